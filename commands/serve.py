@@ -9,24 +9,28 @@ import os
 import re
 import signal
 import socket
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import option, options
-from vtx.runtime.errors import BundleError, DeviceError, RequestError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError, VtxError
 from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.server.delivery import Output
     from vtx.runtime.server.engines import Engines
+    from vtx.runtime.server.keys import Keys, Tenant
 
 KEY = "VTX_API_KEY"
 FLUSH_SECONDS = 10  # for the last replies to be sent
@@ -76,7 +80,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
            "host [default: data URLs only].", multiple=True, metavar="HOST"),
     option("--allow-origin origins", str, "Allow requests from pages of this origin, e.g. http://localhost:3000.",
            multiple=True, metavar="URL"),
-    option("--api-keys", Path, "File of API keys, one per line; clients must send one of them.", metavar="FILE"),
+    option("--api-keys", Path, "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
+           "[answers=N] [metrics]; clients must send one of them.", metavar="FILE"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
     option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
            "http://localhost:4318.", metavar="URL"),
@@ -105,12 +110,13 @@ def serve(
     from vtx.runtime.server.drain import DrainingServer
     from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.engines import Engines, named
+    from vtx.runtime.server.keys import Keys
     from vtx.runtime.server.limits import Limits
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
     from vtx.runtime.server.tracing import Tracing, sent_to
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
-    keys = given_keys(api_keys)
+    keys = Keys(given_keys(api_keys))
     for origin in origins:
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
@@ -146,7 +152,8 @@ def serve(
         folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit,
         choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified,
     )  # fmt: skip
-    with listening(host, port) if unix_socket is None else listening_at(unix_socket) as at:
+    with ExitStack() as opening:
+        at = opening.enter_context(listening(host, port) if unix_socket is None else listening_at(unix_socket))
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
         for card in (engine.model.loaded.card for engine in engines.loaded):
@@ -157,19 +164,24 @@ def serve(
             note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
+        access = opening.enter_context(access_output()) if access_log else None
+        opening.enter_context(queued_stderr())
         app = make_app(
             engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
             watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
-            access=partial(print, flush=True) if access_log else None, access_json=access_log == "json",
+            access=None if access is None else lambda line: access.put(line.encode()), access_json=access_log == "json",
             tracing=tracing,
+            figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
         )  # fmt: skip
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
-            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS, timeout_keep_alive=30,
+            log_config=None, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS,
+            timeout_keep_alive=30,
         )  # fmt: skip
         if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, lambda *_: Thread(target=reload, args=(engines,), daemon=True).start())
+            reloading = partial(reload, engines, keys, api_keys)
+            signal.signal(signal.SIGHUP, lambda *_: Thread(target=reloading, daemon=True).start())
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
 
 
@@ -182,22 +194,21 @@ def require_http() -> None:
         raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
 
 
-def given_keys(file: Path | None) -> list[str]:
-    """The keys of the environment and of a file. Raises RequestError for a file without any, or a malformed key."""
+def given_keys(file: Path | None) -> dict[str, Tenant]:
+    """The tenants by the keys of the environment and of a file.
+
+    Raises RequestError for a file without any, or a malformed line.
+    """
     from vtx.runtime.bundle.files import read_named
     from vtx.runtime.prompt.text import utf8
-    from vtx.runtime.server.limits import MAX_KEY
+    from vtx.runtime.server.keys import Tenant, check_key, read_keys
 
-    keys = [os.environ[KEY]] if os.environ.get(KEY) else []
+    tenants: dict[str, Tenant] = {}
+    if key := os.environ.get(KEY):
+        tenants[check_key(key, KEY)] = Tenant(KEY, KEY, metrics=True)
     if file is not None:
-        lines = utf8(read_named(file, 1 << 20, error=RequestError), file.name, RequestError).splitlines()
-        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not listed:
-            raise RequestError(f"{file} holds no key; write one a line")
-        keys += listed
-    if any(len(key) > MAX_KEY or not key.isascii() or key != key.strip() for key in keys):
-        raise RequestError(f"an API key must be at most {MAX_KEY} ASCII characters, without spaces around them")
-    return keys
+        tenants |= read_keys(utf8(read_named(file, 1 << 20, error=RequestError), file.name, RequestError), file.name)
+    return tenants
 
 
 def verified(model: Model) -> None:
@@ -212,14 +223,55 @@ def verified(model: Model) -> None:
             )
 
 
-def reload(engines: Engines) -> None:
-    """Serve bundles that have changed on disk; what was done is printed."""
+def reload(engines: Engines, keys: Keys, file: Path | None) -> None:
+    """Accept the keys that the file has now and serve bundles that have changed on disk; what was done is printed."""
+    if file is not None:
+        try:
+            keys.replace(given_keys(file))
+            note(f"{file.name} was read again")
+        except VtxError as e:
+            note(f"the keys were not replaced: {e}")
     for line in engines.reload():
         note(line)
 
 
+@contextmanager
+def access_output() -> Iterator[Output]:
+    """The access log's way to stdout. Raises RequestError if there is no stdout."""
+    from vtx.runtime.server.delivery import Output, writer
+
+    if sys.stdout is None:
+        raise RequestError("--access-log writes to stdout, which is closed; redirect it to a file")
+    output = Output("the access log", writer(sys.stdout.fileno()))
+    try:
+        yield output
+    finally:
+        output.close()
+
+
+@contextmanager
+def queued_stderr() -> Iterator[None]:
+    """Write what is logged to stderr in a thread of its own, so that the server answers although nobody reads it."""
+    from vtx.runtime.server.delivery import Output, QueuedLog, writer
+
+    if sys.stderr is None:
+        yield
+        return
+    output = Output("stderr", writer(sys.stderr.fileno()))
+    handler = QueuedLog(output)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        output.close()
+
+
 def end_now(message: str) -> NoReturn:
-    """End the process, whose threads no longer answer, with the stack of each."""
+    """End the process, whose threads no longer answer, with the stack of each, also if nobody reads stderr."""
+    ending = Timer(FLUSH_SECONDS, os._exit, (1,))
+    ending.daemon = True
+    ending.start()
     faulthandler.dump_traceback()
     note(f"vtx-serve: {message}")
     os._exit(1)

@@ -57,7 +57,7 @@ def watch(
         require_http()
         from vtx.runtime.server.app import is_local
 
-        keys = given_keys(None)
+        keys = list(given_keys(None))
         if not is_local(host) and not keys:
             raise RequestError(
                 f"--host {host} shows the pictures to other machines; set {KEY} to a key that they must send"

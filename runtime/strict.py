@@ -6,7 +6,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -15,6 +15,7 @@ from vtx.runtime.errors import BundleError, VtxError
 
 T = TypeVar("T")
 _OPTIONAL = "optional"
+UNIONS = (types.UnionType, typing.Union)  # the latter of a Literal and others
 DAMAGED = "the bundle was altered or made by another vtx, export again"
 UPGRADE = "install a newer vtx"
 
@@ -37,19 +38,32 @@ class Strict:
         if not isinstance(data, dict):
             raise self.error(f"{where} is not an object; {self.cure}")
         hints = _hints(kind)
-        unknown, missing = sorted(data.keys() - hints), sorted(hints.keys() - data.keys() - _optional(kind).keys())
-        if unknown:
-            raise self.error(f"{where}: unknown key {unknown[0]!r}; {self.cure}")
+        for name in sorted(data.keys() - hints):
+            self.unknown(where, name)
+        missing = sorted(hints.keys() - data.keys() - _optional(kind).keys())
         if missing:
-            raise self.error(f"{where}: key {missing[0]!r} is missing; {self.cure}")
+            raise self.missing(where, missing[0])
         return kind(**{name: self.value(hints[name], data[name], f"{where}: {name}") for name in hints if name in data})
+
+    def unknown(self, where: str, name: str) -> None:
+        """Raise the error of an unknown key; a reader that returns ignores it."""
+        raise self.error(f"{where}: unknown key {name!r}; {self.cure}")
+
+    def missing(self, where: str, name: str) -> VtxError:
+        """The error of a missing key."""
+        return self.error(f"{where}: key {name!r} is missing; {self.cure}")
+
+    def mismatch(self, where: str, data: Any, kinds: Sequence[Any]) -> VtxError:
+        """The error of a value that has none of these types."""
+        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+        return self.error(f"{where} is {str(data)[:60]!r}, not {names}; {self.cure}")
 
     def value(self, hint: Any, data: Any, where: str) -> Any:
         """`data` as a value of the annotated type `hint`."""
         if type(data) is hint:
             return data
         origin, args = _parts(hint)
-        if origin is types.UnionType:
+        if origin in UNIONS:
             if data is None and type(None) in args:
                 return None
             fits = next((kind for kind in args if kind is not type(None) and _has_form(kind, data)), None)
@@ -63,7 +77,7 @@ class Strict:
             return tuple(self.value(kind, item, where) for kind, item in zip(args, data, strict=True))
         if origin in (dict, Mapping) and isinstance(data, dict):
             return {key: self.value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-        if origin is typing.Literal and isinstance(data, str) and data in args:
+        if origin is typing.Literal and _has_form(hint, data):
             return data
         if dataclasses.is_dataclass(hint):
             return self.read(cast(type, hint), data, where)
@@ -74,9 +88,7 @@ class Strict:
                 return float("inf")
         if hint is Any:
             return data
-        kinds = args if origin is types.UnionType else (hint,)
-        names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-        raise self.error(f"{where} is {str(data)[:60]!r}, not {names}; {self.cure}")
+        raise self.mismatch(where, data, args if origin in UNIONS else (hint,))
 
 
 def json_value(value: Any) -> Any:
@@ -120,8 +132,14 @@ def write_json(value: Any) -> str:
 
 
 def _has_form(kind: Any, data: Any) -> bool:
-    """Return True if JSON's `data` has the outer form of `kind`."""
-    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping):
+    """Return True if JSON's `data` has the outer form of `kind`: of a dataclass also its `type`, if it is a Literal."""
+    if typing.get_origin(kind) is typing.Literal:
+        return any(type(data) is type(value) and data == value for value in typing.get_args(kind))
+    if dataclasses.is_dataclass(kind):
+        tag = _hints(kind).get("type")
+        tagged = typing.get_origin(tag) is typing.Literal
+        return isinstance(data, dict) and (not tagged or _has_form(tag, data.get("type", _optional(kind).get("type"))))
+    if typing.get_origin(kind) in (dict, Mapping):
         return isinstance(data, dict)
     if typing.get_origin(kind) is tuple:
         return isinstance(data, list)

@@ -53,8 +53,9 @@ class Conversation:
         *,
         shares_images: bool = True,
         prefix_file: Path | None = None,
+        tenant: str = "",
     ) -> None:
-        """`shares_images`: use the bundle's `image_cache` and `tile_cache`, if it has them.
+        """`shares_images`: use what the bundle's `image_cache` and `tile_cache` have of the `tenant`, if it has them.
 
         Raises RequestError: a `prefix_file` serves no prompt of the model.
         """
@@ -67,6 +68,7 @@ class Conversation:
         if system is not None:
             check_text("system", system)
         self.loaded, self.images, self.system = loaded, images, system
+        self.tenant = tenant
         self._shares_images, self._prefix_file = shares_images, prefix_file
         self._turns = Turns()
         self._forget()
@@ -257,7 +259,7 @@ class Conversation:
         loaded = self.loaded
         self._session = Session(loaded.backend, loaded.manifest)
         shared = (loaded.image_cache, loaded.tile_cache) if self._shares_images else (None, None)
-        self._encoded = EncodedImages(loaded.backend, self.images, *shared)
+        self._encoded = EncodedImages(loaded.backend, self.images, *shared, self.tenant)
 
 
 class Chat:

@@ -205,11 +205,12 @@ class LoadedBundle:
         messages: Sequence[Message] | None = None,
         stopped: Callable[[], bool] | None = None,
         check: Callable[[ImageSource], None] = lambda _: None,
+        tenant: str = "",
     ) -> tuple[PreparedImage, ...]:
         """Read and preprocess the images and videos of one prompt, in the order in which the chat template prints them.
 
-        `messages` is the prompt, a first question if left out; `stopped` ends reading a video; `check` is as for
-        `prepare`.
+        `messages` is the prompt, a first question if left out; `stopped` ends reading a video; `check` and `tenant` are
+        as for `prepare`.
         """
         given, number, images = list[Picture](), 0, list[PreparedImage]()
         for source in sources:
@@ -219,7 +220,7 @@ class LoadedBundle:
             if isinstance(source, Video):
                 images.append(self.prepare_video(source, fit, stopped))
             else:
-                images.append(self.prepare(source, fit, of_images=number, check=check))
+                images.append(self.prepare(source, fit, of_images=number, check=check, tenant=tenant))
         if number in (0, len(images)):
             return tuple(images)
         order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])
@@ -283,18 +284,19 @@ class LoadedBundle:
 
     def prepare(
         self, source: ImageSource, fit: str | None = None, *, of_images: int = 1,
-        check: Callable[[ImageSource], None] = lambda _: None,
+        check: Callable[[ImageSource], None] = lambda _: None, tenant: str = "",
     ) -> PreparedImage:  # fmt: skip
         """Read and preprocess an image of a prompt with `of_images` images.
 
-        `check` is called before it is decoded and may raise; a picture that the `picture_cache` has is not checked.
+        `check` is called before it is decoded and may raise; a picture that the `picture_cache` has of the `tenant` is
+        not checked.
         """
         fit = self.fit if fit is None else fit
         if self.picture_cache is None or not is_file(source):
             return self._prepare(source, fit, of_images, check)
         file = read_file(source)
         key = hashlib.sha256(file.content).digest(), fit, of_images
-        return self.picture_cache.prepared(key, partial(self._prepare, file, fit, of_images, check))
+        return self.picture_cache.prepared(key, partial(self._prepare, file, fit, of_images, check), tenant)
 
     def _prepare(
         self, source: ImageSource, fit: str | None, of_images: int, check: Callable[[ImageSource], None]

@@ -90,3 +90,10 @@ def returning_memory(*, at_once: bool = True) -> Iterator[None]:
                 library.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         if last:
             library.malloc_trim(0)
+
+
+def return_freed_memory() -> None:
+    """Return what was freed to the system, if the C library is glibc, whose allocator keeps much of it."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is not None and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

@@ -16,7 +16,7 @@ from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.backends.engines import GPUS
 from vtx.runtime.errors import VtxError
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.session.encoded_images import PreparedImage
+from vtx.runtime.session.encoded_images import PreparedImage, next_dropped
 from vtx.runtime.units import size
 
 
@@ -33,6 +33,8 @@ class NoMemoryError(VtxError):
 class ConversationPool:
     """Kept conversations, the least recently used first. One thread uses it; others may read its numbers.
 
+    A tenant's request begins only with what the tenant's own conversations hold.
+
     `hits` and `misses` count the requests whose beginning was, or was not, in a kept conversation.
     """
 
@@ -45,9 +47,9 @@ class ConversationPool:
 
     def lease(
         self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True,
-        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None, needed: int = 0,
+        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None, needed: int = 0, tenant: str = "",
     ) -> Conversation:  # fmt: skip
-        """The kept conversation about these images that shares most of the prompt `ids`, or a new one.
+        """The tenant's kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
         A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place. Without
         `reuse` it is new, and finds no image encoded. `prefix_file` is that of a new one. `needed`: bytes that its K
@@ -56,25 +58,26 @@ class ConversationPool:
         if not self._free(needed):
             raise NoMemoryError(needed)
         conversation, best, keys = None, 0, _keys(images)
-        for kept in self._kept if reuse else ():
+        of_tenant = [kept for kept in self._kept if kept.tenant == tenant]
+        for kept in of_tenant if reuse else ():
             agreed, held = kept.agreement(ids)
             # One that agrees in less than half of what it holds is left for the request that continues it.
             if _keys(kept.images) == keys and agreed > best and 2 * agreed >= held:
                 conversation, best = kept, agreed
         if not reuse:
-            conversation = Conversation(self._loaded, tuple(images), shares_images=False)
+            conversation = Conversation(self._loaded, tuple(images), shares_images=False, tenant=tenant)
         elif conversation is None:
             self.misses += 1
             before = _keys(instead_of)
-            former = next((kept for kept in reversed(self._kept) if before and _keys(kept.images) == before), None)
+            former = next((kept for kept in reversed(of_tenant) if before and _keys(kept.images) == before), None)
             if former is not None:
                 self._kept.remove(former)
                 former.replace_prepared(tuple(images))
-            conversation = former or Conversation(self._loaded, tuple(images), prefix_file=prefix_file)
+            conversation = former or Conversation(self._loaded, tuple(images), prefix_file=prefix_file, tenant=tenant)
             is_image = ids == self._loaded.manifest.text.image_token_id
             prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
             for other in [*(each for each, _ in self._leased), *self._kept] if prefix and former is None else ():
-                if _keys(other.images) == keys and other.agreement(ids)[0] >= prefix:
+                if other.tenant == tenant and _keys(other.images) == keys and other.agreement(ids)[0] >= prefix:
                     conversation.share_prefix(other)
                     break
         else:
@@ -113,8 +116,7 @@ class ConversationPool:
         while needed and (free := available_memory()) is not None and needed > free:
             if not self._kept:
                 return False
-            self.kept_bytes -= self._kept[0].cache_bytes
-            self._kept.pop(0).close()
+            self._drop()
         return True
 
     def close(self) -> None:
@@ -127,9 +129,18 @@ class ConversationPool:
         """Drop kept conversations until they and those in use are within the limit."""
         while True:  # those that remain have a larger part of what they share
             self.kept_bytes = sum(conversation.cache_bytes for conversation in self._kept)
-            if not self._kept or (len(self._kept) <= self._most and self._in_use + self.kept_bytes <= self._limit):
+            many = len(self._kept) > self._most
+            if not self._kept or (not many and self._in_use + self.kept_bytes <= self._limit):
                 return
-            self._kept.pop(0).close()
+            self._drop(many=many)
+
+    def _drop(self, *, many: bool = False) -> None:
+        """Drop a kept conversation: of the tenant with the most bytes, or if there are too `many`, with the most."""
+        entries = [(kept, kept.tenant, 1 if many else kept.cache_bytes) for kept in self._kept]
+        dropped = next_dropped(entries)
+        self.kept_bytes -= dropped.cache_bytes
+        self._kept.remove(dropped)
+        dropped.close()
 
 
 def _keys(images: Sequence[PreparedImage]) -> list[str]:

@@ -70,6 +70,7 @@ class AnswerRequest:
     again, e.g. the frame before, whose caches it may take over. `adapts`: K and reductions are chosen when it begins,
     if the engine has a chooser. `prefix_file`: as of `Model.open`. `stands` is called with the tokens of the last image
     before the decoder runs, in the thread that computes; if it returns True, the request ends with a StandsError.
+    `tenant`: whose caches it may begin with and fills.
     """
 
     images: tuple[PreparedImage, ...]
@@ -81,6 +82,7 @@ class AnswerRequest:
     instead_of: tuple[PreparedImage, ...] = ()
     prefix_file: Path | None = None
     stands: Callable[[ImageTokens], bool] | None = None
+    tenant: str = ""
 
     @classmethod
     def of(
@@ -156,13 +158,13 @@ class Engine:
             if asked.stands is not None:
                 settings, loaded = asked.settings, self.model.loaded
                 policy = loaded.policy(settings.k, settings.options, settings.reduce, asked.images)
-                images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles)
+                images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles, asked.tenant)
                 if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
                     raise StandsError
             leased.append(
                 self.pool.lease(
                     asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of,
-                    prefix_file=asked.prefix_file, needed=needed,
+                    prefix_file=asked.prefix_file, needed=needed, tenant=asked.tenant,
                 )
             )  # fmt: skip
             try:

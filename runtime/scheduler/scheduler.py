@@ -77,6 +77,11 @@ class Heartbeat:
         return self.clock() - self.last
 
 
+def order(ends_at: float, limit: float, priority: int, *, urgent: bool) -> float:
+    """The time by which a request has its turn: of those that wait, the one with the earliest begins first."""
+    return ends_at - limit * (priority / PRIORITIES + (0 if urgent else 0.5))
+
+
 class Job:
     """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
 
@@ -93,7 +98,7 @@ class Job:
     ) -> None:  # fmt: skip
         self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
         self.ends_at, self.urgent = ends_at, urgent
-        self.order = ends_at - limit * (priority / PRIORITIES + (0 if urgent else 0.5))
+        self.order = order(ends_at, limit, priority, urgent=urgent)
         self.lacks_memory = False  # it waits for others to end
         self.begun = math.nan  # by the scheduler's clock
         self.quickest: Callable[[], float | None] = lambda: None  # seconds of its prompt, if it can choose how it runs

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from vtx.runtime.server.http import Receive, Scope, Send, header
+from vtx.runtime.server.keys import SCOPE
 
 GIVEN = re.compile(r"[\w.:-]{1,64}", re.ASCII)  # ids that clients may give
 MOST_PATH = 200  # characters
@@ -59,4 +60,6 @@ class AccessLog:
             "method": scope["method"], "path": quote(scope["path"][:MOST_PATH]), "status": status, "bytes": sent,
             "ms": round(ms, 1),
         }  # fmt: skip
+        if SCOPE in scope:
+            facts["key"] = scope[SCOPE].name
         return json.dumps(facts) if self._as_json else " ".join(map(str, facts.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
@@ -22,6 +21,7 @@ from vtx.runtime.server.access import AccessLog
 from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
+from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
@@ -40,23 +40,25 @@ OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobo
 
 
 def make_app(
-    engines: Engines, limits: Limits, *, api_keys: Collection[str] = (), local_hosts: bool = True,
+    engines: Engines, limits: Limits, *, api_keys: Keys | Collection[str] = (), local_hosts: bool = True,
     image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
     origins: Collection[str] = (), lenient: bool = False,
     traffic: Traffic | None = None, access: Callable[[str], None] | None = None, access_json: bool = False,
-    tracing: Tracing | None = None,
+    tracing: Tracing | None = None, figures: Callable[[], Mapping[str, float]] = dict,
 ) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
     """The ASGI application over `engines`, which it closes at its end.
 
-    `local_hosts`: accept only requests that name this machine in their Host header, so that pages of other hosts cannot
-    send any through a browser. `image_hosts`: images may be given by their address there.
-    `origins`: pages of these may send requests. `lenient`: ignore what is not supported, and say so.
-    `watchdog` runs as long as the application. `traffic` is what a supervisor of the process sees of it.
-    `access` gets a line of each request, with `access_json` as JSON. `tracing` gets its spans.
+    `api_keys`: clients must send one of them, if there are any. `local_hosts`: accept only requests that name this
+    machine in their Host header, so that pages of other hosts cannot send any through a browser. `image_hosts`: images
+    may be given by their address there. `origins`: pages of these may send requests. `lenient`: ignore what is not
+    supported, and say so. `watchdog` runs as long as the application. `traffic` is what a supervisor of the process
+    sees of it. `access` gets a line of each request, with `access_json` as JSON. `tracing` gets its spans. `figures`
+    are further ones for /metrics.
     """
     metrics, traffic = Metrics(), traffic or Traffic()
+    keys = Keys.of(api_keys)
     endpoints = Endpoints(
-        engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing
+        engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing, keys=keys
     )
 
     async def model(request: Request) -> Response:
@@ -79,8 +81,10 @@ def make_app(
             )
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    async def figures(_: Request) -> Response:
-        return Response(metrics.text(engines.figures()), media_type=CONTENT_TYPE)
+    async def metered(request: Request) -> Response:
+        keys.check_metrics(request.scope.get(SCOPE, ANYBODY))
+        current = {**engines.figures(), **endpoints.figures(), **figures()}
+        return Response(metrics.text(current), media_type=CONTENT_TYPE)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -94,13 +98,13 @@ def make_app(
         Route("/v1/models", endpoint=models),
         Route("/v1/models/{name:path}", endpoint=model),
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
-        Route("/metrics", endpoint=figures), *page_routes(PAGE),
+        Route("/metrics", endpoint=metered), *page_routes(PAGE),
     ]  # fmt: skip
     app = Starlette(
         routes=routes, lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
     )  # fmt: skip
-    logged = AccessLog(Guard(app, api_keys, local_hosts=local_hosts), access, as_json=access_json)
+    logged = AccessLog(Guard(app, keys, local_hosts=local_hosts), access, as_json=access_json)
     if not origins:
         return logged
     return CORSMiddleware(
@@ -143,28 +147,29 @@ async def _refuse(request: Request, error: Exception) -> Response:
 class Guard:
     """Refuses requests that do not name this machine, if `local_hosts`, or that have none of the `keys`, if any.
 
-    Paths in `unguarded` need no key.
+    The others get the key's tenant into their scope. Paths in `unguarded` need no key.
     """
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Collection[str], *, local_hosts: bool,
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Keys, *, local_hosts: bool,
         unguarded: Collection[str] = OPEN,
     ) -> None:  # fmt: skip
-        self._app, self._keys, self._local_hosts = app, [key.encode() for key in keys], local_hosts
+        self._app, self._keys, self._local_hosts = app, keys, local_hosts
         self._unguarded = frozenset(unguarded)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
         if scope["type"] == "http":
             scheme, _, credentials = header(scope, b"authorization").partition(" ")
-            key = credentials.strip().encode("latin-1")
+            bearer = scheme.lower() == "bearer"
+            tenant = self._keys.tenant(credentials.strip().encode("latin-1")) if bearer else None
             if self._local_hosts and not is_local(header(scope, b"host")):
                 refusal = Refusal(
                     421, "the Host header names another machine; ask for localhost, or choose another --host"
                 )
-            elif not self._keys or scope["path"] in self._unguarded:
-                pass
-            elif scheme.lower() != "bearer" or not any([hmac.compare_digest(key, own) for own in self._keys]):
+            elif tenant is not None:
+                scope[SCOPE] = tenant
+            elif self._keys and scope["path"] not in self._unguarded:
                 refusal = Refusal(
                     401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                     code="invalid_api_key",

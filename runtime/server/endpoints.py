@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
@@ -20,18 +21,21 @@ from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
-from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece, order
 from vtx.runtime.server.engines import Engines
-from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header, read_json_body, until_left
+from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header
+from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys, Tenant
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.chat import ChatObjects
 from vtx.runtime.server.openai.objects import Objects
 from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
+from vtx.runtime.server.places import Place, Places
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.tracing import Answered, Tracing
+from vtx.runtime.server.uploads import Upload, Uploads, network_of
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import ImageSource, image_size
 from vtx.runtime.vision.video import Video
@@ -40,7 +44,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHAT, TOKENIZE, EMBEDDINGS = "/v1/chat/completions", "/tokenize", "/v1/embeddings"
 CLIENT_LEFT = 499  # in the metrics only
-RETRY_SECONDS = 2
 READERS = 2  # threads that parse requests and decode images
 VIDEO_READERS = 1  # threads that decode videos, which takes longer
 LATE_SECONDS = 1.0  # after its deadline, for an answer that ends there to arrive
@@ -82,13 +85,37 @@ class Traffic:
     draining: bool = False
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request of a `tenant` that has its `place`; its answer must end `seconds` after it `started`.
+
+    `chat` is with its images' text, which may be large, until they are read.
+    """
+
+    path: str
+    tenant: Tenant
+    chat: ChatRequest
+    started: float
+    seconds: float
+    upload: Upload
+    place: Place
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self.started + self.seconds - time.monotonic()
+
+
 class Endpoints:
     """An ASGI application for `ENDPOINTS`. Images are fetched from `hosts` only. `close` ends its threads."""
 
     def __init__(
         self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
         *, lenient: bool = False, traffic: Traffic | None = None, tracing: Tracing | None = None,
+        keys: Keys | None = None,
     ) -> None:  # fmt: skip
+        self._keys = keys or Keys({})
+        self._uploads, self._places = Uploads(limits), Places(limits.parallel + limits.queue)
         self._lenient, self._traffic, self._tracing = lenient, traffic or Traffic(), tracing
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
@@ -99,6 +126,7 @@ class Endpoints:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. An error ends this one only."""
         reply, endpoint = Reply(send, self._limits), ENDPOINTS[scope["path"]]
+        tenant: Tenant = scope.get(SCOPE, ANYBODY)
         started, answered = time.monotonic(), None
         try:
             answered = await self._answer(scope, receive, reply, endpoint)
@@ -120,7 +148,7 @@ class Endpoints:
                     reply.status = refusal.status
         finally:
             status = reply.status or CLIENT_LEFT
-            self._metrics.request(status)
+            self._metrics.request(status, tenant.name)
             if self._tracing is not None:
                 parent = {name: header(scope, name.encode()) for name in ("traceparent", "tracestate")}
                 self._tracing.request(scope["path"], status, started, parent, answered)
@@ -132,64 +160,72 @@ class Endpoints:
         for threads in (self._readers, self._video_readers, self._loader, self._fetchers):
             threads.shutdown(wait=False, cancel_futures=True)
 
+    def figures(self) -> dict[str, float]:
+        """The current state for the metrics."""
+        return {"body_bytes": self._uploads.bytes}
+
     async def _answer(
         self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint
     ) -> Answered | None:  # fmt: skip
         """Answer a request; None at an address that gives no answer of the model."""
-        most, seconds, started = self._limits.parallel + self._limits.queue, self._limits.seconds, time.monotonic()
+        started, tenant = time.monotonic(), scope.get(SCOPE, ANYBODY)
         if self._traffic.draining:
             raise shutting_down()
-        if self._traffic.inside >= most:
-            raise Refusal(
-                429, f"{most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
-                code="queue_full", kind="rate_limit_error", retry_after=RETRY_SECONDS,
-            )  # fmt: skip
+        self._keys.admit(tenant)
+        client = tenant.name or network_of((scope.get("client") or ("",))[0] or "")
         self._traffic.inside += 1
         try:
-            loop = asyncio.get_running_loop()
-            deadline = loop.time() + seconds
-            body = await read_json_body(scope, receive, self._limits)
-            read = partial(
-                read_request, body, self._limits, self._hosts, lenient=self._lenient, translate=endpoint.translate
-            )
-            chat = await loop.run_in_executor(self._readers, read)
-            del read
-            del body
-            if chat.deadline is not None:
-                seconds = min(seconds, chat.deadline)
-                deadline = min(deadline, loop.time() - (time.monotonic() - started) + seconds)
-            if any(isinstance(image, RemoteImage) for image in chat.images):
-                chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
-            self._engines.check(chat.model)
-            engine = self._engines.acquire_loaded(chat.model)
-            if engine is None:
-                engine = await asyncio.shield(loop.run_in_executor(self._loader, self._engines.acquire, chat.model))
-            with self._engines.use(engine):
-                videos = any(isinstance(image, Video) for image in chat.images)
-                readers, stopping = self._video_readers if videos else self._readers, threading.Event()
-                if scope["path"] == EMBEDDINGS:
-                    vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
-                    found = await _while_wanted(vectors, receive, stopping, deadline, seconds)
-                    await reply.json(200, found)
-                    return None
-                reading = loop.run_in_executor(readers, prepare, engine, chat, self._limits, stopping.is_set)
-                prepared = await _while_wanted(reading, receive, stopping, deadline, seconds)
-                if scope["path"] == TOKENIZE:
-                    ids, most = prepared.ids.tolist(), engine.model.manifest.max_context
-                    await reply.json(200, {"count": len(ids), "max_model_len": most, "tokens": ids})
-                    return None
-                chat = prepared.chat  # without the images' text, which may be large
-                begun = dict[int, float]()  # when each answer began, by the monotonic clock
-                firsts = list[float]()  # and when the first token came
-                notes = {**chat.notes}
-                objects = endpoint.objects(replace(chat, notes=notes), engine.model)
-                events = _events(engine, prepared, receive, deadline, seconds, begun, firsts, notes)
-                async with aclosing(events):
-                    answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
+            with self._uploads.begin(client) as upload:
+                body = await self._uploads.read(upload, scope, receive)
+                read = partial(
+                    read_request, body, self._limits, self._hosts, lenient=self._lenient, translate=endpoint.translate
+                )
+                try:
+                    chat = await asyncio.get_running_loop().run_in_executor(self._readers, read)
+                finally:
+                    body.clear()
+                seconds = self._limits.seconds if chat.deadline is None else min(self._limits.seconds, chat.deadline)
+                turn = order(started + seconds, seconds, chat.options.priority, urgent=chat.deadline is not None)
+                with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.n):
+                    request = _Request(scope["path"], tenant, chat, started, seconds, upload, place)
+                    del chat
+                    return await self._compute(request, reply, endpoint)
         finally:
             self._traffic.inside -= 1
+
+    async def _compute(self, request: _Request, reply: Reply, endpoint: Endpoint) -> Answered | None:
+        """Answer a request that has its place."""
+        loop, chat, place, started = asyncio.get_running_loop(), request.chat, request.place, request.started
+        if any(isinstance(image, RemoteImage) for image in chat.images):
+            chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
+        self._engines.check(chat.model)
+        engine = self._engines.acquire_loaded(chat.model)
+        if engine is None:
+            engine = await asyncio.shield(loop.run_in_executor(self._loader, self._engines.acquire, chat.model))
+        with self._engines.use(engine):
+            videos = any(isinstance(image, Video) for image in chat.images)
+            readers, stopping = self._video_readers if videos else self._readers, threading.Event()
+            if request.path == EMBEDDINGS:
+                vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
+                await reply.json(200, await _while_wanted(vectors, request, stopping))
+                return None
+            reading = loop.run_in_executor(
+                readers, prepare, engine, chat, self._limits, stopping.is_set, request.tenant.share
+            )
+            prepared = await _while_wanted(reading, request, stopping)
+            chat = request.chat = prepared.chat
+            self._uploads.forget(request.upload)
+            if request.path == TOKENIZE:
+                ids, most = prepared.ids.tolist(), engine.model.manifest.max_context
+                await reply.json(200, {"count": len(ids), "max_model_len": most, "tokens": ids})
+                return None
+            notes = {**chat.notes}
+            objects = endpoint.objects(replace(chat, notes=notes), engine.model)
+            async with aclosing(_events(engine, prepared, request, notes)) as events:
+                answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
+        times_begun = [job.begun for job in place.jobs]
         seconds_of = {
-            "queue": min(begun.values()) - started, "first_token": firsts[0] - started,
+            "queue": min(times_begun) - started, "first_token": place.first - started,
             "answer": time.monotonic() - started,
         }  # fmt: skip
         for answer in answers:
@@ -202,8 +238,7 @@ class Endpoints:
             token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
-            self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token)
-        times_begun = [begun[number] for number in range(len(answers))]
+            self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
         return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
 
 
@@ -216,31 +251,29 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
     return replace(chat, images=images)
 
 
-async def _while_wanted(
-    reading: asyncio.Future[T], receive: Receive, stopping: threading.Event, deadline: float, seconds: float
-) -> T:
+async def _while_wanted(reading: asyncio.Future[T], request: _Request, stopping: threading.Event) -> T:
     """The result of `reading`. Once nobody waits for it any more, `stopping` is set, and it ends.
 
-    Raises ClientLeft if the client has gone; Refusal if it took too long (408).
+    Raises ClientLeft if the client has gone; Refusal if it took too long (408) or has lost its place.
     """
-    leaving = asyncio.ensure_future(until_left(receive))
     try:
-        wait = deadline - asyncio.get_running_loop().time()
-        either: set[asyncio.Future[Any]] = {reading, leaving}
-        await asyncio.wait(either, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {reading, request.place.ending}
+        await asyncio.wait(either, timeout=request.left, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             return reading.result()
         stopping.set()
         await asyncio.wait({reading})  # the model is used until then
         reading.exception()  # retrieved, so that asyncio does not log it
-        raise ClientLeft if leaving.done() else _too_slow(seconds)
+        request.place.check()
+        raise _too_slow(request.seconds)
     finally:
         stopping.set()
-        leaving.cancel()
 
 
-def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> Prepared:
-    """Read the images and videos and check the request, before anything is computed."""
+def prepare(
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool], tenant: str = ""
+) -> Prepared:
+    """Read the images and videos and check the request, before anything is computed; `tenant`: whose caches it uses."""
     loaded = engine.model.loaded
     policy = loaded.policy(chat.k, chat.options, chat.reduce)
     if chat.options.guide is not None:
@@ -251,7 +284,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
                 raise Refusal(400, str(e), code="unsupported_value", param=chat.form) from e
             notes = {**chat.notes, "ignored": [*chat.notes.get("ignored", ()), "tools"]}
             chat = replace(chat, messages=chat.messages[1:], options=replace(chat.options, guide=None), notes=notes)
-    images = read_images(engine, chat, limits, stopped)
+    images = read_images(engine, chat, limits, stopped, tenant)
     loaded.check_system(chat.messages)
     ids = loaded.prompt_ids(chat.messages, images)
     room = loaded.manifest.max_context - len(ids)
@@ -261,7 +294,7 @@ def prepare(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable
 
 
 def read_images(
-    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool], tenant: str = ""
 ) -> tuple[PreparedImage, ...]:
     """Read the images and videos of a request. Raises Refusal, ImageError."""
     loaded = engine.model.loaded
@@ -275,7 +308,7 @@ def read_images(
                 "send it smaller", code="image_too_large", param="messages",
             )  # fmt: skip
 
-    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check)
+    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check, tenant=tenant)
 
 
 def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> dict[str, Any]:
@@ -290,23 +323,15 @@ def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[
 
 
 async def _events(
-    engine: Engine,
-    prepared: Prepared,
-    receive: Receive,
-    deadline: float,
-    seconds: float,
-    begun: dict[int, float],
-    firsts: list[float],
-    notes: dict[str, Any],
+    engine: Engine, prepared: Prepared, request: _Request, notes: dict[str, Any]
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
     """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
 
     At its deadline an answer ends as it is.
 
-    Raises ClientLeft if the client has gone; Refusal if it had no token in time (408) or no memory (503), or could not
-    be answered.
-    `begun` gets the times at which its answers began, `firsts` that of the first token, `notes` how K and reductions
-    were chosen.
+    Raises ClientLeft if the client has gone; Refusal if it had no token in time (408) or no memory (503), lost its
+    place, or could not be answered. The place gets its jobs and the time of the first token, `notes` how K and
+    reductions were chosen.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -314,56 +339,58 @@ async def _events(
         with suppress(RuntimeError):  # the loop has ended, and nobody listens
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-    ends_at, left = time.monotonic() + deadline - loop.time(), prepared.chat.n
-    chat = prepared.chat
+    chat, place, unfinished = prepared.chat, request.place, prepared.chat.n
 
     def choosing(chosen: Chosen) -> None:
         figures = {"figure": chosen.method.figure, "best_figure": chosen.best}
         notes["adapted"] = {"method": chosen.method.name, **figures, "why": chosen.why}
 
-    jobs = [
+    share = request.tenant.share
+    place.jobs = [
         engine.job(
-            AnswerRequest(prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts),
-            partial(emit, number), ends_at=ends_at, urgent=chat.deadline is not None,
-            limit=seconds, choosing=choosing,
+            AnswerRequest(
+                prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts,
+                tenant=share,
+            ),
+            partial(emit, number), ends_at=request.started + request.seconds, urgent=chat.deadline is not None,
+            limit=request.seconds, choosing=choosing,
         )
-        for number in range(left)
+        for number in range(chat.n)
     ]  # fmt: skip
     came = False  # a token of any of them
-    leaving = asyncio.ensure_future(until_left(receive))
     getting = asyncio.ensure_future(queue.get())
     try:
-        for job in jobs:
+        for job in place.jobs:
             engine.scheduler.submit(job)
         while True:
-            wait = deadline + LATE_SECONDS - loop.time()  # by itself the answer ends at its deadline
-            await asyncio.wait({getting, leaving}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                raise ClientLeft
+            either: set[asyncio.Future[Any]] = {getting, place.ending}
+            # By itself the answer ends at its deadline.
+            await asyncio.wait(either, timeout=request.left + LATE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            place.check()
             if not getting.done():
-                if jobs[0].lacks_memory:
-                    raise no_memory(f"there was no memory for its K and V within {seconds:g} s; ask again later")
-                raise _too_slow(seconds)
+                if place.jobs[0].lacks_memory:
+                    raise no_memory(
+                        f"there was no memory for its K and V within {request.seconds:g} s; ask again later"
+                    )
+                raise _too_slow(request.seconds)
             number, event = getting.result()
             if isinstance(event, Exception):
                 raise event
             came = came or isinstance(event, Piece) or bool(event.answer.token_ids)
-            begun.setdefault(number, jobs[number].begun)
-            if not firsts:
-                firsts.append(time.monotonic())
+            if math.isnan(place.first):
+                place.first = time.monotonic()
             if isinstance(event, Done) and event.answer.stopped == "cancelled":  # not by its client
                 raise shutting_down()
             if isinstance(event, Done) and event.answer.stopped == "timeout" and not came:
-                raise _too_slow(seconds)
+                raise _too_slow(request.seconds)
             yield number, event
-            left -= isinstance(event, Done)
-            if not left:
+            unfinished -= isinstance(event, Done)
+            if not unfinished:
                 return
             getting = asyncio.ensure_future(queue.get())
     finally:
-        for job in jobs:
+        for job in place.jobs:
             job.cancel()
-        leaving.cancel()
         getting.cancel()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any, TypeAlias
 
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.refusal import Refusal, no_room
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,39 +24,50 @@ def header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
-async def read_json_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+async def read_json_body(
+    scope: Scope, receive: Receive, limits: Limits, hold: Callable[[int], bool] = lambda _: True
+) -> bytearray:
     """The body of a request that says it is JSON; one that is too large is read, up to twice the limit, and dropped.
 
-    Raises Refusal if it has another type or is compressed (415), too large (413) or too slow (408); ClientLeft if the
-    client did not send all of it.
+    So is one for which `hold`, called with the bytes so far, has no room. Raises Refusal if it has another type or is
+    compressed (415), too large (413), too slow (408) or without room (429); ClientLeft if the client did not send all
+    of it.
     """
+    body = bytearray()
 
-    async def read() -> bytes:
-        body, size, more = bytearray(), 0, True
+    async def read() -> None:
+        size, more, room = 0, True, True
         while more and size <= 2 * limits.body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             piece, more = message.get("body", b""), message.get("more_body", False)
             size += len(piece)
-            if size <= limits.body:
-                body += piece
+            room = room and hold(size if size <= limits.body else 0)
+            if room and size <= limits.body:
+                body.extend(piece)
             else:
                 body.clear()
         if size > limits.body:
             raise Refusal(413, f"the request is over {limits.body:,} bytes, the limit; send fewer or smaller images")
-        return bytes(body)
+        if not room:
+            raise no_room("the bodies of other requests take all memory for them")
 
     if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
     if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")
     try:
-        return await asyncio.wait_for(read(), limits.body_seconds)
+        await asyncio.wait_for(read(), limits.body_seconds)
     except asyncio.TimeoutError as e:
+        body.clear()
         raise Refusal(
             408, f"the request did not arrive within {limits.body_seconds:g} s, the limit; send it faster"
         ) from e
+    except BaseException:
+        body.clear()  # which the traceback would keep
+        raise
+    return body
 
 
 async def until_left(receive: Receive) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,9 +26,15 @@ COUNTS = {
     "completion_tokens": "Tokens of complete answers.",
     "withdrawn_tokens": "Image tokens of prompts that did not reach the last layer.",
 }
+KEYED = {  # counters of each API key
+    "requests": "Requests that have ended, by key and HTTP status.",
+    **{name: f"{about.rstrip('.')}, by key." for name, about in COUNTS.items()},
+}
 FIGURES = {  # of the engines and the process, by name; those that end in _total only grow
     "build_info": "1, with the version of vtx.",
     "resident_memory_bytes": "Memory of the process.",
+    "body_bytes": "Bodies of requests that arrive or wait to be read.",
+    "log_lines_dropped_total": "Lines of the access log that nobody read in time.",
     "models_loaded": "Bundles in memory.",
     "requests_active": "Answers that are being computed.",
     "requests_waiting": "Requests that wait for their turn.",
@@ -69,17 +76,20 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: dict[int, int] = {}
+        self._requests = Counter[int]()
+        self._of_keys = Counter[tuple[str, str]]()  # by the counter's name, and the labels with the key's name
         self._totals = dict.fromkeys(COUNTS, 0)
         self._answers: dict[tuple[str, str, str], int] = {}
         self._cancelled = 0
         self._times = {name: Histogram(SECONDS) for name in TIMES}
         self._token = Histogram(TOKEN_SECONDS)
 
-    def request(self, status: int) -> None:
-        """A chat request ended with this HTTP status."""
+    def request(self, status: int, key: str = "") -> None:
+        """A request of the key with this name, if it has one, ended with this HTTP status."""
         with self._lock:
-            self._requests[status] = self._requests.get(status, 0) + 1
+            self._requests[status] += 1
+            if key:
+                self._of_keys["requests", f'key="{key}",status="{status}"'] += 1
 
     def cancelled(self) -> None:
         """A client left before its answer was complete."""
@@ -88,7 +98,7 @@ class Metrics:
 
     def answer(
         self, kind: tuple[str, str, str], totals: Mapping[str, int], seconds: Mapping[str, float],
-        token_seconds: float | None,
+        token_seconds: float | None, key: str = "",
     ) -> None:  # fmt: skip
         """An answer is complete: its token counts by name, its times by those of `TIMES`; None without a 2nd token.
 
@@ -99,6 +109,8 @@ class Metrics:
             self._answers[kind] = self._answers.get(kind, 0) + 1
             for name in self._totals:
                 self._totals[name] += totals[name]
+                if key:
+                    self._of_keys[name, f'key="{key}"'] += totals[name]
             for name, histogram in self._times.items():
                 histogram.observe(seconds[name])
             if token_seconds is not None:
@@ -120,6 +132,10 @@ class Metrics:
                 named = zip(("model", "k", "reduce"), values, strict=True)
                 labels = ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named)
                 lines.append(f"{metric}{{{labels}}} {n}")
+            for counter in dict.fromkeys(name for name, _ in sorted(self._of_keys)):
+                metric = begin(f"key_{counter}_total", KEYED[counter], "counter")
+                values = [(labels, n) for (name, labels), n in sorted(self._of_keys.items()) if name == counter]
+                lines += [f"{metric}{{{labels}}} {n}" for labels, n in values]
             about = {"cancelled": "Requests whose client left before the end.", **COUNTS}
             for name, value in {"cancelled": self._cancelled, **self._totals}.items():
                 lines.append(f"{begin(f'{name}_total', about[name], 'counter')} {value}")

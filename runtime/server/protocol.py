@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.uploads import network_of
 
 CONNECTIONS = 256  # in total; a request beyond them gets 503
 MAX_IDLE = 192  # connections without a request that is being answered; beyond them the longest idle one is closed
@@ -59,6 +59,11 @@ class BoundedProtocol(H11Protocol):
         self._probe: asyncio.TimerHandle | None = None
 
     @property
+    def network(self) -> str:
+        """The client."""
+        return "" if self.client is None else network_of(self.client[0])
+
+    @property
     def idle(self) -> bool:
         """True while no request is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
@@ -74,7 +79,7 @@ class BoundedProtocol(H11Protocol):
     def _bound_idle(self) -> None:
         idle = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.idle]
         idle.sort(key=lambda connection: connection.idle_since)
-        own = [c for c in idle if _network(c) == _network(self)]
+        own = [c for c in idle if c.network == self.network]
         for connections, most in ((own, MAX_IDLE_PER_CLIENT), (idle, MAX_IDLE)):
             for connection in connections[: max(0, len(connections) - most)]:
                 connection.transport.abort()
@@ -139,13 +144,3 @@ class BoundedProtocol(H11Protocol):
     def _stop(timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
-
-
-def _network(connection: BoundedProtocol) -> str:
-    """The client: an IPv4 address, or the 64 bits of an IPv6 address that one client has to itself."""
-    if connection.client is None:
-        return ""
-    address = ipaddress.ip_address(connection.client[0].partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)

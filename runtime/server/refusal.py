@@ -9,6 +9,7 @@ from vtx.runtime.errors import ContextError, ImageError, RequestError, TemplateE
 from vtx.runtime.scheduler.conversations import NoMemoryError
 from vtx.runtime.scheduler.scheduler import ClosedError, TooLateError
 
+BODY_SECONDS = 2  # until bodies that were read have made room for others
 MEMORY_SECONDS = 5  # after which a request for which there was no memory may be sent again
 # Errors of a request by their class: OpenAI's code, and the field that is wrong.
 FAULTS = (
@@ -49,6 +50,13 @@ def shutting_down() -> Refusal:
 
 def no_memory(message: str) -> Refusal:
     return Refusal(503, message, code="no_memory", kind="server_error", retry_after=MEMORY_SECONDS)
+
+
+def no_room(message: str) -> Refusal:
+    return Refusal(
+        429, f"{message}; try again in {BODY_SECONDS} s", code="uploads_full", kind="rate_limit_error",
+        retry_after=BODY_SECONDS,
+    )  # fmt: skip
 
 
 def refusal_of(error: Exception) -> Refusal:

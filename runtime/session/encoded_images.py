@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vtx.runtime.policies.clip import Clip
     from vtx.runtime.vision.frame_file import FrameFile
 
+T = TypeVar("T")
 MAX_SETS = 4  # of extra inputs, of which the image tokens are kept; beyond these the oldest go
 PROJECTED = "projected by"  # of an image's derived arrays, the merged tokens that its next question takes again
 
@@ -71,11 +72,12 @@ class PreparedImage:
         return first
 
     def encode(
-        self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check, tiles: ImageCache | None = None
-    ) -> ImageTokens:
+        self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check, tiles: ImageCache | None = None,
+        tenant: str = "",
+    ) -> ImageTokens:  # fmt: skip
         """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise.
 
-        Of several views those in `tiles`, by their pixels, are not run again.
+        Of several views those that `tiles` has of the `tenant`, by their pixels, are not run again.
         """
         assert not extras or self.kind == "image", "policies that need extra inputs are refused for videos"
         views = list[ImageTokens]()
@@ -87,12 +89,12 @@ class PreparedImage:
                 if kept is None
                 else (self.kind, view.shape, hashlib.sha256(view.tobytes()).digest(), *_values(extras))
             )
-            tokens = None if kept is None else kept.get(key)
+            tokens = None if kept is None else kept.get(key, tenant)
             if tokens is None:
                 pixels = view if view.ndim == 4 else view[None]
                 tokens = backend.video(pixels) if self.kind == "video" else backend.vision(pixels, extras)
                 if kept is not None:
-                    kept.put(key, tokens)
+                    kept.put(key, tokens, tenant)
             views.append(tokens)
         return replace(self.arrange(views), key=self.key[:64])  # of the pixels alone
 
@@ -157,16 +159,29 @@ def enter(
     return tokens
 
 
-class ImageCache:
-    """Encoded images that conversations share, by the hash of their pixels and the vision graph's extra inputs.
+def next_dropped(entries: Iterable[tuple[T, str, int]]) -> T:
+    """The entry of a full cache to drop: the oldest of the tenant that has the most bytes.
 
-    Bounded in bytes: the least recently used are dropped. Safe for many threads.
+    `entries` come with their tenant and bytes, the oldest first. So no tenant loses any of its equal share to others.
+    """
+    entries, totals = list(entries), Counter[str]()
+    for _, tenant, size in entries:
+        totals[tenant] += size
+    largest = max(totals, key=lambda tenant: totals[tenant])
+    return next(entry for entry, tenant, _ in entries if tenant == largest)
+
+
+class ImageCache:
+    """Encoded images that a tenant's conversations share, by the hash of their pixels and the graph's extra inputs.
+
+    A tenant finds only what itself has put there. Bounded in bytes of all tenants: of the one that has the most, the
+    least recently used are dropped. Safe for many threads.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.hits, self.misses = 0, 0
-        self._tokens = OrderedDict[Hashable, ImageTokens]()
+        self._tokens = OrderedDict[tuple[str, Hashable], ImageTokens]()
         self._lock = threading.Lock()
 
     @property
@@ -175,24 +190,24 @@ class ImageCache:
         with self._lock:
             return self._size()
 
-    def get(self, key: Hashable) -> ImageTokens | None:
-        """The tokens of an image; None if they are not kept."""
+    def get(self, key: Hashable, tenant: str = "") -> ImageTokens | None:
+        """The tokens of a tenant's image; None if they are not kept."""
         with self._lock:
-            tokens = self._tokens.get(key)
+            tokens = self._tokens.get((tenant, key))
             if tokens is None:
                 self.misses += 1
                 return None
-            self._tokens.move_to_end(key)
+            self._tokens.move_to_end((tenant, key))
             self.hits += 1
             self._shrink()
             return tokens
 
-    def put(self, key: Hashable, tokens: ImageTokens) -> None:
-        """Keep an image's tokens; one that alone exceeds the limit is not kept."""
+    def put(self, key: Hashable, tokens: ImageTokens, tenant: str = "") -> None:
+        """Keep an image's tokens for a tenant; one that alone exceeds the limit is not kept."""
         with self._lock:
-            if key in self._tokens or nbytes(tokens) > self.limit_bytes:
+            if (tenant, key) in self._tokens or nbytes(tokens) > self.limit_bytes:
                 return
-            self._tokens[key] = tokens
+            self._tokens[tenant, key] = tokens
             self._shrink()
 
     def _size(self) -> int:
@@ -200,19 +215,19 @@ class ImageCache:
 
     def _shrink(self) -> None:
         while self._size() > self.limit_bytes:
-            self._tokens.popitem(last=False)
+            del self._tokens[next_dropped((key, key[0], nbytes(tokens)) for key, tokens in self._tokens.items())]
 
 
 class PictureCache:
     """Prepared pictures by the files they came from, so that one that many requests send is decoded once.
 
-    Bounded in bytes: the least recently used are dropped. Safe for many threads: while one prepares a picture, others
-    that need it wait.
+    Tenants and bounds are as of `ImageCache`. Safe for many threads: while one prepares a picture, others that need it
+    wait.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._kept = OrderedDict[Hashable, Future[PreparedImage]]()
+        self._kept = OrderedDict[tuple[str, Hashable], Future[PreparedImage]]()
         self._lock = threading.Lock()
 
     @property
@@ -223,22 +238,26 @@ class PictureCache:
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get(("", key))
             return found is not None and found.done()
 
-    def prepared(self, key: Hashable, prepare: Callable[[], PreparedImage]) -> PreparedImage:
-        """The picture of this key, prepared now unless it is kept. Raises what `prepare` raises, and keeps nothing."""
+    def prepared(self, key: Hashable, prepare: Callable[[], PreparedImage], tenant: str = "") -> PreparedImage:
+        """The tenant's picture of this key, prepared now unless it is kept.
+
+        Raises what `prepare` raises, and keeps nothing.
+        """
+        entry = tenant, key
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get(entry)
             if preparing := found is None:
-                found = self._kept[key] = Future()
-            self._kept.move_to_end(key)
+                found = self._kept[entry] = Future()
+            self._kept.move_to_end(entry)
         if preparing:
             try:
                 found.set_result(prepare())
             except BaseException as e:
                 with self._lock:
-                    del self._kept[key]
+                    del self._kept[entry]
                 found.set_exception(e)
                 raise
             with self._lock:
@@ -250,7 +269,8 @@ class PictureCache:
 
     def _shrink(self) -> None:
         while self._size() > self.limit_bytes:
-            del self._kept[next(key for key, found in self._kept.items() if found.done())]
+            done = [(entry, found.result()) for entry, found in self._kept.items() if found.done()]
+            del self._kept[next_dropped((entry, entry[0], image.nbytes) for entry, image in done)]
 
 
 def nbytes(tokens: ImageTokens) -> int:
@@ -266,13 +286,14 @@ def nbytes(tokens: ImageTokens) -> int:
 class EncodedImages:
     """The tokens of `images` by their key and the vision graph's extra inputs. Its owner locks it.
 
-    `shared` holds images that several owners encode, `tiles` views that images have in common.
+    `shared` holds images that several owners of the `tenant` encode, `tiles` views that images have in common.
     """
 
     backend: Backend
     images: tuple[PreparedImage, ...]
     shared: ImageCache | None = None
     tiles: ImageCache | None = None
+    tenant: str = ""
     seconds: float = 0.0  # spent on encoding and selecting so far
     _encoded: dict[tuple[Hashable, ...], ImageTokens] = field(default_factory=dict)  # by image first; the newest last
 
@@ -285,7 +306,7 @@ class EncodedImages:
         """Of these images instead; those that are among both stay encoded."""
         keys = {image.key for image in images}
         encoded = {key: tokens for key, tokens in self._encoded.items() if key[0] in keys}
-        return EncodedImages(self.backend, images, self.shared, self.tiles, _encoded=encoded)
+        return replace(self, images=images, seconds=0.0, _encoded=encoded)
 
     def prompt(
         self,
@@ -346,10 +367,10 @@ class EncodedImages:
             key += _values(extras)
         tokens = self._encoded.get(key)
         if tokens is None:
-            tokens = None if self.shared is None else self.shared.get(key)
+            tokens = None if self.shared is None else self.shared.get(key, self.tenant)
             if tokens is None:
                 if clip is None:
-                    tokens = image.encode(self.backend, extras, check, self.tiles)
+                    tokens = image.encode(self.backend, extras, check, self.tiles, self.tenant)
                 else:
                     tokens = image.encode_chosen(self.backend, clip, check)
                 signals, tower = tokens.patches.signals.values(), tokens.tower
@@ -360,7 +381,7 @@ class EncodedImages:
                         "what the tower says of an image is not a number; use --reduce none, or export at fp32"
                     )
                 if self.shared is not None:
-                    self.shared.put(key, tokens)
+                    self.shared.put(key, tokens, self.tenant)
             self._encoded = dict([*self._encoded.items(), (key, tokens)][-MAX_SETS * len(self.images) :])
         return tokens
 

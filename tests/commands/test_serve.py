@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import http.client
 import os
 import re
 import signal
@@ -211,3 +213,41 @@ def test_a_key_with_spaces_around_it_is_refused(bundle: Path) -> None:
     done = CliRunner().invoke(serve, ["--bundle", str(bundle)], env={"VTX_API_KEY": "secret "})
     assert done.exit_code == 1
     assert "an API key must be" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: bool) -> None:
+    """Its lines are dropped and counted, and stderr says once that nobody reads them."""
+    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text"]
+    program = "from vtx.cli import serve; serve()"
+    reading, writing = os.pipe()
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=writing, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(writing)
+        if closed:
+            os.close(reading)
+        assert process.stderr is not None
+        try:
+            where = re.search(r":(\d+)/", process.stderr.readline())
+            assert where
+            served, requests = Served(int(where[1]), None), 1500  # type: ignore[arg-type]
+            connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=WAIT)
+            for _ in range(requests):
+                connection.request("GET", "/livez")
+                assert connection.getresponse().read() == b'{"status":"ok"}'
+            connection.close()
+            until(lambda: served.metrics()["vtx_log_lines_dropped_total"] > 100, "lines are dropped")
+            assert served.chat(asking(user("red?"), k=3)).status == 200
+            process.send_signal(signal.SIGTERM)
+            told = process.stderr.read().splitlines()
+            assert process.wait(WAIT) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
+            if not closed:
+                os.close(reading)
+    said = "nobody reads the access log any more" if closed else "the access log is read too slowly"
+    assert [line for line in told if "access log" in line] == [line for line in told if line.startswith(said)]
+    assert sum(line.startswith(said) for line in told) == 1

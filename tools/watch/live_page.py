@@ -23,6 +23,7 @@ from starlette.routing import Route
 from vtx.runtime.errors import VtxError
 from vtx.runtime.server.app import PACKAGE, SECURITY, Guard, page_routes
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, until_left
+from vtx.runtime.server.keys import Keys
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.protocol import BoundedProtocol
 from vtx.runtime.server.refusal import Refusal
@@ -159,7 +160,7 @@ def make_live_app(
         Route("/events", endpoint=_Events(page)),
         Route("/pictures/{name}", endpoint=picture),
     ]
-    return Guard(Starlette(routes=routes), keys, local_hosts=local_hosts, unguarded=ASSETS)
+    return Guard(Starlette(routes=routes), Keys.of(keys), local_hosts=local_hosts, unguarded=ASSETS)
 
 
 @contextmanager

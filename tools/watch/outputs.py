@@ -3,79 +3,16 @@
 from __future__ import annotations
 
 import http.client
-import logging
 import os
-import queue
 import ssl
 import sys
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.server.delivery import CLOSE_SECONDS, Output
 from vtx.tools.watch.config import FileOutput, Mqtt, WatchConfig, Webhook
-
-log = logging.getLogger(__name__)
-QUEUE = 1000  # events that wait for stdout or a file
-CLOSE_SECONDS = 5.0  # for events that wait to be delivered at the end
-
-
-class Output:
-    """Events on their way to one place, in a thread of its own. If `most` wait, further ones are dropped.
-
-    `deliver` gets one line of JSON at a time and raises if it fails, which is counted in `failed`; nothing is sent
-    twice. `gone`: nobody reads stdout any more.
-    """
-
-    def __init__(
-        self, name: str, deliver: Callable[[bytes], None], most: int = QUEUE, end: Callable[[], None] = lambda: None
-    ) -> None:
-        """`end` is called after the last event."""
-        self.name, self._deliver, self._end = name, deliver, end
-        self.sent = self.dropped = self.failed = 0
-        self.gone = False
-        self._waiting = queue.Queue[bytes | None](most)
-        self._failing = self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"vtx-watch {name}", daemon=True)
-        self._thread.start()
-
-    def put(self, line: bytes) -> None:
-        """Send an event; never waits."""
-        try:
-            self._waiting.put_nowait(line)
-        except queue.Full:
-            self.dropped += 1
-
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Deliver what waits, for this long at most; the rest counts as dropped."""
-        ends = time.monotonic() + seconds
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=seconds)
-            self._thread.join(max(0.0, ends - time.monotonic()))
-        self._closed = True
-        with suppress(queue.Empty):
-            while True:
-                self.dropped += self._waiting.get_nowait() is not None
-
-    def _run(self) -> None:
-        while not self._closed and (line := self._waiting.get()) is not None:
-            try:
-                self._deliver(line)
-            except BrokenPipeError:
-                self.gone = True
-                self.failed += 1
-            except Exception as e:  # whatever a server answers, or a disk
-                self.failed += 1
-                if not self._failing:
-                    log.warning("an event did not reach %s (%s)", self.name, getattr(e, "strerror", None) or e)
-                self._failing = True
-            else:
-                self.sent += 1
-                self._failing = False
-        self._end()
 
 
 def open_outputs(config: WatchConfig) -> list[Output]:

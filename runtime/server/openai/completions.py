@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.scheduler.scheduler import Piece
+from vtx.runtime.server.openai.fields import FieldReader, RawPrompt
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
-from vtx.runtime.server.openai.request import RawPrompt
 from vtx.runtime.server.refusal import Refusal
 
 MAX_TOKENS = 16  # when left out, as OpenAI's
 
 
-def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+def chat_fields(body: dict[str, Any], _: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /v1/completions."""
     fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, **body}
     prompt = fields.pop("prompt", None)

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from vtx.runtime.api.loaded import LoadedBundle
-from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.server.openai.fields import WHERE, FieldReader
 from vtx.runtime.server.openai.request import ChatRequest
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.prefix import Check
+from vtx.runtime.strict import optional
 
 NAMES = {"messages": "input"}
-FORMATS = ("float", "base64")
 
 
-def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class EmbeddingFields:
+    """A request of embeddings; `user` has no effect."""
+
+    input: str | tuple[str, ...]
+    model: str
+    encoding_format: Literal["float", "base64"] = optional("float")
+    user: str = optional("")
+
+
+def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion about the images of a body of /v1/embeddings."""
-    fields = dict(body)
-    given, form = fields.pop("input", None), fields.pop("encoding_format", "float")
-    urls = [given] if isinstance(given, str) else given
-    if not isinstance(urls, list) or not urls:
+    fields = reader.read(EmbeddingFields, body, WHERE)
+    urls = [fields.input] if isinstance(fields.input, str) else fields.input
+    if not urls:
         raise Refusal(
             400, "input must be an image as a data URL, or a list of these", code="invalid_value", param="input"
         )
-    if form not in FORMATS:
-        raise Refusal(
-            400, f"encoding_format is {form!r:.40}; it must be {' or '.join(FORMATS)}", code="invalid_value",
-            param="encoding_format",
-        )  # fmt: skip
-    unknown = sorted(set(fields) - {"model", "user"})
-    if unknown:
-        raise Refusal(
-            400, f"there is no field {shown(unknown[0])} of embeddings; leave it out", code="unknown_parameter",
-            param=unknown[0][:80],
-        )  # fmt: skip
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {**fields, "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
+    content = [*parts, {"type": "text", "text": "?"}]
+    return {"model": fields.model, "messages": [{"role": "user", "content": content}]}
 
 
 def embeddings(

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from vtx.runtime.api.messages import split_images
 from vtx.runtime.api.options import DEFAULT, K, Options, Settings
-from vtx.runtime.bundle.safetensors import parse_json, shown
+from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.messages import Message, with_tools
 from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.openai.fields import (
+    NEVER_IGNORED,
+    WHERE,
+    ChatFields,
+    FieldReader,
+    ImagePart,
+    MessageFields,
+    NamedChoice,
+    RawPrompt,
+    ResponseFormat,
+    TextPart,
+    VideoPart,
+    VideoUrl,
+    tool_of,
+)
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.server.remote import RemoteImage, remote_image
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
-T = TypeVar("T")
 S = TypeVar("S", Options, Sampling)
-ADDED = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "min_p", "presence_penalty",
+            "frequency_penalty", "logit_bias")  # fmt: skip
+OPTIONS = ("gate_threshold", "stop", "top_logprobs", "about", "priority")
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
             "encoding_format")  # fmt: skip
@@ -38,13 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "echo": (False,), "best_of": (1,), "suffix": ("",),
     "truncation": ("disabled",), "background": (False,), "include": ([],),
 }  # fmt: skip
-Translate = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class RawPrompt(str):
-    """In place of messages: a prompt that no template prints, its control tokens included."""
-
-    __slots__ = ()
+Translate = Callable[[dict[str, Any], FieldReader], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class ChatRequest:
 
 
 def read_request(
-    body: bytes,
+    body: bytes | bytearray,
     limits: Limits,
     hosts: Collection[str] = (),
     *,
@@ -101,210 +110,155 @@ def read_request(
     data = parse_json(body, "the body", error=RequestError)
     if not isinstance(data, dict):
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a request as OpenAI's API has it")
-    present = {name: value for name, value in data.items() if value is not None}
-    given, present = present, translate(present) if translate is not None else dict(present)
-    ignored = list[str]()
+    given = {name: value for name, value in data.items() if value is not None}
+    reader = FieldReader(lenient=lenient)
+    present = translate(dict(given), reader) if translate is not None else dict(given)
     for name in sorted(set(present) & set(NEUTRAL)):
         value = present.pop(name)
-        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
-            ignored.append(name)
-            if lenient:
-                continue
+        if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
+            continue
+        if not lenient or name in NEVER_IGNORED:
             raise Refusal(
                 400, f"{name} is {value!r:.40}, which vtx does not support; leave it out", code="unsupported_value",
                 param=name,
             )  # fmt: skip
-    fields = _Fields({name: value for name, value in present.items() if name not in IGNORED})
-    model: str = fields.need("model", partial(check_text, "model"))
-    images, messages = fields.need("messages", lambda value: _messages(value, limits, hosts))
-    tokens = fields.take("max_tokens", Options().max_new_tokens, _tokens)
-    tokens = fields.take("max_completion_tokens", tokens, _tokens)
+        reader.ignored.append(name)
+    present = {name: value for name, value in present.items() if name not in IGNORED}
+    fields = reader.read(ChatFields, present, WHERE)
+    with naming("model"):
+        check_text("model", fields.model)
+    with naming("messages"):
+        images, messages = _messages(fields.messages, limits, hosts)
+    options, notes = _options(fields, limits)
+    form, guide = _guide(fields, present)
+    if guide is not None:
+        with naming(form):
+            options = replace(options, guide=guide)
+    messages = with_tools(messages, [] if guide is None else guide.listed_tools)
+    with naming("stream_options"):
+        if fields.stream_options is not None and not fields.stream:
+            raise RequestError('stream_options are for streams; add "stream": true, or leave them out')
+    with naming("reduce"):
+        check_text("reduce", fields.reduce)
+    with naming("deadline_ms"):
+        check_whole("deadline_ms", fields.deadline_ms or 0, 0)
+    with naming("n"):
+        check_whole("n", fields.n, 1, min(limits.parallel, limits.new_tokens))
+    usage = fields.stream_options is not None and fields.stream_options.include_usage
+    notes = {"ignored": reader.ignored, **notes} if reader.ignored else notes
+    seconds = None if fields.deadline_ms is None else fields.deadline_ms / 1000
+    return ChatRequest(
+        fields.model, messages, tuple(images), fields.k, fields.reduce, options, fields.stream, usage, fields.reuse,
+        fields.n, notes, seconds, form, lenient, {name: given[name] for name in REPEATED if name in given},
+    )  # fmt: skip
+
+
+@contextmanager
+def naming(param: str | None) -> Iterator[None]:
+    """Make an error within the block a Refusal that names the field."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except RequestError as e:
+        raise Refusal(400, str(e), code="invalid_value", param=param) from e
+
+
+def _options(fields: ChatFields, limits: Limits) -> tuple[Options, dict[str, Any]]:
+    """The options without a guide, and notes of what differs from the request."""
+    tokens = Options().max_new_tokens
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (value := getattr(fields, name)) is not None:
+            with naming(name):
+                check_whole("the number of tokens", value, 1)
+            tokens = value
     options = Options(
-        max_new_tokens=tokens,
-        ignore_eos=fields.flag("ignore_eos"),
-        sampling=fields.checked(Sampling(), "temperature", "top_p", "top_k", "seed", "repetition_penalty", *ADDED),
-        timeout=limits.seconds,
-    )
-    options = fields.checked(
-        replace(options, logprobs=fields.flag("logprobs")),
-        "gate_threshold",
-        "stop",
-        "top_logprobs",
-        "about",
-        "priority",
-    )
-    none: tuple[Guide, ...] = ()
-    guides = {"response_format": fields.take("response_format", none, _response_format), "tools": _tools(fields)}
-    guides |= {name: fields.take(name, none, partial(_guides, kind)) for name, kind in GUIDED.items()}
-    forms = [(name, guide) for name, several in guides.items() for guide in several]
-    form, guide = forms[0] if forms else (None, None)
+        max_new_tokens=min(tokens, limits.new_tokens), ignore_eos=fields.ignore_eos, logprobs=fields.logprobs,
+        sampling=_changed(Sampling(), fields, SAMPLING), timeout=limits.seconds,
+    )  # fmt: skip
+    notes = {"max_tokens": limits.new_tokens} if tokens > limits.new_tokens else {}
+    return _changed(options, fields, OPTIONS), notes
+
+
+def _changed(settings: S, fields: ChatFields, names: Sequence[str]) -> S:
+    """`settings`, which check themselves, with those of these fields that are given."""
+    for name in names:
+        value = getattr(fields, name)
+        if value is None:
+            continue
+        with naming(name):
+            if name == "logit_bias":
+                if not all(token.isdecimal() and len(token) < 12 for token in value):
+                    raise RequestError(
+                        f'logit_bias is {value!r:.40}; it must be an object of token ids, {{"15": -100}}'
+                    )
+                value = tuple((int(token), bias) for token, bias in value.items())
+            settings = replace(settings, **{name: value})
+    return settings
+
+
+def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, Guide | None]:
+    """The form of the answer, and the field that gives it."""
+    guides = {"response_format": _response_format(fields.response_format), "tools": _tools(fields, present)}
+    for name, kind in GUIDED.items():
+        if getattr(fields, name) is not None:
+            with naming(name):
+                guides[name] = Guide(**{kind: present[name]})
+    forms = [(name, guide) for name, guide in guides.items() if guide is not None]
     if len(forms) > 1:
         names = " and ".join(name for name, _ in forms)
         raise Refusal(
             400, f"{names} are given, each a form of the answer; give one", code="invalid_value", param=forms[1][0]
         )
-    if guide is not None:
-        try:
-            options = replace(options, guide=guide)
-        except RequestError as e:
-            raise Refusal(400, str(e), code="invalid_value", param=form) from e
-    messages = with_tools(messages, [] if guide is None else guide.listed_tools)
-    stream = fields.flag("stream")
-    stream_options: dict[str, bool] = fields.take(
-        "stream_options", {}, lambda value: _stream_options(value, stream=stream)
-    )
-    k, reduce = fields.take("k", DEFAULT, _k), fields.take("reduce", DEFAULT, partial(check_text, "reduce"))
-    reuse = fields.flag("reuse", default=True)
-    deadline: int | None = fields.take("deadline_ms", None, partial(check_whole, "deadline_ms", least=0))
-    most = min(limits.parallel, limits.new_tokens)
-    n: int = fields.take("n", 1, lambda value: check_whole("n", value, 1, most))
-    ignored += sorted(map(shown, fields.left))
-    if fields.left and not lenient:
-        name = min(fields.left)
-        raise Refusal(400, f"there is no field {shown(name)}; leave it out", code="unknown_parameter", param=name[:80])
-    usage = bool(stream_options.get("include_usage"))
-    notes: dict[str, Any] = {"ignored": ignored} if ignored else {}
-    if tokens > limits.new_tokens:
-        options, notes = replace(options, max_new_tokens=limits.new_tokens), {**notes, "max_tokens": limits.new_tokens}
-    seconds = None if deadline is None else deadline / 1000
-    return ChatRequest(
-        model, messages, tuple(images), k, reduce, options, stream, usage, reuse, n, notes, seconds, form,
-        lenient, {name: given[name] for name in REPEATED if name in given},
-    )  # fmt: skip
+    return forms[0] if forms else (None, None)
 
 
-class _Fields:
-    """The fields of a body, each taken once; an error names the field. `left`: those not taken."""
+def _tools(fields: ChatFields, present: Mapping[str, Any]) -> Guide | None:
+    """The calls that the fields of tools allow or ask for; None if there are to be none.
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self.left = fields
-
-    def take(self, name: str, default: T, check: Callable[[Any], T | None]) -> T:
-        """The value of a field, or what `check` makes of it; `default` if it is not given."""
-        if name not in self.left:
-            return default
-        value: T = self.left.pop(name)
-        try:
-            checked = check(value)
-        except Refusal:
-            raise
-        except RequestError as e:
-            raise Refusal(400, str(e), code="invalid_value", param=name) from e
-        return value if checked is None else checked
-
-    def need(self, name: str, check: Callable[[Any], T | None]) -> T:
-        if name not in self.left:
-            raise Refusal(400, f"the request has no {name}; add it", code="missing_required_parameter", param=name)
-        default: T = self.left[name]
-        return self.take(name, default, check)
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        return self.take(name, default, lambda value: _flag(name, value))
-
-    def checked(self, settings: S, *names: str) -> S:
-        """`settings`, which check themselves, with those of these fields that are given."""
-        for name in names:
-            settings = self.take(name, settings, partial(_changed, settings, name))
-        return settings
+    The tools are taken from the fields that are `present`, as their client wrote them.
+    """
+    functions = [tool_of(tool["function"]) for tool in present["tools"]] if fields.tools else None
+    choice = fields.tool_choice.function.name if isinstance(fields.tool_choice, NamedChoice) else fields.tool_choice
+    if functions is not None:
+        with naming("tools"):
+            Guide(tools=functions)
+    if choice == "none" or (functions is None and choice in ("auto", None)):
+        return None
+    with naming("tool_choice"):
+        if functions is None:
+            raise RequestError(f"tool_choice is {choice!r:.60}; other choices than none and auto are next to tools")
+        return Guide(tools=Tools(functions, choice or "auto", fields.parallel_tool_calls))
 
 
-def _tokens(value: Any) -> None:
-    check_whole("the number of tokens", value, 1)
-
-
-def _changed(settings: S, name: str, value: Any) -> S:
-    if name == "logit_bias":
-        if not isinstance(value, dict) or not all(token.isdecimal() and len(token) < 12 for token in value):
-            raise RequestError(f'logit_bias is {value!r:.40}; it must be an object of token ids, {{"15": -100}}')
-        value = tuple((int(token), bias) for token, bias in value.items())
-    return replace(settings, **{name: value})
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {value!r:.40}; it must be true or false")
-
-
-def _k(value: Any) -> None:
-    if isinstance(value, bool) or not (isinstance(value, int) or value in ("none", "auto", DEFAULT)):
-        raise RequestError(f'k is {value!r:.40}; it must be a whole number, "none", "auto" or "default"')
-
-
-def _guides(kind: str, value: Any) -> tuple[Guide, ...]:
-    return (Guide(**{kind: value}),)
-
-
-def _tools(fields: _Fields) -> tuple[Guide, ...]:
-    """The calls that the fields of tools allow or ask for; none if there are to be none."""
-    if fields.left.get("tools") == []:
-        del fields.left["tools"]
-    functions: Any = fields.take("tools", None, lambda value: Guide(tools=value) and value)
-    parallel = fields.flag("parallel_tool_calls", default=True)
-
-    def chosen(value: Any) -> Any:
-        named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-        choice = named.get("name") if isinstance(named, dict) else value
-        if choice == "none" or (functions is None and choice == "auto"):
-            return ""
-        if functions is None or not isinstance(choice, str):
+def _response_format(form: ResponseFormat | None) -> Guide | None:
+    """The form that OpenAI's field asks for; None for text."""
+    if form is None or form.type == "text":
+        return None
+    with naming("response_format"):
+        if (form.type == "json_schema") != (form.json_schema is not None):
             raise RequestError(
-                f'tool_choice is {value!r:.60}; it must be "none", "auto" or "required" next to tools, or '
-                '{"type": "function", "function": {"name": ...}}'
+                f'response_format has the type {form.type}; json_schema, and no other, has "json_schema": {{"schema": '
+                "{...}}"
             )
-        return Tools(functions, choice, parallel)
-
-    tools = fields.take("tool_choice", None if functions is None else Tools(functions, "auto", parallel), chosen)
-    return (Guide(tools=tools),) if tools else ()
+        schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema
+        return Guide(schema=schema)
 
 
-def _response_format(value: Any) -> tuple[Guide, ...]:
-    """The form that OpenAI's field asks for; none for text."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    given = value.get("json_schema") if kind == "json_schema" else None
-    if kind == "json_object":
-        return (Guide(schema={"type": "object"}),)
-    if kind == "json_schema" and isinstance(given, dict) and given.get("schema") is not None:
-        return (Guide(schema=given["schema"]),)
-    if kind != "text":
-        raise RequestError(
-            f"response_format is {value!r:.60}; its type must be text, json_object or json_schema, the last with "
-            '"json_schema": {"schema": {...}}'
-        )
-    return ()
-
-
-def _stream_options(value: Any, *, stream: bool) -> None:
-    if not stream or not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
-        raise RequestError('stream_options must be {"include_usage": true or false}, with "stream": true')
-    for name, flag in value.items():
-        _flag(name, flag)
-
-
-def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[Any], list[Message]]:
+def _messages(
+    given: tuple[MessageFields, ...] | RawPrompt, limits: Limits, hosts: Collection[str]
+) -> tuple[list[Any], list[Message]]:
     """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
-    if isinstance(value, RawPrompt):
-        return [], [{"role": "prompt", "content": str(value)}]
-    if not isinstance(value, list) or not value:
-        raise RequestError("messages must be a list that ends with the user's question")
-    cleaned = list[dict[str, Any]]()
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise RequestError(f"a message must be an object with a role of {', '.join(ROLES)}; got {message!r:.80}")
-        content = message.get("content")
-        if content is None and message["role"] == "assistant":
-            content = ""
-        others = {name: message[name] for name in ("tool_calls", "tool_call_id") if message.get(name)}
-        if isinstance(content, list):
-            content = [_part(part, hosts) for part in content]
-        cleaned.append({"role": message["role"], "content": content, **others})
-    last = cleaned[-1]
-    ends = last["role"] in ("user", "assistant", "tool") and not last.get("tool_calls")
-    if not ends or all(turn["role"] != "user" for turn in cleaned):
+    if isinstance(given, RawPrompt):
+        return [], [{"role": "prompt", "content": str(given)}]
+    last = given[-1] if given else None
+    ends = last is not None and last.role in ("user", "assistant", "tool") and not last.tool_calls
+    if not ends or all(message.role != "user" for message in given):
         raise RequestError(
-            "the last message must be the user's question, a tool's result, or the beginning of the answer: role "
-            "'user', 'tool', or 'assistant' without calls"
+            "messages must be a list, and the last message in it the user's question, a tool's result, or the "
+            "beginning of the answer: role 'user', 'tool', or 'assistant' without calls"
         )
-    images, messages = split_images(cleaned)
+    images, messages = split_images([_message(message, hosts) for message in given])
     if len(images) > limits.images:
         raise Refusal(
             413, f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
@@ -313,25 +267,37 @@ def _messages(value: Any, limits: Limits, hosts: Collection[str]) -> tuple[list[
     return images, messages
 
 
-def _part(part: Any, hosts: Collection[str]) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind not in ("image_url", "video_url"):
-        raise RequestError(f"a part of a message must be of type text, image_url or video_url; got {part!r:.80}")
-    source = part.get(kind)
-    url = source.get("url") if isinstance(source, dict) else source
-    if kind == "video_url":
-        if not isinstance(url, str) or url[:5].lower() != "data:":
+def _message(message: MessageFields, hosts: Collection[str]) -> dict[str, Any]:
+    content: Any = message.content
+    if isinstance(content, tuple):
+        content = [_part(part, hosts) for part in content]
+    if content is None and message.role == "assistant":
+        content = ""
+    turn = {"role": message.role, "content": content, "tool_call_id": message.tool_call_id}
+    calls = [
+        {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
+        for call in message.tool_calls
+    ]
+    return turn | ({"tool_calls": calls} if calls else {})
+
+
+def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    source = part.image_url if isinstance(part, ImagePart) else part.video_url
+    url = source if isinstance(source, str) else source.url
+    local = url[:5].lower() == "data:"
+    if isinstance(source, VideoUrl) or isinstance(part, VideoPart):
+        if not local:
             raise RequestError(
                 f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no "
                 "videos and opens no files"
             )
-        frames = source.get("frames") if isinstance(source, dict) else None
+        frames = source.frames if isinstance(source, VideoUrl) else None
         return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
-    if hosts and isinstance(url, str) and url[:5].lower() != "data:":
+    if hosts and not local:
         return {"type": "image", "image": remote_image(url, hosts)}
-    if not isinstance(url, str) or url[:5].lower() != "data:":
+    if not local:
         raise RequestError(
             f"an image must be a data URL, data:image/jpeg;base64,...; got {url!r:.80}. This server fetches no "
             "addresses and opens no files"

@@ -2,34 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from vtx.runtime.api.answer import Answer, Progress
-from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
+from vtx.runtime.server.openai.fields import WHERE, Detail, FieldReader, FunctionFields, ImageUrl, Role, tool_of
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
 from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 
 
-def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """A part of a message; `annotations` and `logprobs`, which replies have, have no effect."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: tuple[Any, ...] = optional(())
+    logprobs: tuple[Any, ...] = optional(())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """A part of a message; `detail` has no effect."""
+
+    type: Literal["input_image"]
+    image_url: ImageUrl | str
+    detail: Detail = optional("auto")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageItem:
+    """A message; `id` and `status` of items, which replies have, have no effect."""
+
+    role: Role
+    content: str | tuple[TextInput | ImageInput, ...]
+    type: Literal["message"] = optional("message")
+    id: str = optional("")
+    status: str = optional("")
+
+
+@dataclass(frozen=True, slots=True)
+class CallItem:
+    """A call of an answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = optional("")
+    id: str = optional("")
+    status: str = optional("")
+
+
+@dataclass(frozen=True, slots=True)
+class ResultItem:
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | tuple[TextInput | ImageInput, ...]
+    id: str = optional("")
+    status: str = optional("")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionItem(FunctionFields):
+    """A function that may be called."""
+
+    type: Literal["function"] = optional("function")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Mapping[str, Any] | None = optional(None)
+    name: str = optional("")
+    description: str = optional("")
+    strict: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFields:
+    """The field `text`."""
+
+    format: Format = optional(Format("text"))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """The function to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /v1/responses."""
     fields = dict(body)
     for name in ("n", "messages", "response_format", "max_tokens", "max_completion_tokens", "stream_options"):
         if name in fields:
             raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
-    for name, read in (("input", _messages), ("tools", _tools), ("tool_choice", _choice), ("text", _format)):
-        if name in fields:
-            try:
-                fields |= read(fields.pop(name))
-            except RequestError as e:
-                raise Refusal(400, str(e), code="invalid_value", param=name) from e
+    if "input" in fields:
+        items = reader.value(str | tuple[MessageItem | CallItem | ResultItem, ...], fields.pop("input"), _at("input"))
+        fields["messages"] = _messages(items)
+    if "tools" in fields:
+        reader.value(tuple[FunctionItem, ...], fields["tools"], _at("tools"))
+        fields["tools"] = [tool_of(function) for function in fields["tools"]]
+    if "tool_choice" in fields:
+        choice = reader.value(str | NamedFunction, fields["tool_choice"], _at("tool_choice"))
+        if isinstance(choice, NamedFunction):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if "text" in fields:
+        form = reader.read(TextFields, fields.pop("text"), _at("text")).format
+        schema = {"json_schema": {"schema": form.schema}} if form.type == "json_schema" else {}
+        fields["response_format"] = {"type": form.type, **schema}
     if "max_output_tokens" in fields:
         fields["max_completion_tokens"] = fields.pop("max_output_tokens")
     if "instructions" in fields:
@@ -41,60 +135,39 @@ def chat_fields(body: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _messages(given: Any) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"messages": [{"role": "user", "content": given}]}
-    if not isinstance(given, list):
-        raise RequestError("input must be a string or a list of items")
+def _at(name: str) -> str:
+    return f"{WHERE}: {name}"
+
+
+def _messages(items: str | Sequence[MessageItem | CallItem | ResultItem]) -> list[dict[str, Any]]:
+    """Items as messages of chat completions."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages = list[dict[str, Any]]()
-    for item in given:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "message":
-            content = item.get("content")
-            parts = [_part(part) for part in content] if isinstance(content, list) else content
-            messages.append({"role": item.get("role"), "content": parts})
-        elif kind == "function_call":
+    for item in items:
+        if isinstance(item, MessageItem):
+            messages.append({"role": item.role, "content": _content(item.content)})
+        elif isinstance(item, ResultItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+        else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
-        elif kind == "function_call_output":
-            content = item.get("output")
-            parts = [_part(part) for part in content] if isinstance(content, list) else content
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": parts})
-        else:
-            raise RequestError(f"an item must be a message, function_call or function_call_output; got {item!r:.80}")
-    return {"messages": messages}
+            function = {"name": item.name, "arguments": item.arguments}
+            messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+    return messages
 
 
-def _part(part: Any) -> dict[str, Any]:
-    kind = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-    if kind is None:
-        raise RequestError(f"a part must be input_text, output_text or input_image; got {part!r:.80}")
-    return {"type": kind, kind: part.get(kind)}
-
-
-def _tools(given: Any) -> dict[str, Any]:
-    """Tools as chat completions have them."""
-    functions: list[Any] = given if isinstance(given, list) else [None]
-    if not all(isinstance(tool, dict) and tool.get("type") == "function" for tool in functions):
-        raise RequestError(f"tools is {given!r:.60}; it must be a list of functions, other tools are not there")
-    known = [
-        {name: value for name, value in tool.items() if name != "type" and value is not None} for tool in functions
+def _content(content: str | Sequence[TextInput | ImageInput]) -> Any:
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "text", "text": part.text} if isinstance(part, TextInput) else _image(part.image_url)
+        for part in content
     ]
-    return {"tools": [{"type": "function", "function": function} for function in known]}
 
 
-def _choice(given: Any) -> dict[str, Any]:
-    named = isinstance(given, dict) and given.get("type") == "function"
-    return {"tool_choice": {"type": "function", "function": {"name": given.get("name")}} if named else given}
-
-
-def _format(given: Any) -> dict[str, Any]:
-    form = given.get("format", {"type": "text"}) if isinstance(given, dict) and not set(given) - {"format"} else None
-    if not isinstance(form, dict):
-        raise RequestError(f'text is {given!r:.60}; it must be {{"format": {{"type": ...}}}}')
-    return {"response_format": {"type": form.get("type"), "json_schema": form}}
+def _image(source: ImageUrl | str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": source if isinstance(source, str) else source.url}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def test_calls_and_results_of_earlier_turns_are_in_the_prompt(served: Served) ->
     ("fields", "param", "said"),
     [
         ({"tools": [tool("a b")]}, "tools", "letters, digits"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "is not"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "has no function"),
         ({"tools": [tool("a", {"$ref": "#"})], "tool_choice": "required"}, "tools", "circular"),
         ({"tools": [tool("a", {"not": {}})]}, "tools", "not"),
         ({"tools": [tool("a", {"description": "x" * 70_000})]}, "tools", "the limit is 65,536"),

@@ -71,7 +71,7 @@ def test_a_conversation_about_a_video_and_an_image_is_answered_as_in_python(
         (part(b"\x89PNG", "image/png"), "holds image/png, not a video"),
         (part(b"no video"), "is not a video of a known format"),
         (part(b"", frames=257), "frames is 257, the limit is 256"),
-        ({"type": "video_url"}, "must be a data URL"),
+        ({"type": "video_url"}, "has no video_url"),
         ({"type": "video", "video": "clip.mp4"}, "of type text, image_url or video_url"),
     ],
     ids=["address", "path", "image", "text", "frames", "nothing", "file"],

@@ -1,0 +1,160 @@
+"""API keys and their tenants: who sent a request, whose caches it uses, and how much it may ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vtx.runtime.errors import RequestError
+from vtx.runtime.server.refusal import Refusal
+
+SCOPE = "vtx.tenant"  # of a request, in its ASGI scope
+MAX_KEY = 4096  # characters of an API key
+MINUTE = 60.0  # seconds
+RETRY_SECONDS = 2  # until one of a key's answers may have ended
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_OPTION = re.compile(r"(share|requests|answers)=([\w.-]{1,64})|metrics", re.ASCII)
+_FORM = "write KEY, or NAME KEY with share=GROUP, requests=N, answers=N or metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The owner of an API key, by `name` in logs and metrics.
+
+    Tenants with the same `share` use each other's caches, by default nobody else's. `requests` a minute and concurrent
+    `answers`, those that wait included, are limits; None: no limit. `metrics`: it may read /metrics next to others.
+    """
+
+    name: str = ""
+    share: str = ""
+    requests: int | None = None
+    answers: int | None = None
+    metrics: bool = False
+
+
+ANYBODY = Tenant(metrics=True)  # of a server without keys
+
+
+class Keys:
+    """The tenants of a server by their API keys, and what they use. `replace` may be called from any thread."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._requests = defaultdict[str, deque[float]](deque)  # their times in the last minute
+        self._answers = Counter[str]()
+        self.replace(tenants)
+
+    @classmethod
+    def of(cls, keys: Keys | Collection[str]) -> Keys:
+        """Keys that have no names yet, one tenant each."""
+        return keys if isinstance(keys, Keys) else cls({key: unnamed(key) for key in keys})
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def replace(self, tenants: Mapping[str, Tenant]) -> None:
+        """Accept these keys from now on, and no others."""
+        self._tenants = {key.encode(): tenant for key, tenant in tenants.items()}
+
+    def tenant(self, key: bytes) -> Tenant | None:
+        """The tenant of a key; None if it is wrong. Takes the same time for every wrong key."""
+        matching = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(key, known)]
+        return matching[0] if matching else None
+
+    def check_metrics(self, tenant: Tenant) -> None:
+        """Raise Refusal (403) for a tenant that must not see the figures of others."""
+        if len(self._tenants) > 1 and not tenant.metrics:
+            raise Refusal(
+                403, "this key must not read /metrics, which counts the requests of all keys; mark a key with "
+                "`metrics` in the file of --api-keys", code="insufficient_permissions",
+            )  # fmt: skip
+
+    def admit(self, tenant: Tenant) -> None:
+        """Count a request. Raises Refusal (429) for one beyond the tenant's requests a minute."""
+        if tenant.requests is None:
+            return
+        with self._lock:
+            times, now = self._requests[tenant.name], self._clock()
+            while times and times[0] <= now - MINUTE:
+                times.popleft()
+            if len(times) >= tenant.requests:
+                retry = int(times[0] + MINUTE - now) + 1
+                raise _too_many(f"{tenant.requests} requests a minute are the limit of this key", retry)
+            times.append(now)
+
+    @contextmanager
+    def answering(self, tenant: Tenant, number: int) -> Iterator[None]:
+        """Count answers until the end of the block. Raises Refusal (429) beyond the tenant's concurrent answers."""
+        with self._lock:
+            running = self._answers[tenant.name]
+            if tenant.answers is not None and running + number > tenant.answers:
+                message = f"{running} answers of this key are computed or wait, the limit is {tenant.answers}"
+                raise _too_many(message, RETRY_SECONDS)
+            self._answers[tenant.name] += number
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._answers[tenant.name] -= number
+
+
+def _too_many(message: str, seconds: int) -> Refusal:
+    return Refusal(
+        429, f"{message}; try again in {seconds} s", code="rate_limit_exceeded", kind="rate_limit_error",
+        retry_after=seconds,
+    )  # fmt: skip
+
+
+def unnamed(key: str) -> Tenant:
+    """The tenant of a key without a name: named by a part of the key's hash, which outlasts changes of its file."""
+    name = f"key-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return Tenant(name, name)
+
+
+def read_keys(text: str, where: str) -> dict[str, Tenant]:
+    """The tenants by the keys of a file, one a line. Raises RequestError, which names the line but no key."""
+    tenants = dict[str, Tenant]()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or line.startswith("#"):
+            continue
+        place = f"{where} line {number}"
+        key = check_key(words[min(1, len(words) - 1)], place)
+        tenant = unnamed(key) if len(words) == 1 else _named(words, place)
+        if key in tenants or any(tenant.name == other.name for other in tenants.values()):
+            raise RequestError(f"{place} repeats a key or a name; give each key its own name, with share=GROUP")
+        tenants[key] = tenant
+    if not tenants:
+        raise RequestError(f"{where} holds no key; {_FORM}, one a line")
+    return tenants
+
+
+def check_key(key: str, where: str) -> str:
+    """The key. Raises RequestError for one that clients cannot send."""
+    if len(key) > MAX_KEY or not key.isascii() or key != key.strip():
+        raise RequestError(f"{where}: an API key must be at most {MAX_KEY} ASCII characters, without spaces around it")
+    return key
+
+
+def _named(words: list[str], where: str) -> Tenant:
+    """The tenant of a line that begins with its name and its key."""
+    name, _, *options = words
+    matches = [_OPTION.fullmatch(option) for option in options]
+    if not _NAME.fullmatch(name) or not all(matches):
+        raise RequestError(f"{where}: {_FORM}; a name and a GROUP have at most 64 letters, digits, `_`, `.` and `-`")
+    values = {match[1]: match[2] for match in matches if match is not None}
+    numbers = [_number(values.get(option), where) for option in ("requests", "answers")]
+    return Tenant(name, values.get("share", name), *numbers, metrics="metrics" in options)
+
+
+def _number(value: str | None, where: str) -> int | None:
+    if value is not None and not re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
+        raise RequestError(f"{where}: requests and answers must be whole numbers from 1 to 999,999")
+    return None if value is None else int(value)

@@ -1,0 +1,282 @@
+"""The fields of requests, declared once as types: what is not declared here is not supported, at any depth."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.errors import RequestError, VtxError
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.strict import Strict, optional
+
+T = TypeVar("T")
+WHERE = "the request"
+NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+# Unknown fields that change the prompt or the form of the answer where they are known; no server ignores them.
+NEVER_IGNORED = frozenset(
+    """add_generation_prompt allowed_token_ids audio bad_words chat_template chat_template_kwargs continue_final_message
+    conversation documents echo file_id files format fps function_call functions grammar guided_decoding image
+    image_data image_url images input_audio json_schema max_frames max_pixels min_pixels mm_processor_kwargs
+    multi_modal_data min_tokens options prefix previous_response_id prompt prompt_embeds schema stop_token_ids
+    structural_tag structured_outputs suffix system system_prompt template truncate_prompt_tokens video video_url
+    videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
+)
+Detail = Literal["auto", "low", "high"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class RawPrompt(str):
+    """In place of messages: a prompt that no template prints, its control tokens included."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUrl:
+    """An image; `detail` has no effect."""
+
+    url: str
+    detail: Detail = optional("auto")
+
+
+@dataclass(frozen=True, slots=True)
+class VideoUrl:
+    """A video, of which `frames` are sampled."""
+
+    url: str
+    frames: int | None = optional(None)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """A part of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPart:
+    """A part of a message."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The function of a call."""
+
+    name: str
+    arguments: str | Mapping[str, Any] = optional("")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call in a message; `index`, which streams have, has no effect."""
+
+    function: Called
+    id: str = optional("")
+    type: Literal["function"] = optional("function")
+    index: int = optional(0)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFields:
+    """A message. Fields behind `tool_call_id` are of replies, or names that no template prints: without effect."""
+
+    role: Role
+    content: str | tuple[TextPart | ImagePart | VideoPart, ...] | None = optional(None)
+    tool_calls: tuple[Call, ...] = optional(())
+    tool_call_id: str = optional("")
+    name: str = optional("")
+    refusal: str = optional("")
+    annotations: tuple[Any, ...] = optional(())
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """A schema that the answer follows, also if it is not `strict`."""
+
+    schema: Mapping[str, Any] | bool
+    name: str = optional("")
+    description: str = optional("")
+    strict: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = optional(None)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Options of a stream; `include_obfuscation` has no effect."""
+
+    include_usage: bool = optional(False)
+    include_obfuscation: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionFields:
+    """A function that may be called."""
+
+    name: str
+    description: str = optional("")
+    parameters: Mapping[str, Any] = optional(None)
+    strict: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFields:
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+def tool_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with the declared fields of a function as its client wrote them, since templates print them in order."""
+    names = FunctionFields.__dataclass_fields__
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if name in names and value is not None},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionName:
+    """The name of a function."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChoice:
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFields:
+    """A chat completion; None: left out. Ranges are checked by the settings that the values become."""
+
+    model: str
+    messages: tuple[MessageFields, ...] | RawPrompt
+    max_tokens: int | None = optional(None)
+    max_completion_tokens: int | None = optional(None)
+    temperature: float | None = optional(None)
+    top_p: float | None = optional(None)
+    top_k: int | None = optional(None)
+    min_p: float | None = optional(None)
+    seed: int | None = optional(None)
+    repetition_penalty: float | None = optional(None)
+    presence_penalty: float | None = optional(None)
+    frequency_penalty: float | None = optional(None)
+    logit_bias: Mapping[str, float] | None = optional(None)
+    stop: str | tuple[str, ...] | None = optional(None)
+    ignore_eos: bool = optional(False)
+    logprobs: bool = optional(False)
+    top_logprobs: int | None = optional(None)
+    n: int = optional(1)
+    stream: bool = optional(False)
+    stream_options: StreamOptions | None = optional(None)
+    response_format: ResponseFormat | None = optional(None)
+    tools: tuple[ToolFields, ...] = optional(())
+    tool_choice: str | NamedChoice | None = optional(None)
+    parallel_tool_calls: bool = optional(True)
+    guided_json: Mapping[str, Any] | bool | str | None = optional(None)
+    guided_choice: tuple[str, ...] | None = optional(None)
+    guided_regex: str | None = optional(None)
+    guided_grammar: str | None = optional(None)
+    k: int | Literal["none", "auto", "default"] = optional("default")
+    reduce: str = optional("default")
+    about: str | None = optional(None)
+    gate_threshold: float | None = optional(None)
+    reuse: bool = optional(True)
+    deadline_ms: int | None = optional(None)
+    priority: int | None = optional(None)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReader(Strict):
+    """Reads requests strictly, null as left out. Raises Refusal, which names the field.
+
+    A `lenient` one notes unknown fields in `ignored`, but for those that change what is computed.
+    """
+
+    error: type[VtxError] = RequestError
+    lenient: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+    def read(self, kind: type[T], data: Any, where: str) -> T:
+        """`data` as the dataclass `kind`."""
+        if not isinstance(data, dict):
+            raise self.mismatch(where, data, (kind,))
+        return Strict.read(self, kind, {name: value for name, value in data.items() if value is not None}, where)
+
+    def unknown(self, where: str, name: str) -> None:
+        """Ignore a field, or raise its Refusal."""
+        inside = where.partition(": ")[2]
+        place = f"{inside}: " if inside else ""
+        if self.lenient and name not in NEVER_IGNORED:
+            self.ignored.append(place + shown(name))
+            return
+        raise Refusal(
+            400, f"there is no field {shown(name)}{f' in {inside}' if inside else ''}; leave it out",
+            code="unknown_parameter", param=f"{place}{name}".replace(": ", ".")[:80],
+        )  # fmt: skip
+
+    def missing(self, where: str, name: str) -> VtxError:
+        """The Refusal of a missing field."""
+        inside, param = where.partition(": ")[2], where.split(": ")[1:2]
+        if inside:
+            return Refusal(400, f"{inside} has no {name}; add it", code="invalid_value", param=param[0])
+        return Refusal(400, f"{where} has no {name}; add it", code="missing_required_parameter", param=name)
+
+    def mismatch(self, where: str, data: Any, kinds: Sequence[Any]) -> VtxError:
+        """The Refusal of a value of another type."""
+        inside = where.partition(": ")[2]
+        value = f"{data!r:.60}" if isinstance(data, str | bool | int | float) else _nouns([type(data)])
+        return Refusal(
+            400, f"{inside} is {value}; it must be {_nouns(kinds)}", code="invalid_value",
+            param=inside.partition(": ")[0],
+        )  # fmt: skip
+
+
+def _nouns(kinds: Sequence[Any]) -> str:
+    """Types in the words of JSON."""
+    nouns, tags = list[str](), list[str]()
+    for kind in kinds:
+        tag = typing.get_type_hints(kind).get("type") if dataclasses.is_dataclass(kind) else None
+        if typing.get_origin(kind) is Literal:
+            nouns += map(str, typing.get_args(kind))
+        elif tag is not None:
+            tags += typing.get_args(tag)
+        elif kind in (list, tuple) or typing.get_origin(kind) is tuple:
+            nouns.append("a list")
+        elif kind is not type(None):
+            nouns.append(NOUNS.get(kind, "an object"))
+    nouns += [f"an object of type {_listed(tags)}"] if tags else []
+    return _listed(nouns)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)

@@ -1,0 +1,94 @@
+"""Bodies on their way: those that do not arrive hold up nobody, and memory for them is bounded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.serving import WAIT, Served, asking, serving, until, user
+from vtx.runtime.server.keys import Keys, read_keys
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.uploads import FREE_BYTES, network_of
+
+BODY = 1 << 20
+SLACK = 64 << 20  # of the process, next to the bodies
+
+
+@contextmanager
+def unfinished(served: Served, number: int, length: int, part: bytes, key: str = "") -> Iterator[list[socket.socket]]:
+    """Requests whose bodies do not arrive whole."""
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+    with ExitStack() as closing:
+        connections = list[socket.socket]()
+        for _ in range(number):
+            connections.append(closing.enter_context(socket.create_connection(("127.0.0.1", served.port), WAIT)))
+            connections[-1].sendall(head.encode() + part)
+        yield connections
+
+
+def test_bodies_that_do_not_arrive_take_nobodys_place(tiny_bundle: Path) -> None:
+    limits = Limits(parallel=1, queue=1)
+    with serving({"tiny": tiny_bundle}, limits) as served, unfinished(served, 50, 1000, b"{") as connections:
+        until(lambda: b" 408 " in connections[0].recv(200), "the oldest has ended")
+        begun = time.monotonic()
+        assert [served.chat(asking(user("red?"))).status for _ in range(3)] == [200, 200, 200]
+        assert time.monotonic() - begun < limits.body_seconds
+        assert served.request("GET", "/livez").status == 200
+
+
+def test_the_bodies_of_one_client_leave_room_for_anothers(tiny_bundle: Path) -> None:
+    """By number and by bytes; a small body needs no room at all."""
+    limits = Limits(body=BODY, bodies=4)
+    keys = Keys(read_keys("a key-a\nb key-b\nm key-m metrics", "keys"))
+    with serving({"tiny": tiny_bundle}, limits, api_keys=keys) as served:
+
+        def held() -> float:
+            text = served.request("GET", "/metrics", authorization="Bearer key-m").body.decode()
+            return float(text.partition("\nvtx_body_bytes ")[2].partition("\n")[0])
+
+        with unfinished(served, 8, BODY, b" " * (BODY - 1), "key-a"):
+            until(lambda: held() >= 2 * (BODY - 1), "they have arrived as far as there is room")
+            assert held() <= 2 * BODY, "half of the room"
+            small = asking(user("red?"))
+            assert served.chat(small, authorization="Bearer key-a").status == 200
+            large = {**small, "user": "x" * (BODY - 1000)}
+            assert served.chat(large, authorization="Bearer key-b").status == 200
+            refused = served.chat(large, authorization="Bearer key-a")
+            assert (refused.status, refused.json["error"]["code"]) == (429, "uploads_full")
+            assert int(refused.headers["retry-after"]) > 0
+        until(lambda: held() == 0, "the room is free again")
+        assert served.chat(large, authorization="Bearer key-a").status == 200
+    assert FREE_BYTES < BODY
+
+
+@pytest.mark.slow
+def test_aborted_uploads_leave_no_memory(tiny_bundle: Path) -> None:
+    process, size = psutil.Process(os.getpid()), 33_000_000
+    limits = Limits(bodies=2)
+    with serving({"tiny": tiny_bundle}, limits) as served:
+        assert served.chat(asking(user("red?"))).status == 200
+        before = process.memory_info().rss
+        for _ in range(3):
+            with unfinished(served, 16, size + 1, b" " * size):
+                assert process.memory_info().rss - before < limits.bodies * limits.body + 4 * SLACK
+        until(lambda: served.metrics()["vtx_body_bytes"] == 0, "they are forgotten")
+        assert process.memory_info().rss - before < limits.bodies * limits.body + SLACK
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"), ("::ffff:192.0.2.7", "::ffff:c000:207"), ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::9%eth0", "2001:db8::/64"), ("unix", "unix"), ("", ""),
+    ],
+)  # fmt: skip
+def test_a_client_is_an_address_or_its_network(address: str, client: str) -> None:
+    assert network_of(address) in (client, "::ffff:192.0.2.7" if "ffff" in address else client)
