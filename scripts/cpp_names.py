@@ -10,6 +10,7 @@ from pathlib import Path
 from vtx.runtime import checks
 from vtx.runtime.api import answering
 from vtx.runtime.backends import memory, slots
+from vtx.runtime.backends.engines import INSTRUCTIONS
 from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
@@ -60,7 +61,7 @@ def header() -> str:
     words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
-    words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT}
+    words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT, "NOT_FINITE": sampling.NOT_FINITE}
     words["PAIRS"] = manifest.PAIRS
     words |= {"KERNELS": fingerprint.KERNELS, "NO_ACTIONS": ACTIONS}
     prefixes = {
@@ -105,6 +106,14 @@ def header() -> str:
         for compute, count in row.openvino_tokens.items()
     ]
     lines.append(f"inline constexpr RowsOfARun kRowsOfARun[] = {{{', '.join(runs)}}};")
+    lines += [
+        "struct Instructions {",
+        "  const char *compute, *flag;",
+        "};",
+        "inline constexpr Instructions kInstructions[] = {",
+    ]
+    lines += [f'    {{"{compute}", "{flag}"}},' for compute, flags in INSTRUCTIONS.items() for flag in flags]
+    lines.append("};")
     lines.append(f"inline constexpr int64_t kBudgets[] = {{{', '.join(map(str, budget.BUDGETS))}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kUsualRate = {video_child.USUAL_RATE};")

@@ -210,6 +210,18 @@ def openvla(lasting: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
+def needs_arithmetic() -> Callable[[str], None]:
+    """`needs_arithmetic("int8")` skips a test where the processor has no instructions for that arithmetic."""
+    from vtx.runtime.backends.devices import missing_instructions
+
+    def check(compute: str) -> None:
+        if reason := missing_instructions(compute):
+            pytest.skip(reason)
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.engines import AUTO, COMPUTE, ENGINES, FASTER, Floats, split_device
+from vtx.runtime.backends.engines import AUTO, COMPUTE, ENGINES, INSTRUCTIONS, Floats, split_device
 from vtx.runtime.bundle.bundle import CARD, Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -56,15 +56,14 @@ def choose(
         obstacle = _obstacle(bundle, device, compute, number)
         if obstacle:
             raise DeviceError(obstacle)
-        how = compute or default_compute(bundle.manifest, device)
-        return DeviceChoice(device, how, "asked for", number=number)
+        return _chosen(bundle.manifest, device, compute, "asked for", number)
     obstacles: dict[str, str] = {}
     merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
         obstacle = failed.get(name) or _obstacle(bundle, name, compute)
         if not obstacle:
             why = "; ".join([merits[name][1], *obstacles.values()])
-            return DeviceChoice(name, compute or default_compute(bundle.manifest, name), why)
+            return _chosen(bundle.manifest, name, compute, why)
         obstacles[name] = obstacle
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
@@ -72,6 +71,25 @@ def choose(
     if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
         raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
     raise DeviceError(obstacle)
+
+
+def _chosen(manifest: Manifest, device: str, compute: str | None, why: str, number: int = 0) -> DeviceChoice:
+    """A device with the arithmetic that was asked for, or its default; says which measured one this processor lacks."""
+    lacking = [kind for kind in manifest.arithmetic if kind in ENGINES[device].compute and missing_instructions(kind)]
+    if compute is None and lacking:
+        why = f"{why}; not in {' or '.join(lacking)}, for which this processor has no instructions"
+    return DeviceChoice(device, compute or default_compute(manifest, device), why, number=number)
+
+
+def missing_instructions(compute: str) -> str | None:
+    """The reason why no engine on this processor computes so, and the fix; None if it has the instructions."""
+    needed = INSTRUCTIONS.get(compute, ())
+    if not needed or not cpu_flags().isdisjoint(needed):
+        return None
+    return (
+        f"{compute} arithmetic needs one of the instruction sets {', '.join(needed)}, and this processor reports none; "
+        "use --compute f32, or leave it out"
+    )
 
 
 def default_compute(manifest: Manifest, device: str) -> str:
@@ -82,7 +100,7 @@ def default_compute(manifest: Manifest, device: str) -> str:
     kinds = tuple(ENGINES[device].compute)
     for kind in reversed(kinds):
         wider = kind == "int8" and PRECISIONS[manifest.precision].bits == 4
-        if kind in manifest.arithmetic and not wider and FASTER[kind] & cpu_flags():
+        if kind in manifest.arithmetic and not wider and not missing_instructions(kind):
             return kind
     return kinds[0]
 
@@ -126,6 +144,8 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
         )
     if find_spec(engine.module) is None:
         return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
+    if compute is not None and (missing := missing_instructions(compute)):
+        return missing
     if number and (shown := len(find_gpus())) <= number:
         return f"{name}:{number} is not there: the NVIDIA driver shows {shown} GPUs, numbered from 0; see nvidia-smi"
     return engine.load().obstacle(bundle, number)

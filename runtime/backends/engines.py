@@ -5,7 +5,7 @@ An engine is a folder next to this file and a row here. Imports nothing heavy: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -113,10 +113,11 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
 }  # fmt: skip
 DEVICES = (AUTO, *ENGINES)
 GPUS = tuple(name for name, engine in ENGINES.items() if engine.gpu)
-# Flags of processors, as Linux names them, of which one makes products of this arithmetic faster than float32's.
-FASTER: Mapping[str, set[str]] = {
-    "bf16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
+# Flags of processors, as Linux names them, of which OpenVINO needs one to compute so. Without them it has no bfloat16
+# (on Arm it never has), and adds products of bytes in 16 bits, which overflow.
+INSTRUCTIONS: Mapping[str, Sequence[str]] = {
+    "bf16": ("avx512_bf16", "amx_bf16", "avx_ne_convert"),
+    "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"),
 }
 WIDENING = "amx_bf16"  # flag of processors on which OpenVINO widens matrices of 16 bits, unless it computes in bfloat16
 COMPUTE = tuple(dict.fromkeys(kind for engine in ENGINES.values() for kind in engine.compute))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.checks import check_number, check_whole
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import BundleError, RequestError
 
 LEAST_PENALTY = 1e-3
+NOT_FINITE = "the logits of this answer are not finite numbers; export with --precision bf16 or fp32"
 MAX_BIASES = 1024
 Likely: TypeAlias = tuple[tuple[int, float], ...]  # token ids, the likeliest first, with their log probabilities
 
@@ -77,7 +79,7 @@ class Sampler:
         return np.random.default_rng(self._settings.seed)
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
-        """Token id for logits [vocab]."""
+        """Token id for logits [vocab]. Raises BundleError: the largest is not a number."""
         s, penalty = self._settings, np.float32(self._settings.repetition_penalty)
         if self._adds:
             logits = logits.copy()
@@ -99,11 +101,13 @@ class Sampler:
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
-        s = self._settings
+        s, best = self._settings, int(logits.argmax())  # the first that is no number, if there is one
+        most = float(logits[best])
+        check_finite(most)
         if s.temperature == 0:
-            return int(logits.argmax())
+            return best
         with np.errstate(over="ignore"):
-            scores = (logits.astype(np.float64) - float(logits.max())) / s.temperature
+            scores = (logits.astype(np.float64) - most) / s.temperature
         if 0 < s.top_k < len(scores):
             scores[scores < np.partition(scores, -s.top_k)[-s.top_k]] = -np.inf
         odds = np.exp(scores)
@@ -119,6 +123,12 @@ class Sampler:
         return int(self.rng.choice(len(odds), p=odds))
 
 
+def check_finite(most: float) -> None:
+    """Raise BundleError unless the largest logit is a number: others may be left out as minus infinity."""
+    if not math.isfinite(most):
+        raise BundleError(NOT_FINITE)
+
+
 def log_probability(logits: NDArray[np.float32], token: int) -> float:
     """The natural logarithm of a token's probability under logits [vocab], as the model gives them."""
     return float(log_softmax(logits)[token])
@@ -126,7 +136,9 @@ def log_probability(logits: NDArray[np.float32], token: int) -> float:
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """The logarithms of the probabilities of all tokens under logits [..., vocab], as the model gives them."""
-    scores = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    most = logits.max(axis=-1, keepdims=True)
+    check_finite(float(most.sum()))
+    scores = logits.astype(np.float64) - most
     normed: NDArray[np.float64] = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     return normed
 

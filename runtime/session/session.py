@@ -22,6 +22,7 @@ from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check, prefix_key
+from vtx.runtime.session.sampling import NOT_FINITE
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches, TokenStates
 
 __all__ = ["Cut", "PrefillResult", "Prompt", "Selection", "Session"]
@@ -277,7 +278,7 @@ class Session:
             return None
         best = self._step(self._run_step, token, logits=False).best
         if best < 0:
-            raise BundleError("the logits of this answer are not finite numbers; export with --precision bf16 or fp32")
+            raise BundleError(NOT_FINITE)
         return best
 
     def _step(self, run: Callable[..., Step], token: int, *, logits: bool) -> Step:

@@ -16,7 +16,7 @@ from typing import Any
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.backends.engines import ENGINES, FASTER, floats_in_memory, merit_on_cpu
+from vtx.runtime.backends.engines import ENGINES, INSTRUCTIONS, floats_in_memory, merit_on_cpu
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
@@ -27,7 +27,9 @@ from vtx.runtime.units import Progress
 from vtx.tools.data.intervals import grouped_share
 from vtx.tools.data.items import Data, image_key
 
-DEVICE = next(name for name, engine in ENGINES.items() if not engine.gpu and FASTER.keys() & engine.compute.keys())
+DEVICE = next(
+    name for name, engine in ENGINES.items() if not engine.gpu and INSTRUCTIONS.keys() & engine.compute.keys()
+)
 SAMPLES = 36  # questions, each about another image: with 35 unchanged answers the interval begins at 90.1%
 TOKENS = 8  # of an answer, at most
 LEAST_KEPT = 0.9  # the lower end of the interval of the share of answers that stay the same

@@ -50,11 +50,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[.
 
 
 @pytest.fixture(params=ENGINES, scope="module", ids=str)
-def backend(request: pytest.FixtureRequest, bundle: Callable[..., Path]) -> Iterator[tuple[Any, float]]:
+def backend(
+    request: pytest.FixtureRequest, bundle: Callable[..., Path], needs_arithmetic: Callable[[str], None]
+) -> Iterator[tuple[Any, float]]:
     device, form = request.param
     if device == "openvino":
         pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
     weights, kv, compute, _ = form
+    needs_arithmetic(compute)
     with load(bundle(weights, kv), device=device, compute=compute, threads=THREADS) as model:
         assert isinstance(model.backend, BatchBackend)
         model.backend.share_caches(CONVERSATIONS)

@@ -21,6 +21,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.openvino import integers
 from vtx.runtime.backends.openvino.cache import FEW
@@ -77,8 +78,12 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def get(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, tiny: Tiny) -> Get:
+def get(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, tiny: Tiny,
+    needs_arithmetic: Callable[[str], None],
+) -> Get:  # fmt: skip
     """Models in `--compute int8` by their weights, the tower in float32 whatever the processor has."""
+    needs_arithmetic("int8")
 
     def make(precision: str) -> Model:
         folder = tmp_path_factory.mktemp("integers") / precision
@@ -205,7 +210,8 @@ def compiled(weights: NDArray[np.int8], scales: Floats, change: Sequence[Callabl
     return openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
 
-def test_products_are_those_by_hand_and_of_integers() -> None:
+def test_products_are_those_by_hand_and_of_integers(needs_arithmetic: Callable[[str], None]) -> None:
+    needs_arithmetic("int8")
     rng = np.random.default_rng(0)
     weights = rng.integers(-127, 128, (WIDTH, DEPTH)).astype(np.int8)
     scales = rng.uniform(0.001, 0.1, WIDTH).astype(np.float32)
@@ -276,11 +282,21 @@ def _full(folder: Path, *_: Any) -> Any:
     raise OSError(28, "No space left on device", str(folder))
 
 
-def test_floats_are_refused_and_so_is_another_engine(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_floats_another_engine_and_a_lesser_processor_are_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fp16 = bundles.export(tiny_checkpoint(), tmp_path / "fp16", KS, "fp16", dialects=("ort", "plain"))
+    monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
     with pytest.raises(DeviceError, match="multiplies weights of int8 and int4; this bundle's are fp16"):
         choose(fp16, "openvino", "int8")
     int8 = bundles.export(tiny_checkpoint(), tmp_path / "int8", KS, "int8", dialects=("ort", "plain"))
     with pytest.raises(DeviceError, match="cpu computes in f32, not int8; that has: openvino"):
         choose(int8, "cpu", "int8")
     assert choose(int8, "auto", "int8").device == "openvino"
+    monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset({"avx2"}))
+    lacking = r"int8 arithmetic needs one of .* avx512_vnni,.* this processor reports none; use --compute f32"
+    for device in ("openvino", "auto"):
+        with pytest.raises(DeviceError, match=lacking):
+            choose(int8, device, "int8")
+    with pytest.raises(DeviceError, match=r"bf16 arithmetic needs one of .* avx512_bf16, .* use --compute f32"):
+        choose(fp16, "openvino", "bf16")

@@ -75,9 +75,10 @@ def test_matrices_stay_narrow(bundles: Callable[[str], Bundle], precision: str, 
 
 
 @pytest.mark.parametrize("graph", ["stage", "head"])
-def test_matrices_of_bfloat16_are_multiplied_as_such_in_bfloat16(bundles: Callable[[str], Bundle], graph: str) -> None:
-    if "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        pytest.skip("this processor has no bfloat16")
+def test_matrices_of_bfloat16_are_multiplied_as_such_in_bfloat16(
+    bundles: Callable[[str], Bundle], graph: str, needs_arithmetic: Callable[[str], None]
+) -> None:
+    needs_arithmetic("bf16")
     model = read(bundles("bf16"), graph)
     before = [port.get_names() for port in model.outputs]
     keep_narrow(model, "bf16")
@@ -116,7 +117,10 @@ def test_what_a_graph_gives_out_keeps_its_shape() -> None:
 
 
 @pytest.mark.parametrize("compute", ["f32", "int8"])
-def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(models: Models, compute: str) -> None:
+def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(
+    models: Models, compute: str, needs_arithmetic: Callable[[str], None]
+) -> None:
+    needs_arithmetic(compute)
     model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block
     with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
         for shape in ((150, 60), (40, 90)):

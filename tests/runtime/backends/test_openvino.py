@@ -133,11 +133,11 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     ],
 )
 def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
-    models: Get, reference: Callable[..., Reference], name: str, precision: str, compute: str, tolerance: float
-) -> None:
+    models: Get, reference: Callable[..., Reference], name: str, precision: str, compute: str, tolerance: float,
+    needs_arithmetic: Callable[[str], None],
+) -> None:  # fmt: skip
     """Along the reference's own answer, so that one narrow choice does not part the two."""
-    if compute == "bf16" and not computes("bf16"):
-        pytest.skip("this processor has no bf16")
+    needs_arithmetic(compute)
     tiny, image = VARIANTS[name], random_image(0)
     model, judge = models(tiny, precision, compute), reference(tiny)
     messages = prompt_messages(QUESTIONS[2])
@@ -147,10 +147,6 @@ def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
         np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
         assert np.abs(found.logits - wanted.logits.numpy()).max() > TOLERANCE, "it did not compute more narrowly"
-
-
-def computes(kind: str) -> bool:
-    return kind.upper() in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def test_the_token_ids_are_those_of_onnxruntime(bundle_models: Models, model: Model) -> None:
@@ -234,9 +230,10 @@ def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
 
 
-def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(reduced: list[Model]) -> None:
-    if not computes("bf16"):
-        pytest.skip("this processor has no bf16")
+def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(
+    reduced: list[Model], needs_arithmetic: Callable[[str], None]
+) -> None:
+    needs_arithmetic("bf16")
     narrow = load(reduced[0].bundle.folder, device="openvino", compute="bf16", threads=THREADS)
     number = next(n for n, spec in enumerate(stage_specs(narrow)) if spec.query)
     rows, found = np.random.default_rng(6).standard_normal((40, 64), np.float32), []
@@ -267,9 +264,10 @@ def test_every_layer_attends_in_one_kernel_over_its_cache(models: Get, tiny: Tin
 
 
 @pytest.mark.parametrize(("precision", "compute"), [("fp32", "f32"), ("fp16", "f32"), ("fp16", "bf16")])
-def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(models: Get, precision: str, compute: str) -> None:
-    if compute == "bf16" and not computes("bf16"):
-        pytest.skip("this processor has no bf16")
+def test_rows_fill_the_arrays_in_place_and_no_slot_beyond_is_read(
+    models: Get, precision: str, compute: str, needs_arithmetic: Callable[[str], None]
+) -> None:
+    needs_arithmetic(compute)
     backend = models(precision=precision, compute=compute).backend
     rows = np.random.default_rng(7).standard_normal((70, 64), np.float32)
     found = []

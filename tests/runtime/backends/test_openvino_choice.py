@@ -13,6 +13,7 @@ from tests.support import bundles
 from tests.support.exported import THREADS, Checkpoints, Models
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
+from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose
 from vtx.runtime.backends.engines import AUTO
 from vtx.runtime.errors import BundleError, DeviceError
@@ -95,8 +96,9 @@ def test_auto_takes_what_is_installed_and_says_why(bundle_models: Models, monkey
         choose(bundle, AUTO)
 
 
-def test_arithmetic_that_a_device_lacks_is_refused(bundle_models: Models) -> None:
+def test_arithmetic_that_a_device_lacks_is_refused(bundle_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = bundle_models(Tiny()).bundle
+    monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     assert choose(bundle, AUTO, "bf16").device == "openvino"
     with pytest.raises(DeviceError, match=r"cpu computes in f32, not bf16.*openvino"):
         choose(bundle, "cpu", "bf16")

@@ -18,6 +18,7 @@ from tests.support.cpp import needs_cpp, needs_openvino, output, run, write_pict
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.backends.devices import missing_instructions
 from vtx.runtime.backends.openvino import backend as engine
 from vtx.runtime.backends.openvino.cache import FEW
 from vtx.runtime.bundle.bundle import seal_manifest
@@ -70,15 +71,23 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
     assert engine.most_tokens("int4", "f32") == 256
     monkeypatch.setattr(engine, "most_tokens", lambda *_: None)
     np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
+
+
+def test_hidden_states_share_a_scale_with_as_many_as_weights_do(
+    bundle: Path, hidden: Hidden, whole: Hidden, monkeypatch: pytest.MonkeyPatch,
+    needs_arithmetic: Callable[[str], None],
+) -> None:  # fmt: skip
+    needs_arithmetic("int8")  # without its instructions the engine rounds none in float32 either
     monkeypatch.setattr(engine, "int4_block", lambda _: 64)
     assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"
 
 
 @pytest.mark.parametrize("count", [2, FEW, FEW + 1, 100])
 def test_int4_multiplies_integers_as_python_does_by_the_number_of_tokens(
-    bundle: Path, hidden: Hidden, whole: Hidden, count: int
+    bundle: Path, hidden: Hidden, whole: Hidden, count: int, needs_arithmetic: Callable[[str], None]
 ) -> None:
     """Few tokens multiply by int4, many by the same weights in int8; one more comes behind them."""
+    needs_arithmetic("int8")
     found = in_cpp(bundle, hidden[:count], compute="int8")
     np.testing.assert_allclose(found, in_python(bundle, hidden[:count], "int8"), atol=SAME, rtol=0)
     differs = np.abs(found[:count] - whole[:count]).max()
@@ -86,8 +95,9 @@ def test_int4_multiplies_integers_as_python_does_by_the_number_of_tokens(
 
 
 def test_without_room_for_weights_in_int8_the_folder_is_named(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_arithmetic: Callable[[str], None]
 ) -> None:
+    needs_arithmetic("int8")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
     done = run("probe", "stage", bundle, "openvino:int8", "1")
     assert done.returncode == 1
@@ -119,6 +129,14 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(json.dumps(answer))
     same = "token_ids", "k", "kv_slots", "vision_tokens_kept", "reused_image", "reused_layers", "reused_tokens"
     return {key: told[key] for key in same}
+
+
+@pytest.mark.parametrize("compute", ["int8", "bf16"])
+def test_arithmetic_without_instructions_is_refused_as_in_python(bundle: Path, compute: str) -> None:
+    reason = missing_instructions(compute)
+    done = run("probe", "stage", bundle, f"openvino:{compute}", "1", stdin=np.zeros((1, 256), np.float32).tobytes())
+    assert done.returncode == (0 if reason is None else 1)
+    assert (reason or "") in done.stderr.decode()
 
 
 @pytest.mark.parametrize("kept", [(), ("bf16",), ("bf16", "int8")])

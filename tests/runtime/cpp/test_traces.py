@@ -101,9 +101,11 @@ def test_every_precision_meets_its_traces_on_openvino(
 @needs_openvino
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_products_of_integers_meet_their_traces(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
-) -> None:
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str,
+    needs_arithmetic: Callable[[str], None],
+) -> None:  # fmt: skip
     """Much closer than arithmetic in float32 would: both runtimes round the same hidden states."""
+    needs_arithmetic("int8")
     checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
     asked = meets(
         checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=FEW, gates=gates, compute="int8",

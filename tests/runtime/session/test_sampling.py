@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.session.sampling import Sampler, Sampling, log_probability
 
 VOCAB = 64
@@ -197,3 +197,22 @@ def test_a_negative_top_k_or_seed_is_refused() -> None:
         Sampling(top_k=-1)
     with pytest.raises(RequestError, match="seed"):
         Sampling(seed=-1)
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.7}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_are_refused(wrong: float, values: dict[str, Any]) -> None:
+    logits = random_logits(0)
+    logits[5] = wrong
+    for call in (Sampler(Sampling(**values)), lambda row: log_probability(row, 3)):
+        with pytest.raises(BundleError, match="not finite numbers; export with --precision bf16 or fp32"):
+            call(logits)
+    with pytest.raises(BundleError, match="not finite"):
+        Sampler(Sampling(**values))(np.full(VOCAB, -np.inf, np.float32))
+
+
+def test_logits_of_tokens_that_a_guide_leaves_out_may_be_minus_infinity() -> None:
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[3, 7]] = 1, 2
+    assert Sampler(Sampling())(logits) == 7
+    assert log_probability(logits, 3) == pytest.approx(-1.3133, abs=1e-4)

@@ -224,12 +224,11 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
 )  # fmt: skip
 def test_ceilings_are_measured_in_the_arithmetic_that_computes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
-    products: dict[str, str],
+    products: dict[str, str], needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     if device == "openvino":
-        openvino = pytest.importorskip("openvino")
-        if compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            pytest.skip("this processor does not compute in bf16")
+        pytest.importorskip("openvino")
+    needs_arithmetic(compute)
     made, target = export(tiny_checkpoint(), tmp_path / "bundle", precision=precision).folder, tmp_path / "out.json"
     words = ("--device", device, "--compute", compute, "--k", "none,3", "--repeats", "1", "--out", str(target))
     done = vtx_bench(made, *words)
@@ -312,14 +311,15 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=Kind.in_words)
-def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(kind: Kind) -> None:
+def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(
+    kind: Kind, needs_arithmetic: Callable[[str], None]
+) -> None:
     import onnx
     from onnx.reference import ReferenceEvaluator
 
     if kind.device == "openvino":
-        openvino = pytest.importorskip("openvino")
-        if kind.compute == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-            pytest.skip("this processor does not compute in bf16")
+        pytest.importorskip("openvino")
+    needs_arithmetic(kind.compute)
     graph = onnx.load_model_from_string(make_graph(kind, 4, 256, 8))
     rows = np.random.default_rng(1).standard_normal((4, 256), np.float32)
     if graph.graph.node[0].op_type == "MatMulNBits":

@@ -62,7 +62,14 @@ def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
     assert default_compute(whole, "cpu") == "f32"
     monkeypatch.setattr(devices, "cpu_flags", frozenset)
     assert default_compute(whole, "openvino") == "f32"
-    assert choose(demo, "openvino", "int8").compute == "int8"
+    elsewhere = replace(demo, manifest=whole)
+    chosen = choose(elsewhere, "openvino")
+    assert (chosen.compute, chosen.why) == (
+        "f32", "asked for; not in bf16 or int8, for which this processor has no instructions"
+    )  # fmt: skip
+    assert choose(elsewhere, "openvino", "f32").why == "asked for"
+    with pytest.raises(DeviceError, match="int8 arithmetic needs one of"):
+        choose(elsewhere, "openvino", "int8")
 
 
 def test_the_bundle_answers_in_it_unless_told_otherwise(demo: Bundle) -> None:

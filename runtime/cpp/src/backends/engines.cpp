@@ -4,6 +4,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "bundle/names.hpp"
 #include "host/gpu.hpp"
 
 namespace vtxcore {
@@ -41,17 +42,28 @@ std::string arithmetic() {
   return listed(out);
 }
 
-// The instruction sets of the first core, as Linux names them; none on other systems.
-bool has_one_of(std::initializer_list<const char*> flags) {
+// The instruction sets of which this arithmetic needs one, as Linux names them.
+std::vector<std::string> instructions(const std::string& compute) {
+  std::vector<std::string> out;
+  for (const names::Instructions& known : names::kInstructions)
+    if (compute == known.compute) out.emplace_back(known.flag);
+  return out;
+}
+
+// Whether every core has what this arithmetic needs. Other systems than Linux do not say.
+bool has_instructions(const std::string& compute) {
+  const std::vector<std::string> flags = instructions(compute);
+  if (flags.empty()) return true;
   std::ifstream file("/proc/cpuinfo");
+  bool able = false;
   for (std::string line; std::getline(file, line);) {
     if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    able = false;
     std::istringstream words(line);
-    for (std::string word; words >> word;)
-      if (std::find(flags.begin(), flags.end(), word) != flags.end()) return true;
-    return false;
+    for (std::string word; words >> word;) able |= std::find(flags.begin(), flags.end(), word) != flags.end();
+    if (!able) return false;
   }
-  return false;
+  return able;
 }
 
 // The fastest arithmetic that kept the bundle's answers at export, or the engine's first. int4 weights do not multiply
@@ -60,8 +72,8 @@ std::string default_compute(const Engine& engine, const Manifest& m) {
   auto kept = [&](const char* kind) {
     return computes(engine, kind) && std::find(m.arithmetic.begin(), m.arithmetic.end(), kind) != m.arithmetic.end();
   };
-  if (kept("int8") && m.precision != "int4" && has_one_of({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})) return "int8";
-  if (kept("bf16") && has_one_of({"avx512_bf16", "amx_bf16", "bf16"})) return "bf16";
+  if (kept("int8") && m.precision != "int4" && has_instructions("int8")) return "int8";
+  if (kept("bf16") && has_instructions("bf16")) return "bf16";
   return engine.compute.front();
 }
 
@@ -73,6 +85,9 @@ std::string obstacle(const Engine& engine, const Bundle& bundle, const BackendOp
   if (!engine.gpu && bundle.manifest().dialects.count(engine.dialect) == 0)  // engines name the dialect of theirs
     return cat(engine.device, " reads graphs of the '", engine.dialect, "' dialect and this bundle holds none; export it ",
                "with --dialect ort,", engine.dialect);
+  if (!has_instructions(options.compute))
+    return cat(options.compute, " arithmetic needs one of the instruction sets ", listed(instructions(options.compute)),
+               ", and this processor reports none; use --compute f32, or leave it out");
   if (options.gpu > 0 && !find_gpu(options.gpu))
     return cat(engine.device, ":", std::to_string(options.gpu), " is not there; see nvidia-smi");
   try {

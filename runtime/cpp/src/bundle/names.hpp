@@ -71,6 +71,8 @@ inline constexpr char kNoFrames[] = "TensorRT has no engine for the frames of vi
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
 inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
+inline constexpr char kNotFinite[] =
+    "the logits of this answer are not finite numbers; export with --precision bf16 or fp32";
 inline constexpr char kPairs[] = "pairs";
 inline constexpr char kKernels[] = "kernels.cache";
 inline constexpr char kNoActions[] = "vtx builds TensorRT engines for models that output actions, but does not run them yet";
@@ -163,6 +165,19 @@ struct RowsOfARun {
   int64_t rows;
 };
 inline constexpr RowsOfARun kRowsOfARun[] = {{"int8", "bf16", 256}, {"int4", "f32", 256}, {"int4", "bf16", 256}};
+struct Instructions {
+  const char *compute, *flag;
+};
+inline constexpr Instructions kInstructions[] = {
+    {"bf16", "avx512_bf16"},
+    {"bf16", "amx_bf16"},
+    {"bf16", "avx_ne_convert"},
+    {"int8", "avx512_vnni"},
+    {"int8", "avx_vnni"},
+    {"int8", "amx_int8"},
+    {"int8", "asimddp"},
+    {"int8", "i8mm"},
+};
 inline constexpr int64_t kBudgets[] = {70, 140, 280, 560, 1120};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kUsualRate = 24.0;

@@ -56,8 +56,13 @@ void keep_nucleus(Doubles& odds, double top_p) {
   normalise(odds);
 }
 
+// The first of the largest logits, which must be a number: others may be left out as minus infinity.
 size_t argmax(const Floats& logits) {
-  return static_cast<size_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+  size_t best = 0;
+  for (size_t i = 0; i < logits.size(); ++i)
+    if (logits[i] > logits[best] || std::isnan(logits[i])) best = i;  // nothing is above one that is not a number
+  if (!std::isfinite(logits[best])) fail(Kind::bundle, names::kNotFinite);
+  return best;
 }
 
 }  // namespace

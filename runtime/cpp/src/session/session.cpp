@@ -61,7 +61,7 @@ std::optional<int64_t> Session::choose(int64_t token) {
   if (!backend_.steps()) return std::nullopt;
   check_room(length(), 0);
   int64_t best = step(false, token).best;
-  if (best < 0) fail(Kind::bundle, "the logits of this answer are not finite numbers; export with --precision bf16 or fp32");
+  if (best < 0) fail(Kind::bundle, names::kNotFinite);
   return best;
 }
 
