@@ -1,7 +1,7 @@
 """The plan of a bundle's weights: the file, the form and the offset of each tensor.
 
-A source file whose tensors all have the right dtype is used whole, unless most of it is not needed; any other is
-rewritten tensor by tensor. The plan needs no weights, so graphs can be built first.
+A source file whose tensors all are needed and have the right dtype is used whole; any other is rewritten tensor by
+tensor, without what no graph uses. The plan needs no weights, so graphs can be built first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.quantised.matrix import Matrix
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits
+from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits, read_header
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Precisions, Scheme, multiplied, part_of
 from vtx.runtime.precision import STORED
 
 WHOLE = ".safetensors"  # pickled files are never used whole
-MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +122,17 @@ def plan_weights(
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]
-        used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
         if (
             source.suffix == WHOLE
             and all(info.dtype == form.dtype for (_, info), form in zip(tensors, forms, strict=True))
-            and size <= used * MOST_UNUSED
+            and {info.name for _, info in tensors} == read_header(source).tensors.keys()
             and not any(
                 tensor in scaled or info.moved or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
                 for tensor, info in tensors
             )
         ):
             entries = tuple(WeightEntry(tensor, info, Form(info.dtype), info) for tensor, info in tensors)
-            files.append(WeightFile(name, source, entries, None, size))
+            files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
             header, entries = _laid_out(name, tensors, forms, checkpoint)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
