@@ -44,13 +44,16 @@ class StoredTensor:
 class Form:
     """The storage of a tensor in a bundle: `dtype`, and the scheme of a quantised matrix.
 
-    `matrix`: the codes and scales are the checkpoint's; `zeroed`: zero points go with them.
+    `matrix`: the codes and scales are the checkpoint's.
     """
 
     dtype: str
     scheme: Scheme | None = None
     matrix: Matrix | None = None
-    zeroed: bool = False
+
+    @property
+    def zeroed(self) -> bool:
+        return self.matrix is not None and self.matrix.zeroed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,36 +154,32 @@ def form_of(
     """The storage of a checkpoint's tensor; a quantised matrix stays as it is where it can, unless it is `changed`."""
     if checkpoint.shift(name):
         return Form("F32")
-    dtype, scheme = precisions.stored(name, info.shape, info.dtype)
+    form = Form(*precisions.stored(name, info.shape, info.dtype))
     matrix = info.source
-    if not isinstance(matrix, Matrix) or info.transposed or changed or not multiplied(name, info.shape):
-        return Form(dtype, scheme)
-    same = scheme is not None and matrix.scheme is not None and scheme.dtype == matrix.scheme.dtype
-    if not same and part_of(name) not in precisions.own:
-        return Form(dtype, scheme)
-    taken = matrix.as_it_is()
-    return Form(dtype, scheme) if taken is None else Form(taken[0].dtype, taken[0], matrix, taken[1])
+    if not isinstance(matrix, Matrix) or matrix.scheme is None or not matrix.fits:
+        return form
+    wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
+    if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
+        return form
+    return Form(matrix.scheme.dtype, matrix.scheme, matrix)
 
 
 def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
-    """The precision of the integers that most quantised matrices of each part have, by the part's name."""
-    counts = dict[str, Counter[str]]()
-    for name, info in checkpoint.tensors.items():
-        if isinstance(info.source, Matrix) and info.source.scheme is not None:
-            counts.setdefault(part_of(name), Counter())[STORED[info.source.scheme.dtype].name] += 1
-    return {part: count.most_common(1)[0][0] for part, count in counts.items()}
+    """The precision of the integers of quantised matrices, by the part that they belong to."""
+    matrices = ((name, info.source) for name, info in checkpoint.tensors.items() if isinstance(info.source, Matrix))
+    schemes = ((name, matrix.scheme) for name, matrix in matrices if matrix.fits)
+    return {part_of(name): STORED[scheme.dtype].name for name, scheme in schemes if scheme}
 
 
 def quantised_note(plan: WeightPlan) -> str | None:
     """What becomes of the matrices of a quantised checkpoint, None of any other."""
-    entries = [entry for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
-    if not entries:
-        return None
-    taken = Counter(STORED[entry.form.dtype].name for entry in entries if entry.form.matrix)
-    others = Counter(STORED[entry.form.dtype].name for entry in entries if not entry.form.matrix)
-    parts = [f"{count} keep their integers and scales ({name})" for name, count in taken.items()]
-    parts += [f"{count} are dequantised and stored as {name}" for name, count in others.items()]
-    return f"the checkpoint is quantised; of {len(entries)} such matrices {', '.join(parts)}"
+    forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
+    counts = Counter((form.matrix is None, STORED[form.dtype].name) for form in forms)
+    parts = [
+        f"{count} matrices {'are dequantised and stored as' if anew else 'keep their integers and scales,'} {name}"
+        for (anew, name), count in counts.items()
+    ]
+    return f"the checkpoint is quantised: {', '.join(parts)}" if parts else None
 
 
 def _stored(file: str, part: TensorInfo | None) -> StoredTensor | None:
