@@ -196,15 +196,14 @@ class Builder:
         location, compute = self._weights[name], self.dialect.compute
         assert location.scales is not None, name
         rows, blocks = location.scales.shape
-        shape, along = ((rows,), {"axis": 0}) if blocks == 1 else ((rows, blocks), {"axis": 1})
-        if blocks > 1:
-            along["block_size"] = location.shape[1] // blocks
+        shape = (rows,) if blocks == 1 else (rows, blocks)
         parts = [self.stored(name), self.scales(name, compute, *shape)]
-        zeros = self.zeros(name, ir.DataType.INT8, *shape) if self.dialect.zero_points else None
-        if zeros is not None:
+        if location.zeros is not None and self.dialect.zero_points:
             kind = ELEMENT_TYPES[location.dtype]
-            parts.append(zeros if kind == zeros.dtype else self.op("Cast", zeros, to=kind.value))
-        return self.op("DequantizeLinear", *parts, **along)
+            parts.append(self.op("Cast", self.zeros(name, ir.DataType.INT8, *shape), to=kind.value))
+        if blocks == 1:
+            return self.op("DequantizeLinear", *parts, axis=0)
+        return self.op("DequantizeLinear", *parts, axis=1, block_size=location.shape[1] // blocks)
 
     def less_zeros(self, product: ir.Value, x: ir.Value, name: str) -> ir.Value:
         """The product of x [tokens, in] and the integers of a quantised matrix, less that of x and its zero points.

@@ -1,7 +1,7 @@
 """The plan of a bundle's weights: the file, the form and the offset of each tensor.
 
-A source file whose tensors all have the right dtype is used whole, unless most of it is not needed; any other is
-rewritten tensor by tensor. The plan needs no weights, so graphs can be built first.
+A source file whose tensors all are needed and have the right dtype is used whole; any other is rewritten tensor by
+tensor, without what no graph uses. The plan needs no weights, so graphs can be built first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.quantised.matrix import Matrix
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits
+from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits, read_header
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Precisions, Scheme, multiplied, part_of
 from vtx.runtime.precision import STORED
 
 WHOLE = ".safetensors"  # pickled files are never used whole
-MOST_UNUSED = 2  # a file larger than this multiple of the needed bytes is rewritten without the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,16 @@ class StoredTensor:
 class Form:
     """The storage of a tensor in a bundle: `dtype`, and the scheme of a quantised matrix.
 
-    `matrix`: the codes and scales are the checkpoint's; `zeroed`: zero points go with them.
+    `matrix`: the codes and scales are the checkpoint's.
     """
 
     dtype: str
     scheme: Scheme | None = None
     matrix: Matrix | None = None
-    zeroed: bool = False
+
+    @property
+    def zeroed(self) -> bool:
+        return self.matrix is not None and self.matrix.zeroed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +125,17 @@ def plan_weights(
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]
-        used, size = sum(info.nbytes for _, info in tensors), source.stat().st_size
         if (
             source.suffix == WHOLE
             and all(info.dtype == form.dtype for (_, info), form in zip(tensors, forms, strict=True))
-            and size <= used * MOST_UNUSED
+            and {info.name for _, info in tensors} == read_header(source).tensors.keys()
             and not any(
                 tensor in scaled or info.moved or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
                 for tensor, info in tensors
             )
         ):
             entries = tuple(WeightEntry(tensor, info, Form(info.dtype), info) for tensor, info in tensors)
-            files.append(WeightFile(name, source, entries, None, size))
+            files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
             header, entries = _laid_out(name, tensors, forms, checkpoint)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
@@ -153,36 +154,32 @@ def form_of(
     """The storage of a checkpoint's tensor; a quantised matrix stays as it is where it can, unless it is `changed`."""
     if checkpoint.shift(name):
         return Form("F32")
-    dtype, scheme = precisions.stored(name, info.shape, info.dtype)
+    form = Form(*precisions.stored(name, info.shape, info.dtype))
     matrix = info.source
-    if not isinstance(matrix, Matrix) or info.transposed or changed or not multiplied(name, info.shape):
-        return Form(dtype, scheme)
-    same = scheme is not None and matrix.scheme is not None and scheme.dtype == matrix.scheme.dtype
-    if not same and part_of(name) not in precisions.own:
-        return Form(dtype, scheme)
-    taken = matrix.as_it_is()
-    return Form(dtype, scheme) if taken is None else Form(taken[0].dtype, taken[0], matrix, taken[1])
+    if not isinstance(matrix, Matrix) or matrix.scheme is None or not matrix.fits:
+        return form
+    wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
+    if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
+        return form
+    return Form(matrix.scheme.dtype, matrix.scheme, matrix)
 
 
 def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
-    """The precision of the integers that most quantised matrices of each part have, by the part's name."""
-    counts = dict[str, Counter[str]]()
-    for name, info in checkpoint.tensors.items():
-        if isinstance(info.source, Matrix) and info.source.scheme is not None:
-            counts.setdefault(part_of(name), Counter())[STORED[info.source.scheme.dtype].name] += 1
-    return {part: count.most_common(1)[0][0] for part, count in counts.items()}
+    """The precision of the integers of quantised matrices, by the part that they belong to."""
+    matrices = ((name, info.source) for name, info in checkpoint.tensors.items() if isinstance(info.source, Matrix))
+    schemes = ((name, matrix.scheme) for name, matrix in matrices if matrix.fits)
+    return {part_of(name): STORED[scheme.dtype].name for name, scheme in schemes if scheme}
 
 
 def quantised_note(plan: WeightPlan) -> str | None:
     """What becomes of the matrices of a quantised checkpoint, None of any other."""
-    entries = [entry for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
-    if not entries:
-        return None
-    taken = Counter(STORED[entry.form.dtype].name for entry in entries if entry.form.matrix)
-    others = Counter(STORED[entry.form.dtype].name for entry in entries if not entry.form.matrix)
-    parts = [f"{count} keep their integers and scales ({name})" for name, count in taken.items()]
-    parts += [f"{count} are dequantised and stored as {name}" for name, count in others.items()]
-    return f"the checkpoint is quantised; of {len(entries)} such matrices {', '.join(parts)}"
+    forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
+    counts = Counter((form.matrix is None, STORED[form.dtype].name) for form in forms)
+    parts = [
+        f"{count} matrices {'are dequantised and stored as' if anew else 'keep their integers and scales,'} {name}"
+        for (anew, name), count in counts.items()
+    ]
+    return f"the checkpoint is quantised: {', '.join(parts)}" if parts else None
 
 
 def _stored(file: str, part: TensorInfo | None) -> StoredTensor | None:

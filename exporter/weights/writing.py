@@ -28,11 +28,13 @@ from vtx.exporter.weights.quantize import pack, quantise
 from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, source_rows, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
+from vtx.runtime.bundle.spec.stored import SCALES
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.precision import STORED
 
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
+ROUNDED = 2.0**-11  # of a scale of a quantised checkpoint, the most that float16 changes it by
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 BLOCK = 1 << 23  # bytes that are read at a time
 FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
@@ -201,14 +203,21 @@ def in_order(
 
 
 def _taken(entry: WeightEntry, span: slice) -> Converted:
-    """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points."""
-    assert entry.form.matrix is not None
-    assert entry.form.scheme is not None
-    rows = entry.form.matrix.rows(source_rows(entry.source, span))
-    codes: NDArray[Any] = rows.codes
-    codes = pack(codes) if entry.form.scheme.bits == 4 else codes
-    scales = (rows.scales * np.float32(entry.factor)).astype(np.float16)
-    zeros = b"" if rows.zeros is None or not entry.form.zeroed else rows.zeros.tobytes()
+    """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points. Raises `CheckpointError`."""
+    matrix, scheme, name = entry.form.matrix, entry.form.scheme, entry.name
+    assert matrix is not None
+    assert scheme is not None
+    rows = matrix.rows(source_rows(entry.source, span))
+    check_finite(rows.scales, f"{name}{SCALES}")
+    exact = rows.scales * np.float32(entry.factor)
+    with np.errstate(over="ignore"):
+        scales = exact.astype(np.float16)
+    if (np.abs(scales - exact) > ROUNDED * np.abs(exact)).any():
+        raise CheckpointError(f"the scales of tensor {name} are beyond float16; export with --precision fp16 or fp32")
+    if rows.zeros is not None and not matrix.zeroed and rows.zeros.any():
+        raise CheckpointError(f"tensor {name} has zero points, and quantization_config says sym; correct one of them")
+    zeros = rows.zeros.tobytes() if rows.zeros is not None and matrix.zeroed else b""
+    codes = pack(rows.codes) if scheme.bits == 4 else rows.codes
     return codes.tobytes(), scales.tobytes(), zeros, 4 * rows.codes.size
 
 

@@ -140,11 +140,8 @@ def compressed_packed(bits: int, group: int | None, *, symmetric: bool) -> Quant
     def pack(weight: torch.Tensor) -> Packed:
         size = group or weight.shape[1]
         codes, scales, zeros, value = integers(weight, bits, size, symmetric=symmetric, dtype=torch.bfloat16)
-        parts = {
-            "weight_packed": words(codes, bits),
-            "weight_scale": scales,
-            "weight_shape": torch.tensor(weight.shape),
-        }
+        parts = {"weight_packed": words(codes, bits), "weight_scale": scales}
+        parts["weight_shape"] = torch.tensor(weight.shape)
         if not symmetric:
             parts["weight_zero_point"] = words(zeros.T, bits).T
         return parts, value
@@ -215,7 +212,7 @@ def bitsandbytes(kind: str, *, nested: bool) -> Quantised:
         flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64))
         largest = flat.reshape(-1, 64).abs().amax(1)
         facts: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float16", "shape": list(weight.shape)}
-        parts = {"weight.quant_map": table}
+        parts = {"weight.quant_map": table.clone()}
         if nested:
             offset = float(largest.mean())
             steps = torch.linspace(-1, 1, 256)
@@ -245,8 +242,10 @@ SCHEMES: Mapping[str, Quantised] = {
     "gptq-rows": gptq(4, -1, symmetric=True, version=1), "gptq-int8": gptq(8, 128, symmetric=True, version=1),
     "gptq-int8-zeros": gptq(8, 32, symmetric=False, version=2),
     "gptq-order": gptq(4, 32, symmetric=False, version=1, order=True),
-    "packed-int4": compressed_packed(4, 128, symmetric=True), "packed-int4-zeros": compressed_packed(4, 32, symmetric=False),
-    "packed-int8": compressed_packed(8, None, symmetric=True), "packed-int8-zeros": compressed_packed(8, 64, symmetric=False),
+    "packed-int4": compressed_packed(4, 128, symmetric=True),
+    "packed-int4-zeros": compressed_packed(4, 32, symmetric=False),
+    "packed-int8": compressed_packed(8, None, symmetric=True),
+    "packed-int8-zeros": compressed_packed(8, 64, symmetric=False),
     "int8": compressed_int8(), "fp8-tensor": compressed_fp8("tensor"), "fp8-channel": compressed_fp8("channel"),
     "fp8-block": compressed_fp8("block"), "fp8-inverse": fp8(), "nf4": bitsandbytes("nf4", nested=False),
     "nf4-nested": bitsandbytes("nf4", nested=True), "fp4": bitsandbytes("fp4", nested=False),

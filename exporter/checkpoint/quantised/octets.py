@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Floats, Matrix, Parts, floats
-from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Floats, Matrix, Parts, Rows, widened
+from vtx.runtime.bundle.safetensors import read_bits
 from vtx.runtime.bundle.spec.stored import Scheme
-from vtx.runtime.errors import CheckpointError
+from vtx.runtime.errors import UnsupportedModelError
 
 E4M3, INT8 = "F8_E4M3", "I8"
 
@@ -21,57 +19,47 @@ def _e4m3() -> Floats:
 
     arXiv 2209.05433, table 1.
     """
-    octets = np.arange(256)
-    exponents, fractions = (octets >> 3) & 15, (octets & 7) / 8
-    sizes = np.where(exponents == 0, fractions * 2.0**-6, (1 + fractions) * 2.0 ** (exponents - 7))
-    sizes[(octets & 127) == 127] = np.nan
-    return np.where(octets < 128, sizes, -sizes).astype(np.float32)
+    octets = np.arange(128)
+    exponents, fractions = octets >> 3, octets & 7
+    sizes = np.where(exponents == 0, fractions * 2.0**-9, (8 + fractions) * 2.0 ** (exponents - 10))
+    sizes[-1] = np.nan
+    return np.concatenate((sizes, -sizes)).astype(np.float32)
 
 
 VALUES = _e4m3()
 
 
-def octet_matrix(
-    parts: Parts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str | None = None, factor: float = 1.0
-) -> Matrix:
-    """The matrix of `weight` and its scales, which are multiplied by `factor`; `blocks`: sizes of a block, if known."""
-    codes, (rows, width) = parts.table("weight", (E4M3, INT8))
-    scales = parts.need(scale_end, FLOATS)
-    counts = (*scales.shape, 1, 1)[:2]
-    tall, wide = _block(rows, counts[0]), _block(width, counts[1])
-    if blocks is not None and counts == (-(-rows // blocks[0]), -(-width // blocks[1])):
+def octet_matrix(parts: Parts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str = "") -> Matrix:
+    """The matrix of `weight` and its scales; `blocks`: rows and columns of a block, if they are known."""
+    codes = parts.need("weight", (E4M3, INT8))
+    rows, width = codes.shape
+    held = parts.tensors[scale_end].shape
+    scales = replace(parts.need(scale_end, FLOATS, held), shape=(*held, 1, 1)[:2])
+    tall, wide = rows // scales.shape[0], width // scales.shape[1]
+    if blocks is not None and scales.shape == (-(-rows // blocks[0]), -(-width // blocks[1])):
         tall, wide = blocks
-    if len(scales.shape) > 2 or not tall or not wide:
-        raise CheckpointError(
-            f"tensor {parts.name}.{scale_end} has shape {list(scales.shape)}, which is not that of rows, groups or "
-            f"blocks of {list(codes.shape)} weights; correct the quantization_config, or download it again"
-        )
+    elif len(held) > 2 or (tall * scales.shape[0], wide * scales.shape[1]) != (rows, width):
+        raise parts.error(scale_end, f"is {list(held)}, not the scales of rows, groups or blocks of {[rows, width]}")
     zeros = None
-    if zero_end is not None:
-        zeros = replace(parts.need(zero_end, (INT8,), scales.shape), shape=counts)
-    scales = replace(scales, shape=counts)
-    columns = None if width == wide * counts[1] else np.arange(width) // wide
+    if zero_end in parts.tensors:
+        zeros = replace(parts.need(zero_end, (INT8,), held), shape=scales.shape)
+    columns = np.arange(width) // wide
 
-    def spread(table: NDArray[Any], first: int, last: int) -> NDArray[Any]:
-        return table[np.arange(first, last) // tall - first // tall]
+    def part(first: int, last: int) -> Rows:
+        of_rows, stored = np.arange(first, last) // tall, read_bits(replace(codes, dtype="U8"), slice(first, last))
+        numbers = stored.view(np.int8) if codes.dtype == INT8 else VALUES[stored]
+        points = None if zeros is None else read_bits(zeros, of_rows)
+        return Rows(numbers, widened(scales, read_bits(scales, of_rows)), columns, points)
 
-    def steps(first: int, last: int) -> tuple[Floats, NDArray[np.int8] | None]:
-        part = slice(first // tall, -(-last // tall))
-        points = None if zeros is None else spread(read_bits(zeros, part), first, last)
-        return spread(floats(scales, part), first, last) * np.float32(factor), points
-
-    def values(first: int, last: int) -> NDArray[np.int8] | Floats:
-        if codes.dtype == INT8:
-            integers: NDArray[np.int8] = read_bits(codes, slice(first, last))
-            return integers
-        numbers: Floats = VALUES[read_bits(replace(codes, dtype="U8"), slice(first, last))]
-        return numbers
-
-    held: tuple[TensorInfo, ...] = (codes, scales) if zeros is None else (codes, scales, zeros)
-    scheme = Scheme(INT8, wide) if codes.dtype == INT8 and columns is None else None
-    return Matrix(parts.weight, (rows, width), held, values, steps, 1, columns, scheme)
+    stored = (codes, scales) if zeros is None else (codes, scales, zeros)
+    scheme = Scheme(INT8, wide) if codes.dtype == INT8 and width % wide == 0 else None
+    return Matrix(f"{parts.name}.weight", (rows, width), stored, part, scheme=scheme, zeroed=zeros is not None)
 
 
-def _block(size: int, count: int) -> int:
-    """The size of each of `count` equal blocks, 0 if there are none."""
-    return 0 if count < 1 or size % count else size // count
+def block_of(sizes: object) -> tuple[int, int] | None:
+    """The rows and columns of a block as a quantization_config states them; None if it does not."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise UnsupportedModelError(f"quantization_config: a block is {sizes!r:.40}; vtx reads [rows, columns]")
+    return sizes[0], sizes[1]

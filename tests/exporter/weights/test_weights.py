@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 Make = Callable[..., Path]
+ALL_USED = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")  # no graph uses CLIP's last layer
 
 
 def plan(folder: Path, precision: str, ks: tuple[int, ...] = ()) -> WeightPlan:
@@ -129,7 +131,7 @@ def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Make, tmp
 def test_files_of_the_wanted_type_are_linked_not_written(
     tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str
 ) -> None:
-    folder = tiny_checkpoint(Tiny(dtype=dtype, shards=2))
+    folder = tiny_checkpoint(replace(ALL_USED, dtype=dtype, shards=2))
     made = bundles.export(folder, tmp_path / "out", (3,), precision, dialects=bundles.ORT)
     sources = sorted(folder.glob("*.safetensors"))
     assert [p.stat().st_ino for p in sorted((made.folder / "weights").iterdir())] == [p.stat().st_ino for p in sources]
@@ -145,7 +147,7 @@ def test_where_links_fail_the_file_is_copied(
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(os, "link", across)
-    folder = tiny_checkpoint()
+    folder = tiny_checkpoint(ALL_USED)
     made = bundles.export(folder, tmp_path / "out", dialects=bundles.ORT)
     (copy,) = (made.folder / "weights").iterdir()
     assert not copy.is_symlink()
@@ -154,13 +156,36 @@ def test_where_links_fail_the_file_is_copied(
 
 
 def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
+    folder = Path(shutil.copytree(tiny_checkpoint(ALL_USED), tmp_path / "ck"))
     (folder / "model.safetensors").rename(folder / "blob")
     (folder / "model.safetensors").symlink_to("blob")
     made = bundles.export(folder, tmp_path / "out", dialects=bundles.ORT)
     (file,) = (made.folder / "weights").iterdir()
     assert not file.is_symlink()
     assert file.stat().st_ino == (folder / "blob").stat().st_ino
+
+
+@pytest.mark.parametrize(("precision", "saved"), [("fp32", "float32"), ("fp16", "float16"), ("fp16", "bfloat16")])
+def test_tensors_that_no_graph_uses_never_reach_the_bundle(
+    tiny_checkpoint: Make, tmp_path: Path, precision: str, saved: Any
+) -> None:
+    """E.g. position_ids of CLIP, int64, in files of transformers before 4.31, and masks."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(tiny_checkpoint(Tiny(dtype=saved)), tmp_path / "ck"))
+    tensors = load_file(folder / "model.safetensors")
+    tower = "vision_tower.vision_model."
+    unused = {
+        f"{tower}embeddings.position_ids": torch.arange(17)[None],
+        "language_model.model.layers.0.self_attn.bias": torch.ones((1, 1, 8, 8), dtype=torch.bool),
+        f"{tower}head.probe": torch.zeros(4, dtype=getattr(torch, saved)),
+    }
+    save_file({**tensors, **unused}, folder / "model.safetensors", metadata={"format": "pt"})
+    made = bundles.export(folder, tmp_path / "out", precision=precision, dialects=bundles.ORT).folder
+    needed, (file,) = plan(folder, precision).stored, (made / "weights").iterdir()
+    assert {canonical_name(name) for name in read_header(file).tensors} == {*needed}
+    vtx.load(made, device="cpu", threads=1).close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
