@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
-from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, revision_of, snapshot
+from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, in_cache, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
 from vtx.exporter.checkpoint.quantised.opening import FILES, filed_settings, stated_settings, with_matrices
 from vtx.runtime.bundle.files import Folder, reason
@@ -59,6 +59,9 @@ _CANONICAL = [
     (re.compile(r"^((model\.)?language_model\.)?lm_head\."), "head."),
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "text."),
 ]
+# What peft, DistributedDataParallel and torch.compile put before the names of a model that they wrap.
+_WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")
+_COMPILED = "._orig_mod."  # between the names of a model of which a part is compiled
 # Exponent bits all ones is infinity or NaN, in the integers that share the floats' bits.
 _EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "uint16": (np.uint16, 0x7F80)}
 _CHUNK = 2**18
@@ -165,6 +168,7 @@ def open_model(
         config = _config(folder, check)
     else:
         if os.path.exists(model):
+            _refuse_gguf(Path(model).absolute())
             raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
         if not _HUB_ID.fullmatch(model):
             raise CheckpointError(
@@ -195,13 +199,17 @@ def open_model(
     for name in parts(config):
         part = folder / name
         if not part.is_dir() or not Path(os.path.realpath(part)).is_relative_to(os.path.realpath(folder)):
-            raise CheckpointError(f"{folder} has no folder {name} of its own; download it again")
+            raise CheckpointError(
+                f"{folder} has no folder {name} of its own, and this model's parts are in the folders "
+                f"{', '.join(parts(config))}; download all of them"
+            )
         found, more = _source_tensors(part, allow_pickle=allow_pickle)
         sources |= {f"{name}.{tensor}": info for tensor, info in found.items()}
         notes += more
     tensors: dict[str, TensorInfo] = {}
+    wrapper = _wrapper(sources)
     for source, info in sources.items():
-        name = rename(source)
+        name = rename(source.removeprefix(wrapper).replace(_COMPILED, "."))
         if name in tensors:
             raise CheckpointError(
                 f"tensors {shown(tensors[name].name)} and {shown(source)} are two names of one weight, {shown(name)}; "
@@ -241,8 +249,9 @@ def check_finite(array: NDArray[Any], name: str) -> None:
 
 def _config(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
     files = checkpoint_files(folder)
+    _refuse_adapter(folder)
     if not files.exists("config.json"):
-        _refuse_adapter(folder)
+        _refuse_gguf(folder)
         raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
     config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
     check(config)
@@ -282,7 +291,7 @@ def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
             "nothing is unpickled"
         )
         return _sharded_tensors(files, weight_map, PICKLE_INDEX, found) if weight_map else found[PICKLE], (note,)
-    _refuse_adapter(folder)
+    _refuse_gguf(folder)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -296,14 +305,32 @@ def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Raise UnsupportedModelError if a folder without a model holds a peft adapter."""
+    """Raise UnsupportedModelError if a folder holds a peft adapter, which transformers applies to another model."""
     if not checkpoint_files(folder).exists(ADAPTER):
         return
     base = read_settings(folder, ADAPTER).get("base_model_name_or_path")
     raise UnsupportedModelError(
-        f"{folder} is an adapter of {shown(str(base))}, not a model; merge it into that model (peft's "
-        "merge_and_unload), save the result, and export that"
+        f"{folder} holds an adapter of {shown(str(base))} ({ADAPTER}), which vtx does not apply; merge it into that "
+        f"model (peft's merge_and_unload), save the result, and export that, or remove {ADAPTER} if it is merged"
     )
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Raise UnsupportedModelError for a GGUF file, a folder with one, and a hub's repository of them."""
+    name = path.parent.parent.name if in_cache(path) else path.name
+    if any(path.glob("*.gguf")) or "gguf" in name.lower():
+        raise UnsupportedModelError(
+            f"{path} is in GGUF, a format of llama.cpp that vtx does not read; use the Hugging Face checkpoint that it "
+            "was made from"
+        )
+
+
+def _wrapper(names: Collection[str]) -> str:
+    """What wrappers of the whole model put before each of the tensors' names."""
+    prefix = ""
+    while more := [part for part in _WRAPPERS if names and all(name.startswith(prefix + part) for name in names)]:
+        prefix += more[0]
+    return prefix
 
 
 def _tensors(files: Folder, name: str) -> dict[str, TensorInfo]:

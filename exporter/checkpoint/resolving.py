@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from vtx.exporter.checkpoint.examples import with_examples
 from vtx.exporter.checkpoint.generation import turn_ends
@@ -24,6 +24,7 @@ from vtx.runtime.prompt.tokenizer import encode, parse_tokenizer, rust_errors
 from vtx.runtime.strict import json_value
 
 MAX_ADDED_IDS = 16  # that a tokenizer adds around a prompt
+IMAGE = "<image>"  # of PaliGemma and pi0
 _QUESTION = "What is this? {} 123 {}"
 
 
@@ -35,6 +36,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
         loaded = _load(folder, request["name"])
+    if request.get("whole") and image == len(loaded):  # transformers' processor of these families adds it
+        loaded.add_tokens(AddedToken(IMAGE, normalized=False, special=True), special_tokens=True)
     spec = json.loads(loaded.backend_tokenizer.to_str())
     check_spec(spec)
     check_bytes(spec, request["name"])

@@ -18,6 +18,7 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(pack
 # Known, and not exported: the missing part, by model_type or architecture.
 REFUSED: Mapping[str, str] = {
     "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
+    "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
     "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }
 
@@ -26,6 +27,12 @@ def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, by the architecture and the model_type of its `config.json`."""
     kind, listed = config.get("model_type"), config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if kind is None and isinstance(config.get("type"), str) and "input_features" in config:
+        raise UnsupportedModelError(
+            f"config.json is of LeRobot's policy {shown(config['type'])}; vtx exports pi0 as transformers saves it: "
+            "load it with PI0ForConditionalGeneration.from_pretrained, and save it, PaliGemma's tokenizer and a "
+            "PI0Processor with save_pretrained"
+        )
     for family in FAMILIES:
         of_kind = kind == family.model_type or (family.original is not None and names)
         if of_kind and (not names or names == [family.architecture]):

@@ -157,7 +157,10 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         ({"model_type": "llava_next"}, r"'llava_next' \(LlavaForConditionalGeneration\); .*Generation$"),
         ({"model_type": None, "architectures": 3}, r"model_type 'None' \(no architecture\)"),
         ({"model_type": ["\n"], "architectures": ["\n", {}]}, "model_type"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); use the unquantised checkpoint"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"quantised \(hqq\); vtx reads awq, .*; use the unquantised",
+        ),
         ({"text_config": {"quantization_config": [1]}}, r"quantised \(quantization_config\)"),
     ],
 )
@@ -413,13 +416,63 @@ def test_an_unmerged_adapter_inside_the_weights_is_told_as_such(tmp_path: Path) 
         open_checkpoint(str(make(tmp_path, weights=weights))).require("text.layers.0.self_attn.q_proj.weight", (4, 4))
 
 
-@pytest.mark.parametrize("kept", [(), ("config.json",)])
+@pytest.mark.parametrize("kept", [(), ("config.json",), ("config.json", SINGLE)])
 def test_an_adapter_is_named_with_the_model_it_belongs_to(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    """Beside a whole model too: transformers applies it to the model that it names."""
     for name in {"config.json", SINGLE} - set(kept):
         (make(tmp_path) / name).unlink()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
-    with pytest.raises(UnsupportedModelError, match="is an adapter of 'org/base', not a model; merge it"):
+    with pytest.raises(UnsupportedModelError, match=r"holds an adapter of 'org/base' \(adapter_config.*merge it"):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrapper", ["base_model.model.", "module.", "_orig_mod.", "module._orig_mod."])
+def test_names_that_a_wrapper_of_the_model_has_put_before_all_others_are_left_out(tmp_path: Path, wrapper: str) -> None:
+    plain = open_checkpoint(str(make(tmp_path / "plain")))
+    wrapped = open_checkpoint(str(make(tmp_path / "w", weights={wrapper + name: w for name, w in WEIGHTS.items()})))
+    assert wrapped.tensors.keys() == plain.tensors.keys()
+
+
+def test_names_of_a_compiled_part_are_read_and_of_a_part_that_is_wrapped_are_not(tmp_path: Path) -> None:
+    compiled = {name.replace("language_model.", "language_model._orig_mod."): w for name, w in WEIGHTS.items()}
+    assert open_checkpoint(str(make(tmp_path / "c", weights=compiled))).tensors.keys() >= {"head.weight"}
+    mixed = open_checkpoint(str(make(tmp_path / "m", weights=WEIGHTS | {"module.x": WEIGHTS[Q_PROJ]})))
+    assert "module.x" in mixed.tensors
+    with pytest.raises(CheckpointError, match="are two names of one weight"):
+        open_checkpoint(str(make(tmp_path / "t", weights=compiled | WEIGHTS)))
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json",)])
+def test_a_folder_or_file_of_llama_cpp_is_told_as_such(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    folder = make(tmp_path / "model")
+    for name in {"config.json", SINGLE} - set(kept):
+        (folder / name).unlink()
+    (folder / "model-q4_k_m.gguf").write_bytes(b"GGUF")
+    (folder / "mmproj.gguf").write_bytes(b"GGUF")
+    for address in (folder, folder / "mmproj.gguf"):
+        with pytest.raises(UnsupportedModelError, match=r"is in GGUF, .*use the Hugging Face checkpoint"):
+            open_checkpoint(str(address))
+
+
+LEROBOT = {"type": "pi0", "n_obs_steps": 1, "input_features": {}, "output_features": {}, "chunk_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LEROBOT, "of LeRobot's policy 'pi0'; vtx exports pi0 as transformers saves it: load it with PI0For"),
+        (
+            {**CONFIG, "model_type": "lfm2-vl", "architectures": ["Lfm2VlForConditionalGeneration"]},
+            "of model_type lfm2_vl",
+        ),
+    ],
+)
+def test_what_another_library_saved_is_refused_with_what_to_do(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        open_checkpoint(str(make(tmp_path, config)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", SINGLE, PICKLE])

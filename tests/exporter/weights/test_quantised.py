@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import bundles, cpp
 from tests.support.exported import DEVICES, greedy, prompt
+from tests.support.families.internvl_chat import INTERNLM
 from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -156,6 +158,33 @@ def test_names_of_every_release_are_known(tiny_checkpoint: Make, tmp_path: Path,
     assert planned(folder).weights.stored[Q_PROJ].dtype == "I4"
 
 
+def test_qwen_s_names_and_its_tower_of_floats(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    tiny = Tiny(family="qwen2_vl", text="qwen2", layers=2, hidden=128, ffn=384, dtype="float16", tied=True)
+    folder, plain = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128))
+    names = load_file(folder / FILE)
+    assert "model.layers.1.mlp.up_proj.qweight" in names
+    plan = planned(folder, kv_precision="fp32", dialects=bundles.ORT)
+    made = bundles.export_with(plan.options, tmp_path / "b")
+    assert_equal_weights(made, plan, plain)
+    assert all(check.passed for check in check_golden(load(made.folder, device="cpu", threads=1)))
+
+
+def test_a_matrix_of_queries_keys_and_values_is_separated(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    def every(name: str) -> bool:
+        return name.startswith("language_model.model.layers.") and name.endswith(("wqkv.weight", "wo.weight"))
+
+    tiny = replace(INTERNLM, layers=2, hidden=128, ffn=384, dtype="float16")
+    folder, plain = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128), every)
+    plan = planned(folder)
+    stored, source = plan.weights.stored, CheckpointWeights(open_checkpoint(str(plain)))
+    assert {stored[Q_PROJ.replace("q_proj", f"{part}_proj")].dtype for part in "qkv"} == {"I4"}
+    made = bundles.export_with(plan.options, tmp_path / "b")
+    weights = BundleWeights(made.folder, stored)
+    for part in "qkvo":
+        name = Q_PROJ.replace("q_proj", f"{part}_proj")
+        np.testing.assert_array_equal(weights.read(name).numpy(), source.read(name).numpy())
+
+
 def test_prediction_and_memory_count_zero_points(tiny_checkpoint: Make, tmp_path: Path) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "awq-32")
     plan = planned(folder, dialects=bundles.ORT)
@@ -170,29 +199,25 @@ def test_prediction_and_memory_count_zero_points(tiny_checkpoint: Make, tmp_path
     assert weights_in_memory(made) - weights_in_memory(without) == zeros + 12 * (scales - scales // 4)
 
 
-@pytest.mark.parametrize(
-    ("file", "wrap"),
-    [("quantize_config.json", lambda s: s), ("config.json", lambda s: {"text_config": {"quantization_config": s}})],
-    ids=["own-file", "text_config"],
-)
+def in_text_config(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return config | {"text_config": config["text_config"] | {"quantization_config": settings}}
+
+
+def without_method(_: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "quant_method"}
+
+
+@pytest.mark.parametrize(("file", "place"), [("quantize_config.json", without_method), ("config.json", in_text_config)])
 def test_settings_may_stand_elsewhere(
-    tiny_checkpoint: Make, tmp_path: Path, file: str, wrap: Callable[[Any], dict[str, Any]]
+    tiny_checkpoint: Make, tmp_path: Path, file: str, place: Callable[..., dict[str, Any]]
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(VtxError, match=r"q_proj\.weight is packed as .*qweight"):
+    with pytest.raises(VtxError, match=r"proj\.weight is packed as .*qweight"):
         planned(folder)
-    moved = wrap(
-        {key: value for key, value in settings.items() if key != "quant_method"}
-        if "text" not in str(wrap({}))
-        else settings
-    )
-    if file == "config.json":
-        config["text_config"] |= moved["text_config"]
-        moved = config
-    (folder / file).write_text(json.dumps(moved))
+    (folder / file).write_text(json.dumps(place(config, settings)))
     assert planned(folder).weights.stored[Q_PROJ].dtype == "I4"
 
 
@@ -277,7 +302,7 @@ def test_numbers_that_are_none_leave_nothing_behind(
         ("awq-128", {"bits": 3}, "quantization_config: bits is 3; vtx reads 4"),
         ("awq-128", {"version": "gemv"}, "version is 'gemv'; vtx reads gemm"),
         ("awq-128", {"group_size": 0}, "group_size is 0; it must be -1 or at least 1"),
-        ("awq-128", {"group_size": 64}, r"q_proj\.scales is F16 \[1, 128\], not F16 or BF16 or F32 \[2, 128\]"),
+        ("awq-128", {"group_size": 64}, r"down_proj\.scales is F16 \[3, 128\], not F16 or BF16 or F32 \[6, 128\]"),
         ("gptq-v1", {"bits": "4"}, "bits is '4'; vtx reads 4, 8"),
         ("gptq-v1", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; vtx reads gptq, gptq_v2"),
         ("gptq-v1", {"dynamic": {"x": {}}}, "dynamic is"),

@@ -34,9 +34,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
 Make = Callable[..., Path]
-ALL_USED = Tiny(
-    family="qwen2_vl", text="qwen2", tokenizer="bytes"
-)  # no graph uses CLIP's last layer
+ALL_USED = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")  # no graph uses CLIP's last layer
 
 
 def plan(folder: Path, precision: str, ks: tuple[int, ...] = ()) -> WeightPlan:

@@ -46,7 +46,12 @@ def reason_absent(model: Path) -> str | None:
     if (model / "tokenizer.json").exists() or (model / "tokenizer.model").exists():
         return None
     config = read(model / "config.json")
-    return missing(_kind(config), part(config, TEXTS)["model_type"])
+    return missing(_kind(config), _text_of(config))
+
+
+def _text_of(config: dict[str, Any]) -> str:
+    """The text model's model_type; original LLaVA's is that of the whole."""
+    return "llama" if originals.layout_of(config) == "llava_llama" else str(part(config, TEXTS)["model_type"])
 
 
 def _kind(config: dict[str, Any]) -> str:
@@ -81,7 +86,7 @@ def build(model: Path, folder: Path, seed: int = 0, *, plain: bool = False) -> P
     layout, text = originals.layout_of(config), part(config, TEXTS)
     words = folder / "llm" if layout == "vila" else folder
     words.mkdir(exist_ok=True)
-    write_tokenizer(words, _kind(config), text["model_type"], text.get("vocab_size", 32064))
+    write_tokenizer(words, _kind(config), _text_of(config), text.get("vocab_size", 32064))
     if layout == "openvla":
         write_shards(folder, originals.openvla_weights(config, seed))
         return folder

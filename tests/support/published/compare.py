@@ -38,17 +38,18 @@ class Row:
     @property
     def faults(self) -> dict[str, str]:
         """The columns that are neither ok nor left out."""
-        return {
-            name: text
-            for name, text in asdict(self).items()
-            if name not in ("model", "files") and text not in (OK, "-")
-        }
+        return faults_of(asdict(self))
 
     def record(self) -> None:
         """Keep the row for `python -m tests.support.published.table`."""
         RECORDS.mkdir(parents=True, exist_ok=True)
         file = RECORDS / f"{self.model} {self.files}.json"
         file.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def faults_of(row: dict[str, str]) -> dict[str, str]:
+    """The columns of a row that are neither ok nor left out."""
+    return {name: text for name, text in row.items() if name not in ("model", "files") and text not in (OK, "-")}
 
 
 def compare(row: Row, model: Model, judge: Judge) -> None:
