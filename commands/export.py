@@ -63,7 +63,7 @@ def _chosen_ks(
     option("--k ks", ("none",), "First layer without vision tokens, at least 2. Several K share one set of weights; "
            "the first is the default.", type=DepthType(several=True), multiple=True, callback=_chosen_ks,
            metavar="N|N,M,...|auto|none"),
-    option("--precision", "fp16", "Precision of the decoder weights.", type=PRECISION),
+    option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision", "head_precision",
     option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, slightly less precise.",
            type=click.Choice(["64", "128"])),
@@ -109,7 +109,7 @@ def _chosen_ks(
            metavar="YYYY-MM-DD"),
 )  # fmt: skip
 def export(
-    model: str, ks: tuple[int, ...] | Literal["auto"], precision: str, vision_precision: str | None,
+    model: str, ks: tuple[int, ...] | Literal["auto"], precision: str | None, vision_precision: str | None,
     head_precision: str | None, kv_precision: str | None, max_context: int | None, out: Path | None,
     chat_template: Path | None,
     gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
@@ -183,7 +183,7 @@ def export(
     plan = plan_export(options)
     check_memory(plan.prediction, max_memory)
     depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
-    made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{precision}"), key, force=force)
+    made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{plan.precisions.decoder}"), key, force=force)
     if chosen and chosen.warning:
         note(f"warning: {chosen.warning}")
     if as_json:
@@ -309,8 +309,8 @@ def find_bundle(
             "auto" if "auto" in own_ks else tuple(k for k in own_ks if isinstance(k, int))
         )
         why = f"the first use of {model} like this: fetching and exporting it; vtx-cache lists what is kept"
-        name = f"{model.replace('/', '--')}-k{depth}-{precision or 'fp16'}"
-        return _from_cache(name, why, model, chosen, precision or "fp16")
+        name = "-".join([model.replace("/", "--"), f"k{depth}", *([precision] if precision else [])])
+        return _from_cache(name, why, model, chosen, precision)
     if precision:
         raise click.UsageError("--precision goes with --model; a bundle has its precision from vtx-export")
     if named:
@@ -329,7 +329,7 @@ def find_bundle(
     return _from_cache(DEMO, why, "demo", (DEMO_K,), "fp16")
 
 
-def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["auto"], precision: str) -> Path:
+def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["auto"], precision: str | None) -> Path:
     """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
     out = cache.folder() / name
     if (held := cache.hold(out)) is None:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def export(
     model: str | os.PathLike[str], out: str | os.PathLike[str], *, k: Sequence[int] | int | None = None,
-    precision: str = "fp16", reduce: Sequence[str] | str | None = None, max_context: int | None = None,
+    precision: str | None = None, reduce: Sequence[str] | str | None = None, max_context: int | None = None,
     force: bool = False, progress: Progress | None = None,
 ) -> Bundle:  # fmt: skip
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
@@ -31,7 +31,8 @@ def export(
         model: a directory in Hugging Face's layout, a Hugging Face id, or "demo".
         out: output directory; it must not exist unless `force` is set.
         k: values of K to prebuild, each the first layer without image tokens; default: none.
-        precision: weight precision: "fp32", "fp16", "bf16", "int8" or "int4".
+        precision: weight precision: "fp32", "fp16", "bf16", "int8" or "int4"; default: fp16, or the integers of a
+            quantised checkpoint.
         reduce: specs of the token reductions to support; the first is the default.
         max_context: KV slots for prompt and answer; default: what the largest image, a question and an answer need, at
             least 4096, up to the model's limit.

@@ -138,7 +138,7 @@ _SHARED: dict[str, Declare] = {
     "hub_model": option("--model hub_model", str, "Hugging Face id, instead of a bundle; downloaded and exported on "
                         "first use, then cached (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
     "hub_precision": option("--precision", PRECISION, "With --model: precision of the decoder weights [default: "
-                            "fp16]."),
+                            "fp16; a quantised checkpoint's own]."),
     "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
                       help="Prebuilt K [default: the bundle's]."),
     "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 
 PAGE = Path(__file__).with_suffix(".md")
+TRIED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 CPP = Path(__file__).parents[2] / "runtime/cpp/src"
 BUNDLE = "bundle/manifest", "bundle/model", "bundle/text_settings"  # of libvtx, with the keys that it knows
 HEAD = f"""# Models
@@ -42,7 +44,8 @@ builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; Tensor
 models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `lfm2_vl`, `qwen3_5`,
 `gemma3` and `gemma4`
 *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM,
-LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*.
+LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*. Real files were tried by
+`make published`: published configuration, processor, template and tensor names, a real tokenizer, small random weights.
 """
 # The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
@@ -231,7 +234,15 @@ FACTS: Columns = {
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
     "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
 }
-TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video}
+
+
+def _tried(family: Family, _: ModelConfig) -> str:
+    """The models whose published files were compared with transformers, as `make published` found them."""
+    names = TRIED["families"].get(family.model_type)
+    return f"{', '.join(names)} ({TRIED['date']})" if names else "none"
+
+
+TOKENS: Columns = {"tokens of an image": _tokens, "tokens of a video": _video, "real files tried": _tried}
 
 
 def _shown(_: Family, config: ModelConfig) -> str:

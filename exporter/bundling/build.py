@@ -111,12 +111,13 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
     text, precisions = plan.config.text, plan.precisions
     kv = ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
+    blocked = any(weight.scales is not None and weight.scales.shape[1] > 1 for weight in weights.values())
 
     def write(
         name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None,
         weights: Mapping[str, StoredTensor] = weights,
     ) -> None:  # fmt: skip
-        written = make_dialect(dialect, precision, plan.max_context, kv_type)
+        written = make_dialect(dialect, precision, plan.max_context, kv_type, blocked=blocked)
         builder = Builder(name.partition(".")[0], weights, folder, written)
         build(builder)
         builder.write(folder / name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from vtx.tools.data.items import Data, image_tokens
 from vtx.tools.fit.retain import Retain
 
 DEMO = "demo"
+PRECISION = "fp16"  # unless another is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class MeasuredArithmetic:
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """The settings of an export. `ks` are the withdrawal depths to prebuild, the first one the default; empty: none.
+
+    `precision`: None for `PRECISION`, or that of a quantised checkpoint.
 
     `dialects` are the operator sets to write the graphs in. "auto" means every depth that has a gate in the file
     `gates`, and the gates decide by default. `calibration` records how K was chosen if it was measured; it must keep
@@ -46,7 +50,7 @@ class ExportOptions:
 
     model: str = DEMO
     ks: tuple[int, ...] | Literal["auto"] = ()
-    precision: str = "fp16"
+    precision: str | None = None
     max_context: int | None = None
     template: str | None = None
     gates: Path | None = None
@@ -90,9 +94,15 @@ class ExportOptions:
                 "--calibration DATA for one K, or name K"
             )
 
-    def precisions(self) -> Precisions:
-        parts = self.precision, self.vision_precision, self.head_precision, self.kv_precision
-        return Precisions.choose(*parts, block=self.int4_block)
+    def precisions(self, own: Mapping[str, str] | None = None) -> Precisions:
+        """The precisions of the parts; `own`: those of a quantised checkpoint, of parts for which none is named."""
+        if self.precision is not None or not own:
+            parts = self.precision or PRECISION, self.vision_precision, self.head_precision, self.kv_precision
+            return Precisions.choose(*parts, block=self.int4_block)
+        named = {"vision": self.vision_precision, "head": self.head_precision}
+        chosen = {part: named.get(part) or own.get(part, PRECISION) for part in ("decoder", "vision", "head")}
+        precisions = Precisions.choose(**chosen, kv=self.kv_precision, block=self.int4_block)
+        return replace(precisions, own=tuple(part for part in chosen if named.get(part) is None))
 
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""

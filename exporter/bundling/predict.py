@@ -68,6 +68,7 @@ def predict(
     )  # fmt: skip
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
+        + (tensor.zeros.nbytes if tensor.zeros else 0)
         for name, tensor in plan.stored.items()
         # a table that is not the head stays in its file, read a row at a time, and so does the one of inputs to layers
         if name != PER_LAYER and (HEAD not in plan.stored or name != EMBEDDING)

@@ -37,7 +37,15 @@ from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.weights.plan import UNTIED, WeightPlan, plan_weights, unused_weights, with_own_head
+from vtx.exporter.weights.plan import (
+    UNTIED,
+    WeightPlan,
+    own_precisions,
+    plan_weights,
+    quantised_note,
+    unused_weights,
+    with_own_head,
+)
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
@@ -243,7 +251,7 @@ def plan_export(options: ExportOptions) -> Plan:
     parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:
         family.check(Text(parsed, template, text))
-    precisions = options.precisions()
+    precisions = options.precisions(own_precisions(checkpoint))
     sources = checkpoint
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
     needed += decoder_tensors(config.text)
@@ -261,6 +269,8 @@ def plan_export(options: ExportOptions) -> Plan:
         sources = replace(sources, tensors={**sources.tensors, **text_tower.checkpoint.tensors})
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     weights = plan_weights(sources, needed, precisions, scaled)
+    if (told := quantised_note(weights)) is not None:
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, told))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes

@@ -14,7 +14,7 @@ from vtx.runtime.prompt.template import ShapingTemplate
 
 FILE = "generation_config.json"
 _ANSWER = "vtx-answer-5c21"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
 _PENALTY = "repetition_penalty"
 
 

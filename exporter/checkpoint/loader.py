@@ -24,6 +24,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, in_cache, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
+from vtx.exporter.checkpoint.quantised.opening import FILES, filed_settings, stated_settings, with_matrices
 from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
@@ -103,12 +104,13 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name, info in sorted(self.tensors.items()):
             digest.update(json.dumps([name, info.dtype, info.shape]).encode())
-            try:
-                with open_data(info) as file:
-                    file.seek(info.offset + max(0, info.nbytes // 2 - 32))
-                    digest.update(file.read(min(64, info.nbytes)))
-            except OSError as cause:
-                raise CheckpointError(f"cannot read {info.file} ({reason(cause)}); check the disk") from cause
+            for part in info.source.parts if info.source else (info,):
+                try:
+                    with open_data(part) as file:
+                        file.seek(part.offset + max(0, part.nbytes // 2 - 32))
+                        digest.update(file.read(min(64, part.nbytes)))
+                except OSError as cause:
+                    raise CheckpointError(f"cannot read {part.file} ({reason(cause)}); check the disk") from cause
         return digest.hexdigest() + (DOWNSAMPLED + self.downsample if self.downsample else "")
 
     def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -257,20 +259,24 @@ def _config(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[st
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a model of another family, or a quantised one."""
+    """Raise UnsupportedModelError for a model of another family, or one that is quantised in an unknown way."""
     find_family(config)
-    for part in (config, config.get("text_config"), config.get("vision_config")):
-        if isinstance(part, dict) and part.get("quantization_config"):
-            settings = part["quantization_config"]
-            method = settings.get("quant_method") if isinstance(settings, dict) else None
-            raise UnsupportedModelError(
-                f"the checkpoint is quantised ({shown(str(method or 'quantization_config'))[1:-1]}); "
-                "use the unquantised checkpoint"
-            )
+    stated_settings(config)
 
 
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    """Every tensor of the checkpoint by its name in the file, and notes on the files for the user."""
+    """Every tensor of the checkpoint by its name in the file, quantised matrices computed, and notes for the user."""
+    tensors, notes = _stored_tensors(folder, allow_pickle=allow_pickle)
+    files = checkpoint_files(folder)
+    settings = stated_settings(read_settings(folder, "config.json"))
+    for name in FILES:
+        if settings is None and files.exists(name):
+            settings = filed_settings(name, read_settings(folder, name))
+    return tensors if settings is None else with_matrices(tensors, settings), notes
+
+
+def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """Every tensor that the checkpoint stores, and notes on the files for the user."""
     files = checkpoint_files(folder)
     if files.exists(SINGLE):
         return _tensors(files, SINGLE), ()

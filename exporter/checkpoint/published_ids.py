@@ -13,9 +13,8 @@ from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError
 
 CONFIG, ADDED, NAMED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
-_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_UNPRINTED = ("pad_token", "mask_token", "sep_token", "cls_token")  # no prompt has them
 UNK_ID = 0  # of <unk>, which original LLaVA's image token replaces
+_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
 _FIX = "use the files that belong to the model"
 
 
@@ -24,52 +23,61 @@ def token_settings(folder: Path) -> dict[str, Any]:
     return {**_read(folder, NAMED), **_read(folder, CONFIG)}
 
 
-def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each special token by its name; several of one name are numbered."""
-    named: dict[str, str] = {}
-    for name, value in settings.items():
-        if name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list):
-            named |= {f"{name} {number}": text for number, token in enumerate(value) if (text := _text(token))}
-        elif name == "extra_special_tokens" and isinstance(value, Mapping):
-            named |= {name: text for name, token in value.items() if (text := _text(token))}
-        elif name.endswith("_token") and (text := _text(value)):
-            named[name] = text
-    return named
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts of one or several special tokens in a setting, which are strings or objects with their `content`."""
+    if isinstance(value, Mapping):
+        value = value["content"] if "content" in value else list(value.values())
+    if isinstance(value, str) and value:
+        yield value
+    for item in value if isinstance(value, list) else ():
+        yield from texts_of(item)
 
 
 def published_tokens(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tokens to which the files give ids, in the form of tokenizer.json, by their text. Raises CheckpointError."""
-    special = set(named_tokens(token_settings(folder)).values())
+    """The tokens to which the files give ids, by their text: `id` and the options of an AddedToken.
+
+    Raises CheckpointError for ids and texts of wrong types, two ids of a token and two tokens of an id.
+    """
+    settings = token_settings(folder)
+    special = set(texts_of([value for name, value in settings.items() if "_token" in name]))
+    listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, Mapping):
+        raise CheckpointError(f"{CONFIG}: added_tokens_decoder is a {type(listed).__name__}, not an object; {_FIX}")
+    entries = [
+        (CONFIG, id, token if isinstance(token, Mapping) else {"content": token}) for id, token in listed.items()
+    ]
+    entries += [(ADDED, id, {"content": text, "special": text in special}) for text, id in _read(folder, ADDED).items()]
     tokens: dict[str, dict[str, Any]] = {}
     texts: dict[int, str] = {}
-    for file, id, settings in _entries(folder):
-        content = settings.get("content")
-        if not isinstance(content, str) or not content:
-            raise CheckpointError(f"{file}: token {id!r:.40} is {settings!r:.60}, which has no text; {_FIX}")
+    for file, id, token in entries:
+        text = token.get("content")
+        if not isinstance(text, str) or not text:
+            raise CheckpointError(f"{file}: token {id!r:.40} is {token!r:.60}, which has no text; {_FIX}")
         if not str(id).isdecimal() or int(str(id)[:20]) > MAX_ID:
             raise CheckpointError(
-                f"{file}: the id of token {content!r:.40} is {id!r:.40}; it must be a whole number from 0 to "
+                f"{file}: the id of token {text!r:.40} is {id!r:.40}; it must be a whole number from 0 to "
                 f"{MAX_ID:,}; {_FIX}"
             )
-        number = int(str(id))
-        options = {name: settings.get(name) is True for name in _OPTIONS}
-        options["special"] = settings.get("special", content in special) is True
-        token = tokens.setdefault(content, {"id": number, "content": content, **options})
-        other = texts.setdefault(number, content)
-        if token["id"] != number:
-            raise CheckpointError(f"{file}: token {content!r:.40} has the ids {token['id']} and {number}; {_FIX}")
-        if other != content:
-            raise CheckpointError(f"{file}: tokens {other!r:.40} and {content!r:.40} have the same id {number}; {_FIX}")
+        options = {name: token.get(name) is True for name in (*_OPTIONS, "special")}
+        known = tokens.setdefault(text, {"id": int(str(id)), **options})["id"]
+        other = texts.setdefault(int(str(id)), text)
+        if known != int(str(id)):
+            raise CheckpointError(f"{file}: token {text!r:.40} has the ids {known} and {id}; {_FIX}")
+        if other != text:
+            raise CheckpointError(f"{file}: tokens {other!r:.40} and {text!r:.40} have the same id {id}; {_FIX}")
     return tokens
 
 
-def check_ids(folder: Path, tokenizer: Tokenizer, vocab: int, pictures: Collection[int], ends: Collection[int]) -> None:
-    """Raise CheckpointError if the tokenizer has other ids than the files, or the model's table ends before one.
+def check_ids(
+    published: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, vocab: int, pictures: Collection[int],
+    ends: Collection[int],
+) -> None:  # fmt: skip
+    """Raise CheckpointError if the tokenizer has other ids than `published`, or text and ends may have others.
 
-    `pictures` are the placeholders' ids, which may be beyond the table of `vocab` tokens, since their embeddings are
-    never read.
+    The model's table has `vocab` tokens. Those of `pictures` may be beyond it, since their embeddings are never read,
+    and so may special ones, which no text gives; those of the template are in the trial of a prompt.
     """
-    for content, token in published_tokens(folder).items():
+    for content, token in published.items():
         id = tokenizer.token_to_id(content)
         replaced = token["id"] == UNK_ID in pictures
         if id != token["id"] and not replaced:
@@ -77,12 +85,10 @@ def check_ids(folder: Path, tokenizer: Tokenizer, vocab: int, pictures: Collecti
                 f"{CONFIG} or {ADDED} gives {content!r:.40} the id {token['id']}, and the tokenizer "
                 f"{'has no such token' if id is None else id}; {_FIX}"
             )
-    named = named_tokens(token_settings(folder))
-    unprinted = {named[name] for name in _UNPRINTED if name in named}
-    for id, token in tokenizer.get_added_tokens_decoder().items():
-        if id >= vocab and id not in pictures and token.content not in unprinted:
+    for id, added in tokenizer.get_added_tokens_decoder().items():
+        if id >= vocab and id not in pictures and not added.special:
             raise CheckpointError(
-                f"the tokenizer's token {token.content!r:.40} has the id {id}, and the model has {vocab:,} tokens, "
+                f"the tokenizer's token {added.content!r:.40} has the id {id}, and the model has {vocab:,} tokens, "
                 f"numbered from 0; {_FIX}"
             )
     for id in ends:
@@ -91,22 +97,6 @@ def check_ids(folder: Path, tokenizer: Tokenizer, vocab: int, pictures: Collecti
                 f"eos_token_id is {id}; the model has {vocab:,} tokens, and the tokenizer "
                 f"{tokenizer.get_vocab_size():,}, numbered from 0; {_FIX}"
             )
-
-
-def _entries(folder: Path) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """The file, id and settings of each token that has an id."""
-    listed = _read(folder, CONFIG).get("added_tokens_decoder") or {}
-    if not isinstance(listed, Mapping):
-        raise CheckpointError(f"{CONFIG}: added_tokens_decoder is a {type(listed).__name__}, not an object; {_FIX}")
-    for id, settings in listed.items():
-        yield CONFIG, id, settings if isinstance(settings, Mapping) else {"content": settings}
-    for content, id in _read(folder, ADDED).items():
-        yield ADDED, id, {"content": content}
-
-
-def _text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) and text else None
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

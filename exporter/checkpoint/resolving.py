@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.examples import with_examples
 from vtx.exporter.checkpoint.generation import turn_ends
 from vtx.exporter.checkpoint.original.tokenizer import FILE as SENTENCEPIECE
 from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer, sentencepiece_tokenizer
-from vtx.exporter.checkpoint.published_ids import UNK_ID, check_ids
+from vtx.exporter.checkpoint.published_ids import UNK_ID, check_ids, published_tokens
 from vtx.exporter.checkpoint.tokenizer_spec import check_bytes, check_spec, length_bound
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import CheckpointError
@@ -31,6 +31,7 @@ _QUESTION = "What is this? {} 123 {}"
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
     """The tokenizer.json and text settings of the files in `folder`; `name` is for messages, `end_ids` may be None."""
     folder, image = Path(request["folder"]), request["image_token_id"]
+    published = published_tokens(folder)  # refuses wrong types before transformers fails on them
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
@@ -45,7 +46,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
     video, seg = request["video_token_id"], request.get("seg_token")
-    check_ids(folder, tokenizer, request["vocab"], {image, video}, ends)
+    check_ids(published, tokenizer, request["vocab"], {image, video}, ends)
     adds = not request.get("whole")
     encoding = encode(tokenizer, "a", add_special_tokens=adds)
     added = encoding.special_tokens_mask
@@ -82,7 +83,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_examples(settings, request["template"])
     # ask about an image, or a video, with control tokens as text in it, and decode the prompt
-    text = Text(tokenizer, request["template"], settings)
+    text = Text(tokenizer, request["template"], settings, vocab=max(request["vocab"], image + 1))
     for typed, kind in product(("", "".join(control)), PICTURES if video is not None else PICTURES[:1]):
         picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
         words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}

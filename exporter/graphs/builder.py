@@ -151,6 +151,11 @@ class Builder:
         scales = self._external(f"{name}.scales", location, ir.DataType.FLOAT16, shape)
         return scales if dtype == ir.DataType.FLOAT16 else self.op("Cast", scales, to=dtype.value)
 
+    def zeros(self, name: str, dtype: ir.DataType, *shape: int) -> ir.Value | None:
+        """The zero points of a quantised matrix, int8 or its bytes; None if it is symmetric."""
+        location = self._weights[name].zeros
+        return None if location is None else self._external(f"{name}.zeros", location, dtype, shape)
+
     def _external(self, name: str, location: StoredTensor, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         if name in self._initializers:
             return self._initializers[name]
@@ -184,14 +189,37 @@ class Builder:
         return self.op("Gemm", x, matrix, *([self.weight(bias)] if bias else []), transB=1)
 
     def dequantised(self, name: str) -> ir.Value:
-        """A quantised matrix [out, in] in the dialect's arithmetic type, by the operator that engines fuse."""
+        """A quantised matrix [out, in] in the dialect's arithmetic type, by the operator that engines fuse.
+
+        Its zero points are counted only in a dialect that has them.
+        """
         location, compute = self._weights[name], self.dialect.compute
         assert location.scales is not None, name
         rows, blocks = location.scales.shape
+        shape = (rows,) if blocks == 1 else (rows, blocks)
+        parts = [self.stored(name), self.scales(name, compute, *shape)]
+        if location.zeros is not None and self.dialect.zero_points:
+            kind = ELEMENT_TYPES[location.dtype]
+            parts.append(self.op("Cast", self.zeros(name, ir.DataType.INT8, *shape), to=kind.value))
         if blocks == 1:
-            return self.op("DequantizeLinear", self.stored(name), self.scales(name, compute, rows), axis=0)
-        scales = self.scales(name, compute, rows, blocks)
-        return self.op("DequantizeLinear", self.stored(name), scales, axis=1, block_size=location.shape[1] // blocks)
+            return self.op("DequantizeLinear", *parts, axis=0)
+        return self.op("DequantizeLinear", *parts, axis=1, block_size=location.shape[1] // blocks)
+
+    def less_zeros(self, product: ir.Value, x: ir.Value, name: str) -> ir.Value:
+        """The product of x [tokens, in] and the integers of a quantised matrix, less that of x and its zero points.
+
+        All weights of a block have the same one, so it is multiplied by the sum of their inputs.
+        """
+        location = self._weights[name]
+        if location.zeros is None:
+            return product
+        rows, blocks = location.zeros.shape
+        shape = (rows,) if blocks == 1 else (rows, blocks)
+        zeros = self.op("DequantizeLinear", self.zeros(name, ir.DataType.INT8, *shape), self.scalar(1))
+        steps = self.op("Neg", self.op("Mul", zeros, self.scales(name, self.dialect.compute, *shape)))
+        apart = self.reshape(x, -1, blocks, location.shape[1] // blocks)
+        sums = self.op("ReduceSum", apart, self.constant([-1]), keepdims=0)
+        return self.op("Gemm", sums, self.reshape(steps, rows, blocks), product, transB=1)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
         compute = self.dialect.compute
@@ -260,7 +288,7 @@ class Dialect(ABC):
 
     `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens. `branches`: a
     graph may have others within it, conditionals and loops; if not, one run is of one conversation, too. `largest`: the
-    most numbers of a tensor, None for any number.
+    most numbers of a tensor, None for any number. `zero_points`: integers may have zero points.
     """
 
     name: str
@@ -270,6 +298,7 @@ class Dialect(ABC):
     sizes_from_values: bool = False
     branches: bool = True
     largest: int | None = None
+    zero_points: bool = True
 
     def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
         return (1, kv_heads, slots, head_dim)
@@ -299,7 +328,8 @@ class Dialect(ABC):
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
         """X @ W^T (+ b) with the quantised matrix W of that name."""
-        return b.gemm(x, b.dequantised(weight), bias)
+        product = b.gemm(x, b.dequantised(weight), bias)
+        return product if self.zero_points else b.less_zeros(product, x, weight)
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
         """Exact GELU, or its tanh approximation."""

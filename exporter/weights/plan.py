@@ -6,6 +6,7 @@ tensor, without what no graph uses. The plan needs no weights, so graphs can be 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from vtx.exporter.checkpoint.loader import Checkpoint
+from vtx.exporter.checkpoint.quantised.matrix import Matrix
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, read_bits, read_header
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Precisions, Scheme, multiplied, part_of
+from vtx.runtime.precision import STORED
 
 WHOLE = ".safetensors"  # pickled files are never used whole
 
@@ -24,7 +27,8 @@ WHOLE = ".safetensors"  # pickled files are never used whole
 class StoredTensor:
     """The location of one weight: `file` is relative to the bundle, `dtype` a safetensors dtype.
 
-    A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row].
+    A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row]; one
+    that is not symmetric also has int8 `zeros` [out, blocks].
     """
 
     file: str
@@ -33,27 +37,44 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     scales: StoredTensor | None = None
+    zeros: StoredTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The storage of a tensor in a bundle: `dtype`, and the scheme of a quantised matrix.
+
+    `matrix`: the codes and scales are the checkpoint's.
+    """
+
+    dtype: str
+    scheme: Scheme | None = None
+    matrix: Matrix | None = None
+
+    @property
+    def zeroed(self) -> bool:
+        return self.matrix is not None and self.matrix.zeroed
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor to copy from `source` to `target` as `dtype` ("I8" and "I4" with a scheme and `scales`).
+    """One tensor to copy from `source` to `target` in the form `form`; a quantised one has `scales`, and `zeros`.
 
     Its values are multiplied by `factor`, then `shift` is added.
     """
 
     name: str
     source: TensorInfo
-    dtype: str
+    form: Form
     target: TensorInfo
-    scheme: Scheme | None = None
     scales: TensorInfo | None = None
+    zeros: TensorInfo | None = None
     factor: float = 1.0
     shift: float = 0.0
 
     @property
     def end(self) -> int:
-        last = self.scales or self.target
+        last = self.zeros or self.scales or self.target
         return last.offset + last.nbytes
 
 
@@ -103,52 +124,93 @@ def plan_weights(
     files, stored = [], dict[str, StoredTensor]()
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
-        forms = [
-            ("F32", None) if checkpoint.shift(tensor) else precisions.stored(tensor, info.shape, info.dtype)
-            for tensor, info in tensors
-        ]
+        forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]
         if (
             source.suffix == WHOLE
-            and all(info.dtype == dtype for (_, info), (dtype, _) in zip(tensors, forms, strict=True))
+            and all(info.dtype == form.dtype for (_, info), form in zip(tensors, forms, strict=True))
             and {info.name for _, info in tensors} == read_header(source).tensors.keys()
             and not any(
                 tensor in scaled or info.moved or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
                 for tensor, info in tensors
             )
         ):
-            entries = tuple(WeightEntry(tensor, info, info.dtype, info) for tensor, info in tensors)
+            entries = tuple(WeightEntry(tensor, info, Form(info.dtype), info) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
             header, entries = _laid_out(name, tensors, forms, checkpoint)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
         for entry in entries:
-            target, scales = entry.target, entry.scales
-            parts = StoredTensor(name, scales.offset, scales.nbytes, "F16", scales.shape) if scales else None
-            shape = entry.source.shape
-            stored[entry.name] = StoredTensor(name, target.offset, target.nbytes, entry.dtype, shape, parts)
+            scales, zeros = (_stored(name, part) for part in (entry.scales, entry.zeros))
+            target, shape = entry.target, entry.source.shape
+            stored[entry.name] = StoredTensor(
+                name, target.offset, target.nbytes, entry.form.dtype, shape, scales, zeros
+            )
     return WeightPlan(tuple(files), stored)
 
 
+def form_of(
+    name: str, info: TensorInfo, checkpoint: Checkpoint, precisions: Precisions, *, changed: bool = False
+) -> Form:
+    """The storage of a checkpoint's tensor; a quantised matrix stays as it is where it can, unless it is `changed`."""
+    if checkpoint.shift(name):
+        return Form("F32")
+    form = Form(*precisions.stored(name, info.shape, info.dtype))
+    matrix = info.source
+    if not isinstance(matrix, Matrix) or matrix.scheme is None or not matrix.fits:
+        return form
+    wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
+    if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
+        return form
+    return Form(matrix.scheme.dtype, matrix.scheme, matrix)
+
+
+def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
+    """The precision of the integers of quantised matrices, by the part that they belong to."""
+    matrices = ((name, info.source) for name, info in checkpoint.tensors.items() if isinstance(info.source, Matrix))
+    schemes = ((name, matrix.scheme) for name, matrix in matrices if matrix.fits)
+    return {part_of(name): STORED[scheme.dtype].name for name, scheme in schemes if scheme}
+
+
+def quantised_note(plan: WeightPlan) -> str | None:
+    """What becomes of the matrices of a quantised checkpoint, None of any other."""
+    forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
+    counts = Counter((form.matrix is None, STORED[form.dtype].name) for form in forms)
+    parts = [
+        f"{count} matrices {'are dequantised and stored as' if anew else 'keep their integers and scales,'} {name}"
+        for (anew, name), count in counts.items()
+    ]
+    return f"the checkpoint is quantised: {', '.join(parts)}" if parts else None
+
+
+def _stored(file: str, part: TensorInfo | None) -> StoredTensor | None:
+    return None if part is None else StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape)
+
+
 def _laid_out(
-    file: str, tensors: list[tuple[str, TensorInfo]], forms: list[tuple[str, Scheme | None]],
-    checkpoint: Checkpoint,
-) -> tuple[bytes, tuple[WeightEntry, ...]]:  # fmt: skip
-    """The header of a rewritten file and its entries; a matrix's scales come right after its integers."""
+    file: str, tensors: list[tuple[str, TensorInfo]], forms: list[Form], checkpoint: Checkpoint
+) -> tuple[bytes, tuple[WeightEntry, ...]]:
+    """The header of a rewritten file and its entries; a matrix's scales and zero points follow its integers."""
     specs: list[tuple[str, str, tuple[int, ...]]] = []
-    for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
-        if scheme is None:
-            specs.append((name, dtype, info.shape))
-        else:
-            rows, width = info.shape
-            specs.append((name, scheme.held, (rows, scheme.nbytes(width))))
-            specs.append((f"{name}.scales", "F16", (rows, scheme.scales(width))))
+    for (name, info), form in zip(tensors, forms, strict=True):
+        if form.scheme is None:
+            specs.append((name, form.dtype, info.shape))
+            continue
+        rows, width = info.shape
+        blocks = rows, form.scheme.scales(width)
+        specs.append((name, form.scheme.held, (rows, form.scheme.nbytes(width))))
+        specs.append((name + SCALES, "F16", blocks))
+        if form.zeroed:
+            specs.append((name + ZEROS, "I8", blocks))
     header, targets = layout(Path(file), specs)
     by_name = {target.name: target for target in targets}
-    entries = list[WeightEntry]()
-    for (name, info), (dtype, scheme) in zip(tensors, forms, strict=True):
-        scales, factor, shift = by_name.get(f"{name}.scales"), checkpoint.factor(name), checkpoint.shift(name)
-        entries.append(WeightEntry(name, info, dtype, by_name[name], scheme, scales if scheme else None, factor, shift))
-    return header, tuple(entries)
+    entries = tuple(
+        WeightEntry(
+            name, info, form, by_name[name], by_name[name + SCALES] if form.scheme else None,
+            by_name[name + ZEROS] if form.zeroed else None, checkpoint.factor(name), checkpoint.shift(name),
+        )
+        for (name, info), form in zip(tensors, forms, strict=True)
+    )  # fmt: skip
+    return header, entries
 
 
 UNTIED = (

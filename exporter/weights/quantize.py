@@ -2,7 +2,8 @@
 
 A weight is scale * q. int8 has a scale a row and q in -127..127. int4 has a scale for every `block` weights along a
 row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and never zero; q is chosen for the
-rounded scale. A block gets the scale with the least squared error of a few.
+rounded scale. A block gets the scale with the least squared error of a few. Matrices of quantised checkpoints, which
+keep their integers, may have other blocks, and zero points.
 """
 
 from __future__ import annotations
@@ -77,7 +78,12 @@ def unpack(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
     return both.reshape(len(packed), -1)
 
 
-def dequantise(integers: NDArray[Any], scales: NDArray[np.float16], scheme: Scheme) -> Floats:
+def dequantise(
+    integers: NDArray[Any], scales: NDArray[np.float16], scheme: Scheme, zeros: NDArray[np.int8] | None = None
+) -> Floats:
+    """The weights [n, in]; `zeros` [n, blocks] are subtracted from the integers first."""
     values = unpack(integers) if scheme.bits == 4 else integers
     blocks = values.reshape(len(values), -1, scheme.block).astype(np.float32)
+    if zeros is not None:
+        blocks -= zeros[..., None]
     return (blocks * scales.astype(np.float32)[..., None]).reshape(len(values), -1)

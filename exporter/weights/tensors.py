@@ -69,8 +69,15 @@ class BundleWeights:
         scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
         integers = self._info(stored, scheme.held, (count, scheme.nbytes(width)))
         scales = self._info(stored.scales, "F16", stored.scales.shape)
+        zeros = None if stored.zeros is None else self._info(stored.zeros, "I8", stored.zeros.shape)
         wanted = _parts(rows, count, max(1, CHUNK // width))
-        parts = (dequantise(read_bits(integers, part), read_bits(scales, part), scheme) for part in wanted)
+        parts = (
+            dequantise(
+                read_bits(integers, part), read_bits(scales, part), scheme,
+                None if zeros is None else read_bits(zeros, part),
+            )
+            for part in wanted
+        )  # fmt: skip
         return _stacked(parts, (_count(rows, count), width))
 
     def _info(self, stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

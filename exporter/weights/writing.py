@@ -24,20 +24,23 @@ from numpy.typing import NDArray
 from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
-from vtx.exporter.weights.quantize import quantise
+from vtx.exporter.weights.quantize import pack, quantise
 from vtx.exporter.weights.scaling import Scaling
-from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, widen_bf16
+from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, source_rows, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
+from vtx.runtime.bundle.spec.stored import SCALES
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.precision import STORED
 
 CHUNK = 1 << 18  # elements that one thread converts at a time: their float32 copies stay in a core's cache
 THREADS = min(2, os.cpu_count() or 1)
+ROUNDED = 2.0**-11  # of a scale of a quantised checkpoint, the most that float16 changes it by
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 BLOCK = 1 << 23  # bytes that are read at a time
 FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
-Converted = tuple[bytes, bytes, int]  # a chunk, its scales, and the source bytes it came from
+COMPUTED = 1 << 21  # the same of a quantised checkpoint: each chunk is read from several places
+Converted = tuple[bytes, bytes, bytes, int]  # a chunk, its scales, its zero points, and the source bytes it came from
 NONE: Mapping[str, Scaling] = {}
 
 
@@ -99,7 +102,7 @@ def _take_whole(file: WeightFile, target: Path, pool: ThreadPoolExecutor, report
                     hashing.result()
                 hashing = pool.submit(digest.update, raw)
                 if used:
-                    check_finite(np.frombuffer(raw, DTYPES[used.dtype][1]), used.name)
+                    check_finite(np.frombuffer(raw, DTYPES[used.form.dtype][1]), used.name)
                 if copy:
                     copy.write(raw)
                 report(count)
@@ -161,19 +164,21 @@ def _rewrite(
             out.write(header)
         for entry in file.entries[finished:]:
             scaling = scalings.get(entry.name)
-            by_rows = entry.scheme or scaling or entry.source.transposed  # they stay whole
+            computed = entry.source.source is not None
+            by_rows = entry.form.scheme or scaling or entry.source.transposed or computed  # they stay whole
             tensor = entry.source if by_rows else entry.source.flat
-            convert = partial(_converted, entry, scaling, tensor)
-            length, step = tensor.shape[0], max(1, CHUNK // max(1, prod(tensor.shape[1:])))
+            convert = partial(_taken, entry) if entry.form.matrix else partial(_converted, entry, scaling, tensor)
+            length, step = tensor.shape[0], max(1, (COMPUTED if computed else CHUNK) // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
-            crc, scales = 0, []
-            for data, chunk_scales, nbytes in in_order(pool, convert, spans):
+            crc, scales, zeros = 0, list[bytes](), list[bytes]()
+            for data, chunk_scales, chunk_zeros, nbytes in in_order(pool, convert, spans):
                 out.write(data)
                 digest.update(data)
                 crc = zlib.crc32(data, crc)
                 scales.append(chunk_scales)
+                zeros.append(chunk_zeros)
                 report(nbytes)
-            data = b"".join(scales)
+            data = b"".join(scales + zeros)
             out.write(data)
             digest.update(data)
             out.flush()
@@ -197,12 +202,32 @@ def in_order(
         yield ahead.popleft().result()
 
 
+def _taken(entry: WeightEntry, span: slice) -> Converted:
+    """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points. Raises `CheckpointError`."""
+    matrix, scheme, name = entry.form.matrix, entry.form.scheme, entry.name
+    assert matrix is not None
+    assert scheme is not None
+    rows = matrix.rows(source_rows(entry.source, span))
+    check_finite(rows.scales, f"{name}{SCALES}")
+    exact = rows.scales * np.float32(entry.factor)
+    with np.errstate(over="ignore"):
+        scales = exact.astype(np.float16)
+    if (np.abs(scales - exact) > ROUNDED * np.abs(exact)).any():
+        raise CheckpointError(f"the scales of tensor {name} are beyond float16; export with --precision fp16 or fp32")
+    if rows.zeros is not None and not matrix.zeroed and rows.zeros.any():
+        raise CheckpointError(f"tensor {name} has zero points, and quantization_config says sym; correct one of them")
+    zeros = rows.zeros.tobytes() if rows.zeros is not None and matrix.zeroed else b""
+    codes = pack(rows.codes) if scheme.bits == 4 else rows.codes
+    return codes.tobytes(), scales.tobytes(), zeros, 4 * rows.codes.size
+
+
 def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, span: slice) -> Converted:
     """A chunk of `source`, the entry's tensor, in its new form. Raises `CheckpointError` for NaN."""
     stored = read_bits(source, span)
     check_finite(stored, entry.name)
-    if entry.source.dtype == entry.dtype and not scaling and entry.factor == 1 and not entry.shift:
-        return stored.tobytes(), b"", stored.nbytes
+    dtype, scheme = entry.form.dtype, entry.form.scheme
+    if entry.source.dtype == dtype and not scaling and entry.factor == 1 and not entry.shift:
+        return stored.tobytes(), b"", b"", stored.nbytes
     narrow = entry.source.dtype == "BF16"
     values: NDArray[np.float32] = widen_bf16(stored) if narrow else stored.astype(np.float32, copy=False)
     if entry.factor != 1:
@@ -211,19 +236,19 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
         values = values + np.float32(entry.shift)
     if scaling:
         values = scaling.apply(values, span.start)
-    if entry.scheme:
-        integers, scales = quantise(values, entry.scheme, entry.name)
-        return integers.tobytes(), scales.tobytes(), stored.nbytes
+    if scheme:
+        integers, scales = quantise(values, scheme, entry.name)
+        return integers.tobytes(), scales.tobytes(), b"", stored.nbytes
     with np.errstate(over="ignore"):
-        out: NDArray[Any] = narrow_bf16(values) if entry.dtype == "BF16" else values.astype(DTYPES[entry.dtype][1])
-    if entry.dtype in LARGEST and values.size:
-        largest, most = float(np.abs(values).max()), LARGEST[entry.dtype]
-        if largest > most and not np.isfinite(widen_bf16(out) if entry.dtype == "BF16" else out).all():
+        out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])
+    if dtype in LARGEST and values.size:
+        largest, most = float(np.abs(values).max()), LARGEST[dtype]
+        if largest > most and not np.isfinite(widen_bf16(out) if dtype == "BF16" else out).all():
             raise ExportError(
-                f"tensor {entry.name} holds {largest:g}, {STORED[entry.dtype].name} reaches {most:g} at most; export "
+                f"tensor {entry.name} holds {largest:g}, {STORED[dtype].name} reaches {most:g} at most; export "
                 "with --precision fp32"
             )
-    return out.tobytes(), b"", stored.nbytes
+    return out.tobytes(), b"", b"", stored.nbytes
 
 
 def narrow_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

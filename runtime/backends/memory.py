@@ -10,14 +10,13 @@ from typing import TypeVar
 from vtx.runtime.backends.engines import EXPANDED, Floats
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.bundle.spec.stored import Precisions
+from vtx.runtime.bundle.spec.stored import SCALES, ZEROS
 from vtx.runtime.host.machine import available_memory
-from vtx.runtime.precision import KV_DTYPES, PRECISIONS, STORED
+from vtx.runtime.precision import KV_DTYPES, STORED
 
 # A scale is kept in float32 twice, next to and inside the packed matrix, and with it the sum of its block.
 SCALE_BYTES = 12
 KERNEL_BLOCK = 64  # int8 matrices, with a scale a row, are computed in blocks of this size at most
-SCALES = ".scales"
 TABLE = "embed_tokens.weight"
 LAYER_TABLE = "embed_tokens_per_layer.weight"
 HEAD = "head.weight"
@@ -51,23 +50,23 @@ def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     """
     tensors: dict[str, TensorInfo] = {}
     m = bundle.manifest
-    precisions = Precisions(m.precision, m.vision_precision, m.head_precision, KV_DTYPES[m.kv_dtype].name)
     for name in m.files:
         if name.startswith("weights/"):
             tensors |= bundle.header(name).tensors
     tied = not any(name.endswith(HEAD) for name in tensors)
     total = 0
     for name, info in tensors.items():
-        if name.endswith((SCALES, LAYER_TABLE)) or (name.endswith(TABLE) and not tied):
-            continue  # scales are counted with their matrix
+        if name.endswith((SCALES, ZEROS, LAYER_TABLE)) or (name.endswith(TABLE) and not tied):
+            continue  # scales and zero points are counted with their matrix
         scales = tensors.get(name + SCALES)
         if scales is None:
             total += resident_bytes("F32" if name.startswith(TOWER) else info.dtype, info.shape, floats=floats)
             continue
-        row = PRECISIONS[precisions.of(name)]
-        count = math.prod(info.shape) * 8 // (row.bits or 8)
-        total += resident_bytes(row.stored, (count,), math.prod(scales.shape), floats)
-        total += floats.get(row.stored, 0) * count if name.startswith(STAGES) else 0
+        stored = "I8" if info.dtype == "I8" else "I4"  # two to a byte of U8
+        count = math.prod(info.shape) * (8 // (STORED[stored].bits or 8))
+        total += resident_bytes(stored, (count,), math.prod(scales.shape), floats)
+        total += tensors[name + ZEROS].nbytes if name + ZEROS in tensors else 0
+        total += floats.get(stored, 0) * count if name.startswith(STAGES) else 0
     return total
 
 

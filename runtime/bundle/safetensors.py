@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeGuard
+from typing import Any, BinaryIO, NoReturn, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +45,22 @@ EVERY = slice(None)
 _NAMES = {np.dtype(stored): name for name, (_, stored) in DTYPES.items() if stored and name != "BF16"}
 
 
+class RowSource(Protocol):
+    """A matrix of float32 whose rows are computed from the tensors `parts` of a file."""
+
+    @property
+    def parts(self) -> tuple[TensorInfo, ...]: ...
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.float32]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor of `file`: `offset` and `nbytes` count bytes from the file's start, `dtype` is safetensors' name.
 
     `identity` is the file's when its header was read; data of another file is refused. `spread` (taken, of): the tensor
     is only the first `taken` of each `of` rows there, a part of a larger one. `transposed`: it is stored column by
-    column.
+    column. `source`: its numbers are computed, and `offset` counts from the first of them.
     """
 
     name: str
@@ -63,11 +72,12 @@ class TensorInfo:
     identity: Identity | None = field(default=None, compare=False)
     spread: tuple[int, int] | None = None
     transposed: bool = False
+    source: RowSource | None = field(default=None, compare=False)
 
     @property
     def moved(self) -> bool:
         """True if its numbers do not stand in the file in their order, one after the other."""
-        return self.transposed or self.spread is not None
+        return self.transposed or self.spread is not None or self.source is not None
 
     @property
     def turned(self) -> TensorInfo:
@@ -140,6 +150,8 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     """
     if info.transposed:
         return np.ascontiguousarray(read_bits(info.turned, error=error).T[rows])
+    if info.source is not None:
+        return info.source.read(source_rows(info, rows))
     dtype, height = _stored_dtype(info, error), info.shape[0] if info.shape else 1
     nbytes, count = math.prod(info.shape[1:]) * dtype.itemsize, 0
     if isinstance(rows, slice):
@@ -149,9 +161,8 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
     if isinstance(rows, slice) and not info.spread:
         parts = [(0, count, first)]
     else:
-        numbers = np.arange(first, last) if isinstance(rows, slice) else rows
-        count, (taken, of) = len(numbers), info.spread or (1, 1)
-        stored = numbers // taken * of + numbers % taken
+        stored = _stored_rows(info, rows)
+        count = len(stored)
         starts = np.flatnonzero(np.diff(stored, prepend=-2) != 1)  # rows that follow each other are read at once
         parts = [(start, end, int(stored[start])) for start, end in pairwise([*starts.tolist(), count])]
     out = np.empty((count, *info.shape[1:]), dtype)
@@ -169,6 +180,19 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
         raise error(
             f"cannot read tensor {shown(info.name)} of {info.file.name} ({reason(cause)}); check the disk"
         ) from cause
+
+
+def _stored_rows(info: TensorInfo, rows: RowIndex) -> NDArray[np.int64]:
+    """The numbers of a tensor's rows among those that are stored from its offset on."""
+    numbers = np.arange(*rows.indices(info.shape[0])) if isinstance(rows, slice) else rows
+    taken, of = info.spread or (1, 1)
+    stored: NDArray[np.int64] = numbers // taken * of + numbers % taken
+    return stored
+
+
+def source_rows(info: TensorInfo, rows: RowIndex) -> NDArray[np.int64]:
+    """The rows of `info.source` that are these rows of a tensor."""
+    return info.offset // nbytes_of(info.dtype, info.shape[1:]) + _stored_rows(info, rows)
 
 
 def read_tensor(info: TensorInfo, *, error: type[VtxError] = CheckpointError) -> NDArray[Any]:

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.families.vila import VILA
 from tests.support.gated import WAIT
-from tests.support.hub import COMMIT, Hub, serving_hub
+from tests.support.hub import COMMIT, Hub, ask_here, serving_hub
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.errors import ExportError
@@ -53,13 +53,8 @@ def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(tiny_checkpoint: Make, bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one model, which huggingface_hub asks in this process, with an empty cache of its own."""
-    constants = pytest.importorskip("huggingface_hub.constants")
     with serving_hub({MODEL: tiny_checkpoint()}) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        ask_here(hub, monkeypatch, tmp_path / "hf")
         yield hub
 
 

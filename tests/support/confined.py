@@ -89,7 +89,7 @@ def write_tokenizers(folder: Path, candidates: list[tuple[str, int]]) -> list[tu
 
 
 def _resolve(folder: str, image_id: int, template: str) -> str:
-    ids = {"image_token_id": image_id, "video_token_id": None, "end_ids": [2]}
+    ids = {"image_token_id": image_id, "video_token_id": None, "end_ids": [2], "stated": True, "vocab": 1 << 24}
     resolve({"folder": folder, "name": "m", "template": template, **ids})
     return "sound"
 

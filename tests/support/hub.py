@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 COMMIT = "c" * 40
 
 
@@ -26,6 +28,7 @@ class Hub:
     lost: int = 0  # bytes that the weights are shorter than their announced size
     stuck: str | None = None  # the file that never comes whole
     reached: threading.Event = field(default_factory=threading.Event)  # once it is stuck
+    sent: int = 0  # bytes of files
     refused: tuple[int, str, str] | None = None  # a status for every request, an error's code and its message
 
     def served(self, name: str) -> list[str | None]:
@@ -110,6 +113,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(content) if length is None else length))
             self.end_headers()
             self.wfile.write(content)
+            hub.sent += len(content)
 
     return Handler
 
@@ -143,3 +147,13 @@ def serving_hub(models: dict[str, Path]) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def ask_here(hub: Hub, patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let huggingface_hub ask this hub in this process, with `cache` for what it fetches."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    patch.setattr(constants, "ENDPOINT", hub.address)
+    template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -172,6 +172,8 @@ class Reference:
         left = iter(images)
         filled = [
             message
+            if isinstance(message["content"], str)
+            else message
             | {
                 "content": [
                     part | {"image": next(left)} if part["type"] == "image" else part for part in message["content"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vtx.runtime.api.answer import Stats
-from vtx.runtime.backends.memory import SCALES
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.stored import SCALES
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.policies.spec import parse
 from vtx.runtime.precision import ARITHMETIC, PRECISIONS

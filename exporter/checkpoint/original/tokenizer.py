@@ -7,14 +7,12 @@ tokens, as transformers' legacy Llama tokenizer did.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from vtx.exporter.checkpoint.published_ids import UNK_ID, named_tokens, published_tokens, token_settings
+from vtx.exporter.checkpoint.published_ids import UNK_ID, published_tokens, texts_of, token_settings
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError
 from vtx.runtime.prompt.tokenizer import rust_errors
 
@@ -23,7 +21,6 @@ IMAGE_TOKEN = "<image>"
 BPE = 2  # a kind of model in sentencepiece's format
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of its pieces
 _SPACE = "\u2581"
-_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 _SAMPLES = (
     "What is this?", " two  spaces ", "\n", "a\tb\r\n", "½ﬁ Å e\u0301", "猫 ねこ кот قط बिल्ली", "👩\u200d🚀",
     "123,456.7", "a   b    c       d" + 17 * " " + "e" + 40 * " ", "=" * 37 + "-" * 19, "<0x41>\0",
@@ -68,125 +65,30 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         proto = import_protobuf().ModelProto()
         proto.ParseFromString((folder / FILE).read_bytes())
     check_kind(proto)
-    settings = token_settings(folder)
-    prefix = prefix if proto.normalizer_spec.add_dummy_prefix else "never"
-    spec = _spec(proto, prefix)
-    if image_token:
-        _replace_unknown(spec, image_token)
-    _add(spec, proto, folder, image_token)
-    vocab, trainer = spec["model"]["vocab"], proto.trainer_spec
-    names = {"bos_token": trainer.bos_piece, "eos_token": trainer.eos_piece} | named_tokens(settings)
-    names = {name: token for name, token in names.items() if settings.get(name, token) is not None}
-    bos, eos = names.get("bos_token"), names.get("eos_token")
-    before = [bos] if bos in vocab and settings.get("add_bos_token") is not False else []
-    after = [eos] if eos in vocab and settings.get("add_eos_token") is True else []
-    spec["post_processor"] = _around(vocab, before, after)
+    if image_token and proto.pieces[UNK_ID].type != UNKNOWN:
+        raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is not the unknown one; use the -hf checkpoint")
+    vocab, added = _tokens(proto, folder, image_token)
+    unknown = None if image_token else next((p.piece for p in proto.pieces if p.type == UNKNOWN), None)
+    settings, kinds = token_settings(folder), ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
+    usual = {"bos": proto.trainer_spec.bos_piece, "eos": proto.trainer_spec.eos_piece, "unk": unknown}
+    names = {kind: next(texts_of(settings.get(f"{kind}_token", usual.get(kind))), None) for kind in kinds}
     with rust_errors(CheckpointError, f"the {FILE} of {name} cannot be converted; download it again"):
-        backend = Tokenizer.from_str(json.dumps(spec))
+        bpe = models.BPE(vocab, _merges(proto), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        backend = Tokenizer(bpe)
+        backend.add_tokens(added)
+        prefix = prefix if proto.normalizer_spec.add_dummy_prefix else "never"
+        _add_spaces(backend, prefix)
+        before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
+        after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
+        backend.post_processor = processors.TemplateProcessing(
+            [*before, "$A", *after],
+            [*before, "$A", "$B:1", *after],
+            [(token, vocab[token]) for token in before + after],
+        )
         make: Any = PreTrainedTokenizerFast
-        kinds = ("bos_token", "eos_token") if image_token else ("bos_token", "eos_token", "unk_token", "pad_token")
-        tokenizer = make(tokenizer_object=backend, **{kind: names[kind] for kind in kinds if names.get(kind) in vocab})
-    _compare(judge, tokenizer, [*_SAMPLES, *_user_defined(proto, vocab)], prefix, name)
-    return tokenizer
-
-
-def check_kind(proto: Any) -> None:
-    """Raise UnsupportedModelError if a tokenizer.model would not give the same ids as tokenizer.json."""
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    kinds = {piece.type for piece in proto.pieces}
-    if trainer.model_type != BPE or not trainer.byte_fallback or UNUSED in kinds or trainer.treat_whitespace_as_suffix:
-        raise UnsupportedModelError(f"the {FILE} is not a byte-fallback BPE model like Llama's; use the -hf checkpoint")
-    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
-        raise UnsupportedModelError(f"the {FILE} has a normalizer, unlike Llama's; use the -hf checkpoint")
-
-
-def _spec(proto: Any, prefix: str) -> dict[str, Any]:
-    """A tokenizer.json of the pieces, without a post-processor."""
-    # sentencepiece gives U+0000 its byte, whatever the pieces say
-    pieces = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.piece != "\0"}
-    kinds = {piece.piece: piece.type for piece in proto.pieces}
-    added = [
-        {"id": id, "content": piece, **_PLAIN, "normalized": _SPACE in piece, "special": kinds[piece] != USER_DEFINED}
-        for piece, id in pieces.items() if kinds[piece] in (UNKNOWN, CONTROL, USER_DEFINED)
-    ]  # fmt: skip
-    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
-    if prefix == "each":
-        steps.insert(0, {"type": "Prepend", "prepend": _SPACE})
-    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "first", "split": False}
-    decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
-    if prefix != "never":
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = next((piece for piece, kind in kinds.items() if kind == UNKNOWN), None)
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": None if prefix == "first" else {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": metaspace if prefix == "first" else None, "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
-            "vocab": pieces, "merges": _merges(proto),
-        },
-    }  # fmt: skip
-
-
-def _merges(proto: Any) -> list[list[str]]:
-    """The pairs that make the pieces, by score: of one score the longest first, as in a run from left to right."""
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL and piece.piece != "\0"}
-    cuts = [
-        (-score, -len(piece), -cut, piece) for piece, score in scores.items() for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]  # fmt: skip
-    return [[piece[:-negative], piece[-negative:]] for _, _, negative, piece in sorted(cuts)]
-
-
-def _add(spec: dict[str, Any], proto: Any, folder: Path, image_token: str) -> None:
-    """Put the added tokens of the other files into a tokenizer.json, at their published ids."""
-    vocab, pieces = spec["model"]["vocab"], proto.pieces
-    added = {token["content"]: token for token in spec["added_tokens"]}
-    for content, token in published_tokens(folder).items():
-        id = token["id"]
-        if image_token and id == UNK_ID:
-            continue
-        piece = pieces[id] if id < len(pieces) else None
-        if piece is not None and piece.piece != content and content not in vocab:
-            if piece.type not in (CONTROL, USER_DEFINED):
-                raise CheckpointError(
-                    f"token {content!r:.40} has the id {id}, which {FILE} gives to {piece.piece!r:.40}; use the "
-                    "tokenizer that belongs to the model"
-                )
-            del vocab[piece.piece]
-            added.pop(piece.piece, None)
-        vocab.setdefault(content, id)
-        added[content] = {**token, "id": vocab[content], "normalized": False}
-    for content in named_tokens(token_settings(folder)).values():
-        if content not in vocab and not (image_token and content == pieces[UNK_ID].piece):
-            vocab[content] = max(vocab.values()) + 1
-            added[content] = {"id": vocab[content], "content": content, **_PLAIN, "special": True}
-    spec["added_tokens"] = sorted(added.values(), key=lambda token: int(token["id"]))
-
-
-def _around(vocab: Mapping[str, int], before: list[str], after: list[str]) -> dict[str, Any]:
-    """The post-processor that puts tokens around a text."""
-    start, end = ([{"SpecialToken": {"id": token, "type_id": 0}} for token in side] for side in (before, after))
-    first, second = ([{"Sequence": {"id": name, "type_id": side}}] for side, name in enumerate("AB"))
-    special = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in (*before, *after)}
-    return {
-        "type": "TemplateProcessing", "single": [*start, *first, *end], "pair": [*start, *first, *second, *end],
-        "special_tokens": special,
-    }  # fmt: skip
-
-
-def _user_defined(proto: Any, vocab: Mapping[str, int]) -> list[str]:
-    """A sample with a piece that sentencepiece never divides, if there is one."""
-    pieces = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED and piece.piece in vocab]
-    return [f"a {pieces[-1]}b {pieces[0]}{pieces[0]} c"] if pieces else []
-
-
-def _compare(judge: Any, tokenizer: Any, samples: list[str], prefix: str, name: str) -> None:
-    for sample in samples:
+        tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
+    symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED and piece.piece in vocab]
+    for sample in (*_SAMPLES, *(f"a {symbol}{symbol}b" for symbol in symbols[-1:])):
         text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
         wanted, ids = judge.encode(text), tokenizer.encode(text, add_special_tokens=False)
         if wanted != ids:
@@ -194,16 +96,70 @@ def _compare(judge: Any, tokenizer: Any, samples: list[str], prefix: str, name: 
                 f"the {FILE} of {name} gives {wanted[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
                 "use the -hf checkpoint"
             )
+    return tokenizer
 
 
-def _replace_unknown(spec: dict[str, Any], image_token: str) -> None:
-    """Replace <unk> in a tokenizer.json by the image token."""
-    vocab = spec["model"]["vocab"]
-    unknown = next(piece for piece, id in vocab.items() if id == UNK_ID)
-    if unknown != spec["model"]["unk_token"]:
-        raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is {unknown!r:.40}, not the unknown one; "
-                                    "use the -hf checkpoint")  # fmt: skip
-    spec["model"]["vocab"] = {image_token if id == UNK_ID else piece: id for piece, id in vocab.items()}
-    spec["model"]["unk_token"] = None
-    others = [token for token in spec["added_tokens"] if token["content"] != unknown]
-    spec["added_tokens"] = [{"id": UNK_ID, "content": image_token, **_PLAIN, "special": True}, *others]
+def check_kind(proto: Any) -> None:
+    """Raise UnsupportedModelError if a tokenizer.model would not give the same ids as tokenizer.json."""
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    unused = any(piece.type == UNUSED for piece in proto.pieces)
+    if trainer.model_type != BPE or not trainer.byte_fallback or unused or trainer.treat_whitespace_as_suffix:
+        raise UnsupportedModelError(f"the {FILE} is not a byte-fallback BPE model like Llama's; use the -hf checkpoint")
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
+        raise UnsupportedModelError(f"the {FILE} has a normalizer, unlike Llama's; use the -hf checkpoint")
+
+
+def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int], list[AddedToken]]:
+    """The ids of all tokens, and the added ones: those of the model, and of the other files at their published ids."""
+    # sentencepiece gives U+0000 its byte, whatever the pieces say
+    vocab = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.piece != "\0"}
+    kinds = [(p.piece, p.type) for p in proto.pieces if p.type in (UNKNOWN, CONTROL, USER_DEFINED) and p.piece in vocab]
+    added = {
+        piece: AddedToken(piece, normalized=_SPACE in piece, special=kind != USER_DEFINED) for piece, kind in kinds
+    }
+    published = published_tokens(folder)
+    if image_token:
+        unknown = proto.pieces[UNK_ID].piece
+        published = {content: token for content, token in published.items() if token["id"] != UNK_ID}
+        published[image_token] = {"id": UNK_ID, "special": True}
+        vocab[image_token] = vocab.pop(unknown)
+        del added[unknown]
+    for content, token in published.items():
+        id = token["id"]
+        piece = proto.pieces[id] if id < len(proto.pieces) else None
+        if content not in vocab and piece is not None:
+            if piece.type not in (CONTROL, USER_DEFINED):
+                raise CheckpointError(
+                    f"token {content!r:.40} has the id {id}, which {FILE} gives to {piece.piece!r:.40}; use the "
+                    "tokenizer that belongs to the model"
+                )
+            del vocab[piece.piece], added[piece.piece]
+        vocab.setdefault(content, id)
+        added[content] = AddedToken(
+            content, single_word=token.get("single_word", False), lstrip=token.get("lstrip", False),
+            rstrip=token.get("rstrip", False), normalized=False, special=token["special"],
+        )  # fmt: skip
+    return vocab, list(added.values())
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """The pairs that make the pieces, by score: of one score the longest first, as in a run from left to right."""
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL and piece.piece != "\0"}
+    cuts = [
+        (-score, -len(piece), -cut, piece) for piece, score in scores.items() for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]  # fmt: skip
+    return [(piece[:-negative], piece[-negative:]) for _, _, negative, piece in sorted(cuts)]
+
+
+def _add_spaces(backend: Tokenizer, prefix: str) -> None:
+    """Let a tokenizer treat spaces as sentencepiece does, with a mark before each text, before the first, or never."""
+    marks: list[Any] = [normalizers.Prepend(_SPACE)] if prefix == "each" else []
+    if prefix == "first":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, "first", split=False)
+    else:
+        backend.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", _SPACE)])
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix != "never":
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)

@@ -11,18 +11,22 @@ from vtx.exporter.graphs.dialects.trt import Trt
 from vtx.exporter.graphs.dialects.trt10 import Trt10
 from vtx.runtime.precision import PRECISIONS
 
+BLOCKS_OPSET = PRECISIONS["int4"].opset  # the first whose scales may be those of a row's blocks
 SCALES_OPSET = 19  # the first whose scales of integers may be float16
 ARITHMETIC = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 
 
-def make_dialect(name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None) -> Dialect:
+def make_dialect(
+    name: str, precision: str, max_context: int, kv_type: ir.DataType | None = None, *, blocked: bool = False
+) -> Dialect:
     """The dialect of that name, one of `names.DIALECTS`, for a graph whose weights have `precision`.
 
-    `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic.
+    `kv_type` is the type of its caches if it has any: float32 K and V mean float32 arithmetic. `blocked`: weights of
+    any precision may have a scale for each block of a row, as those of quantised checkpoints.
     """
     if name == "ort":
         return Ort()
-    opset = PRECISIONS[precision].opset
+    opset = max(PRECISIONS[precision].opset, BLOCKS_OPSET * blocked)
     if name == "plain":
         return Plain(opsets={"": opset}, ir_version=10 if opset > 17 else 8)
     compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]

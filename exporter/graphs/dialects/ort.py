@@ -16,7 +16,7 @@ from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.precision import KV_DTYPES, STORED
 
 UNSEEN = np.array(-1e30, np.float32)  # of a product with a slot that is not seen, 0 after the softmax
-LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row
+LARGEST_BLOCK = {8: 64, 4: 128}  # values that MatMulNBits groups, by bits; int8 has one scale a row, or larger groups
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,18 @@ class Ort(Dialect):
         block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
         unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
-        scales = b.scales(weight, self.compute, rows, apart)
-        if apart * block != width:
-            scales = b.op("Expand", scales, b.constant([rows, width // block]))
+        scales = _repeated(b, b.scales(weight, self.compute, rows, apart), rows, apart, width // block)
         sizes = {"K": width, "N": rows, "bits": bits, "block_size": block}
+        points: list[ir.Value | None] = []
+        if (zeros := b.zeros(weight, ir.DataType.UINT8, rows, apart)) is not None:
+            points = [_points(b, _repeated(b, zeros, rows, apart, width // block), rows, width // block, bits)]
         if self.name == "ort":
-            added = [None, None, b.weight(bias)] if bias else []
+            added = [*(points or [None]), None, b.weight(bias)] if bias else points
             return b.op(
                 "MatMulNBits", x, unsigned, scales, *added, domain=MICROSOFT, accuracy_level=INT8_ACTIVATIONS, **sizes
             )
-        y = b.op("MatMulNBits", x, unsigned, scales, domain=MICROSOFT, **sizes)  # not every release adds a bias on CUDA
+        # not every release adds a bias on CUDA
+        y = b.op("MatMulNBits", x, unsigned, scales, *points, domain=MICROSOFT, **sizes)
         return b.op("Add", y, b.weight(bias)) if bias else y
 
     def swish(self, b: Builder, x: ir.Value, rate: float) -> ir.Value:
@@ -82,6 +84,27 @@ class Ort(Dialect):
         if seen is not None:
             mask = [None, b.op("Cast", b.op("Squeeze", seen, b.constant([1, 2])), to=ir.DataType.INT32.value)]
         return b.op("MultiHeadAttention", q, k, v, *mask, domain=MICROSOFT, num_heads=heads, unidirectional=int(causal))
+
+
+def _repeated(b: Builder, x: ir.Value, rows: int, apart: int, blocks: int) -> ir.Value:
+    """[rows, apart] as [rows, blocks]: a value for each part of a larger block."""
+    if apart == blocks:
+        return x
+    parts = b.op("Expand", b.reshape(x, rows, apart, 1), b.constant([rows, apart, blocks // apart]))
+    return b.reshape(parts, rows, blocks)
+
+
+def _points(b: Builder, zeros: ir.Value, rows: int, blocks: int, bits: int) -> ir.Value:
+    """Zero points [rows, blocks] as MatMulNBits reads them: unsigned, of 4 bits two to a byte, in whole bytes a row."""
+    unsigned = b.op("BitwiseXor", zeros, b.constant(np.array(1 << (bits - 1), np.uint8)))
+    if bits == 8:
+        return unsigned
+    halves = b.op("BitwiseAnd", unsigned, b.constant(np.array(15, np.uint8)))
+    if blocks % 2:
+        halves = b.op("Pad", halves, b.constant([0, 0, 0, 1]))
+    halves = b.reshape(halves, rows, -1, 2)
+    low, high = (b.op("Gather", halves, b.constant(np.array(half)), axis=2) for half in (0, 1))
+    return b.op("BitwiseOr", low, b.op("BitShift", high, b.constant(np.array(4, np.uint8)), direction="LEFT"))
 
 
 class OrtAttention:

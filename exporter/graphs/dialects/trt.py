@@ -33,6 +33,7 @@ class Trt(Dialect):
     max_context: int = 0
     branches: bool = False  # CUDA does not record them
     largest: int | None = LARGEST
+    zero_points: bool = False
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)

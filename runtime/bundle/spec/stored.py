@@ -16,6 +16,7 @@ EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
 BLOCK = 64
 BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
 MIN_BLOCK = 16
+SCALES, ZEROS = ".scales", ".zeros"  # ends of the names of a quantised matrix's scales and zero points
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 
 
@@ -62,13 +63,17 @@ def power_of_two_in(width: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Precisions of decoder, towers with projections, head, K and V; `block`: most int4 weights to a scale."""
+    """Precisions of decoder, towers with projections, head, K and V; `block`: most int4 weights to a scale.
+
+    `own`: parts whose precision is that of a quantised checkpoint, and whose other matrices stay floats.
+    """
 
     decoder: str
     vision: str
     head: str
     kv: str
     block: int = BLOCK
+    own: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for part, precision in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
@@ -98,14 +103,12 @@ class Precisions:
     @property
     def head_apart(self) -> bool:
         """True if a head that is the embedding table is stored beside it too; of what `tied_head` returns."""
-        return PRECISIONS[self.head].bits is not None
+        return PRECISIONS[self.head].bits is not None and "head" not in self.own
 
     def of(self, name: str) -> str:
         """The precision of the part that the tensor of canonical `name` belongs to."""
-        part = name.partition(".")[0]
-        if part in ("vision", "video", "projector", "clip"):
-            return self.vision
-        return self.head if part == "head" else self.decoder
+        precision: str = getattr(self, part_of(name))
+        return precision
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
         """The safetensors dtype of a tensor that a checkpoint holds as `source`, and its scheme if it is quantised.
@@ -118,11 +121,23 @@ class Precisions:
         precision = PRECISIONS[self.of(name)]
         if precision.bits is None:
             return precision.stored, None
-        multiplied = len(shape) == 2 and "embed" not in name  # tables and convolutions are not
-        multiplied = multiplied and not name.endswith(RATES)
-        quantised = scheme(precision.name, shape, self.block) if multiplied else None
+        rounded = multiplied(name, shape) and part_of(name) not in self.own
+        quantised = scheme(precision.name, shape, self.block) if rounded else None
         half = source if source in ("F16", "BF16") else "F16"
         return (precision.stored, quantised) if quantised else (half, None)
+
+
+def part_of(name: str) -> str:
+    """The part that the tensor of canonical `name` belongs to, as a field of `Precisions`."""
+    part = name.partition(".")[0]
+    if part in ("vision", "video", "projector", "clip"):
+        return "vision"
+    return "head" if part == "head" else "decoder"
+
+
+def multiplied(name: str, shape: tuple[int, ...]) -> bool:
+    """True for matrices that may be integers; tables and convolutions are not."""
+    return len(shape) == 2 and "embed" not in name and not name.endswith(RATES)
 
 
 def tied_head(precisions: Precisions, requested: str | None, shape: tuple[int, ...], source: str) -> Precisions:

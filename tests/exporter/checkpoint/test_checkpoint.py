@@ -157,7 +157,10 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         ({"model_type": "llava_next"}, r"'llava_next' \(LlavaForConditionalGeneration\); .*Generation$"),
         ({"model_type": None, "architectures": 3}, r"model_type 'None' \(no architecture\)"),
         ({"model_type": ["\n"], "architectures": ["\n", {}]}, "model_type"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\); use the unquantised checkpoint"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"quantised \(hqq\); vtx reads awq, .*; use the unquantised",
+        ),
         ({"text_config": {"quantization_config": [1]}}, r"quantised \(quantization_config\)"),
     ],
 )

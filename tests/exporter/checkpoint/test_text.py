@@ -102,15 +102,15 @@ def test_templates_are_found_in_transformers_order(tmp_path: Path) -> None:
     ("generation", "text", "top", "expected"),
     [
         ({"eos_token_id": [7, 2, 7]}, {"eos_token_id": 3}, {}, (7, 2)),
-        ({}, {"eos_token_id": 3}, {}, (3,)),
-        ({}, {"eos_token_id": 3}, {"eos_token_id": 4}, (4,)),
+        ({}, {"eos_token_id": 3}, {}, (3, 2)),
+        ({}, {"eos_token_id": 3}, {"eos_token_id": 4}, (4, 2)),
         (None, {}, {}, (2,)),
     ],
 )
-def test_end_ids_are_those_generate_would_stop_at(
+def test_end_ids_are_those_of_generate_and_without_its_file_the_tokenizers_too(
     generation: Any, text: Any, top: Any, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
-    top = write_checkpoint(tmp_path) | top
+    top = write_checkpoint(tmp_path) | top  # the tokenizer's end token is 2
     if generation is not None:
         write_json(tmp_path / "generation_config.json", generation)
     assert read_text(tmp_path, top["image_token_index"], text, top)[2].end_ids == expected

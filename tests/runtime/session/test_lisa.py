@@ -122,5 +122,6 @@ def test_models_without_such_a_token_say_nothing_of_it(models: Models) -> None:
 def test_a_tokenizer_without_the_token_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     folder = tiny_checkpoint(Tiny(family="llava_llama", context=512))
     request = {"folder": str(folder), "name": "x", "image_token_id": 0, "video_token_id": None, "end_ids": [2]}
+    request |= {"stated": True, "vocab": 512}
     with pytest.raises(CheckpointError, match=r"has no token \[SEG\]"):
         resolve({**request, "original": True, "seg_token": SEG, "template": "{{ messages }}"})

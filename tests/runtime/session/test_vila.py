@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.support.bundles import export
 from tests.support.exported import Models, greedy, prompt
-from tests.support.families.original import QUESTION, VICUNA, counterpart
-from tests.support.families.vila import VILA
+from tests.support.families.original import QUESTION, counterpart
+from tests.support.families.vila import VILA, stated
 from tests.support.parity import assert_later_equal_fresh
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages, random_image, random_video
@@ -30,39 +28,6 @@ STEPS, TOLERANCE = 6, 2e-5
 WIDE, HIGH = (150, 60), (40, 90)
 
 
-def projected(folder: Path, states: torch.Tensor) -> torch.Tensor:
-    """The released code's projector, token by token: [patches, width] to [tokens, hidden], column after column."""
-    weights = load_file(folder / "mm_projector" / "model.safetensors")
-    side, tokens = round(len(states) ** 0.5), []
-    nothing = torch.zeros(states.shape[1])
-    for column in range(0, side, 2):
-        for row in range(0, side, 2):
-            square = [(row, column), (row, column + 1), (row + 1, column), (row + 1, column + 1)]
-            tokens.append(torch.cat([states[y * side + x] if max(y, x) < side else nothing for y, x in square]))
-    norm = weights["layers.1.weight"], weights["layers.1.bias"]
-    hidden = F.layer_norm(torch.stack(tokens), (4 * states.shape[1],), *norm)
-    hidden = F.gelu(F.linear(hidden, weights["layers.2.weight"], weights["layers.2.bias"]))
-    return F.linear(hidden, weights["layers.4.weight"], weights["layers.4.bias"])
-
-
-@torch.inference_mode()
-def stated(judge: Reference, folder: Path, images: list[Image.Image]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """The prompt's ids, with 0 for image tokens, its hidden states, and which of them are image tokens."""
-    cut = sentencepiece.SentencePieceProcessor(model_file=str(folder / "llm" / "tokenizer.model"))
-    pixels = judge.processor.image_processor(images, return_tensors="pt")["pixel_values"]
-    states = judge.model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2]
-    pieces = VICUNA.format("<image>\n" * len(images), QUESTION).split("<image>")
-    embed, ids, rows = judge.model.model.language_model.embed_tokens, [1], []
-    rows.append(embed(torch.tensor([1])))
-    for number, piece in enumerate(pieces):
-        if number:
-            rows.append(projected(folder, states[number - 1]))
-            ids += [0] * len(rows[-1])
-        ids += cut.encode(piece)
-        rows.append(embed(torch.tensor(cut.encode(piece))))
-    return ids, torch.cat(rows)[None], torch.tensor(ids) == 0
-
-
 @pytest.mark.slow
 @torch.inference_mode()
 def test_a_bundle_answers_as_the_statement(
@@ -71,7 +36,7 @@ def test_a_bundle_answers_as_the_statement(
     model, judge, folder = models(VILA, (3, 5)), reference(counterpart(VILA)), tiny_checkpoint(VILA)
     for shapes in ((WIDE,), (HIGH, WIDE)):
         images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
-        ids, rows, vision = stated(judge, folder, images)
+        ids, rows, vision = stated(judge.model, judge.processor.image_processor, folder, images)
         asked = prompt(model, prompt_messages(QUESTION, len(images)), images)
         assert asked.ids.tolist() == ids
         assert int(vision.sum()) == 9 * len(images)
@@ -102,7 +67,7 @@ def test_a_video_answers_as_its_frames_stated_as_images(
 ) -> None:
     model, judge, folder = models(VILA, (3, 5)), reference(counterpart(VILA)), tiny_checkpoint(VILA)
     video = random_video(0, length, (90, 60))
-    ids, rows, vision = stated(judge, folder, frames_of(video, 8))
+    ids, rows, vision = stated(judge.model, judge.processor.image_processor, folder, frames_of(video, 8))
     asked = prompt(model, prompt_messages(QUESTION, 0, 1), [video])
     assert asked.ids.tolist() == ids
     assert int(vision.sum()) == 8 * 9

@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tests.support.families import gemma, qwen
 from tests.support.published import originals
 from tests.support.published.places import published, read
 from tests.support.published.sizes import TEXTS, part, shrunk
 from tests.support.published.tokenizers import missing, write_tokenizer
+from tests.support.quantised import Quantised, awq, matrices
 from tests.support.tiny import Tiny, hub_name, random_tensor, write_json
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ CHANGED = {  # what those say of the sibling alone
         "size": {"shortest_edge": 224}, "crop_size": _SIDE,
     },
 }  # fmt: skip
+IMAGES = r"\{% for content in .{1,80}'image'\) %\}\{\{ '<image>\s' \}\}\{% endfor %\}"
 SHARDS = 2
 Weights = dict[str, "torch.Tensor"]
 
@@ -42,7 +46,12 @@ def reason_absent(model: Path) -> str | None:
     if (model / "tokenizer.json").exists() or (model / "tokenizer.model").exists():
         return None
     config = read(model / "config.json")
-    return missing(_kind(config), part(config, TEXTS)["model_type"])
+    return missing(_kind(config), _text_of(config))
+
+
+def _text_of(config: dict[str, Any]) -> str:
+    """The text model's model_type; original LLaVA's is that of the whole."""
+    return "llama" if originals.layout_of(config) == "llava_llama" else str(part(config, TEXTS)["model_type"])
 
 
 def _kind(config: dict[str, Any]) -> str:
@@ -52,22 +61,32 @@ def _kind(config: dict[str, Any]) -> str:
     return originals.layout_of(config) or str(config["model_type"])
 
 
-def build(model: Path, folder: Path, seed: int = 0) -> Path:
-    """Write the small checkpoint into `folder`, which must not exist, under the published names, and return it."""
+def build(model: Path, folder: Path, seed: int = 0, *, plain: bool = False) -> Path:
+    """Write the small checkpoint into `folder`, which must not exist, under the published names, and return it.
+
+    `plain`: weights of a quantised one as float32 numbers, which transformers reads without a further package.
+    """
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("SOURCE", "*.safetensors", "*.bin", "*.index.json"))
     sibling, names = SIBLINGS.get(model.name, ("", ()))
     for name in names:
         settings = read(published() / "models" / sibling / name)
         changed = CHANGED.get(model.name, {})
-        write_json(folder / name, settings | {key: value for key, value in changed.items() if key in settings})
+        settings |= {key: value for key, value in changed.items() if key in settings}
+        if "chat_template" in settings and changed:  # of families with videos
+            settings["chat_template"] = re.sub(IMAGES, lambda found: found[0] + found[0].replace("image", "video"),
+                                               settings["chat_template"])  # fmt: skip
+        write_json(folder / name, settings)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     config = shrunk(read(model / "config.json"))
+    quantised = config.get("quantization_config")
+    if plain:
+        del config["quantization_config"]
     write_json(folder / "config.json", config)
     layout, text = originals.layout_of(config), part(config, TEXTS)
     words = folder / "llm" if layout == "vila" else folder
     words.mkdir(exist_ok=True)
-    write_tokenizer(words, _kind(config), text["model_type"], text.get("vocab_size", 32064))
+    write_tokenizer(words, _kind(config), _text_of(config), text.get("vocab_size", 32064))
     if layout == "openvla":
         write_shards(folder, originals.openvla_weights(config, seed))
         return folder
@@ -77,8 +96,26 @@ def build(model: Path, folder: Path, seed: int = 0) -> Path:
         return folder
     if layout == "llava_llama":
         originals.write_llava(folder, config, weights)
-    write_shards(folder, originals.renamed(config, weights) if layout else _renamed(config, weights))
+    tensors = originals.renamed(config, weights) if layout else _renamed(config, weights)
+    if quantised:
+        tensors = _packed(tensors, awq(quantised["group_size"]), plain=plain)
+    write_shards(folder, tensors)
     return folder
+
+
+def _packed(tensors: Weights, how: Quantised, *, plain: bool) -> Weights:
+    """The decoder's matrices quantised, or in `plain` what the integers stand for."""
+    packed = Weights()
+    for name, weight in tensors.items():
+        if not matrices(name):
+            packed[name] = weight
+            continue
+        parts, value = how.pack(weight.float())
+        stem = name.removesuffix("weight")
+        packed |= (
+            {name: value.contiguous()} if plain else {stem + end: part.contiguous() for end, part in parts.items()}
+        )
+    return packed
 
 
 def dtype_of(config: dict[str, Any]) -> str:
@@ -98,7 +135,9 @@ def random_weights(config: dict[str, Any], dtype: str, seed: int) -> Weights:
         model.tie_weights()
     state = model.state_dict()
     head = state.get("lm_head.weight")
+    # InternVL's class ties what its published files do not.
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    tied = tied and config["model_type"] != "internvl"
     draw = {"gemma3": gemma.tensor3, "gemma4": gemma.tensor}.get(config["model_type"], random_tensor)
     weights = dict[str, torch.Tensor]()
     for name, tensor in state.items():
@@ -107,6 +146,8 @@ def random_weights(config: dict[str, Any], dtype: str, seed: int) -> Weights:
         values = draw(name, tuple(tensor.shape), seed)
         if _adds_one(name, part(config, TEXTS)["model_type"]):
             values = values - 1
+        if config["model_type"] == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            values = values * np.float32(0.5)  # heads are published ones, and attention has no other scale
         weights[name] = torch.from_numpy(values).to(getattr(torch, dtype)).contiguous()
     return weights
 

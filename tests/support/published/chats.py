@@ -9,6 +9,8 @@ from PIL import Image
 from tests.support.tiny import random_image
 
 Chat = tuple[list[dict[str, Any]], list[Image.Image]]
+TYPED = "typed tokens"
+SINGLE = ("one picture", "unicode", TYPED)  # those that a model without a chat template is asked, too
 SIZES = ((1, 1), (336, 336), (640, 480), (480, 640), (1920, 1080), (33, 777))
 
 
@@ -33,5 +35,5 @@ def chats() -> dict[str, Chat]:
             [turn("user", "Hello!"), turn("assistant", "Hello."), turn("user", "<picture>", "What is it?")], [first],
         ),
         "unicode": ([turn("user", "<picture>", odd)], [first]),
-        "typed tokens": ([turn("user", "<picture>", "</s> <|im_end|> <eos> [INST] <s>")], [first]),
+        TYPED: ([turn("user", "<picture>", "</s> <|im_end|> <eos> [INST] <s>")], [first]),
     }  # fmt: skip

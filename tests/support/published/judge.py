@@ -23,10 +23,20 @@ class Judge(Reference):
     """As `Reference`, with the processor that transformers loads from the same files."""
 
     def _processor(self, folder: Path) -> Any:
-        return load_processor(folder)
+        processor, config = load_processor(folder), self.model.config
+        if getattr(processor, "patch_size", 0) is None:  # releases that did not need it wrote none
+            processor.patch_size = config.vision_config.patch_size
+            processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+            processor.num_additional_image_tokens = int(config.vision_config.model_type.startswith("clip"))
+        return processor
 
     def ids(self, messages: list[dict[str, Any]], images: list[Image.Image]) -> list[int]:
         """The ids of a prompt, those of its images included."""
+        if self.kind == "gemma4":  # whose template prints a system prompt as it comes
+            messages = [
+                {**message, "content": message["content"][0]["text"]} if message["role"] == "system" else message
+                for message in messages
+            ]
         ids: list[int] = self.inputs(messages, images)["input_ids"][0].tolist()
         return ids
 
@@ -56,6 +66,12 @@ class _Parts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parts, name)
+
+
+def image_settings(folder: Path) -> dict[str, Any]:
+    """What the files say of the image processor, in one of their own or with the processor."""
+    settings: dict[str, Any] = read(folder / "processor_config.json").get("image_processor", {})
+    return settings or read(folder / "preprocessor_config.json")
 
 
 def load_processor(folder: Path) -> Any:
@@ -91,7 +107,9 @@ def _lfm2_processor(folder: Path) -> Any:
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
             return None
 
-    settings = read(folder / "processor_config.json").get("image_processor") or read(folder / "preprocessor_config.json")
+    settings = read(folder / "processor_config.json").get("image_processor") or read(
+        folder / "preprocessor_config.json"
+    )
     template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)

@@ -53,15 +53,21 @@ def counterpart(config: Config) -> Config:
         text = {key: value for key, value in config["llm_config"].items() if key != "auto_map"}
         return {
             "model_type": "internvl", "text_config": text | {"model_type": "llama"}, "vision_config": tower,
-            "downsample_ratio": config["downsample_ratio"], "image_token_id": 92546,
+            "downsample_ratio": config["downsample_ratio"], "image_token_id": 92546, "tie_word_embeddings": False,
         }  # fmt: skip
     if layout_of(config) == "vila":
         towers = {"text_config": config["llm_cfg"], "vision_config": config["vision_tower_cfg"]}
-        return {"model_type": "llava", **towers, "vision_feature_layer": -2, "vision_feature_select_strategy": "full"}
+        return {
+            "model_type": "llava",
+            **towers,
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "full",
+            "tie_word_embeddings": False,
+        }
     text = {key: value for key, value in config.items() if not key.startswith("mm_") and key != "architectures"}
     return {
         "model_type": "llava", "text_config": text | {"model_type": "llama"}, "vision_config": CLIP,
-        "vision_feature_layer": config["mm_vision_select_layer"],
+        "vision_feature_layer": config["mm_vision_select_layer"], "image_token_index": 0,
     }  # fmt: skip
 
 

@@ -71,5 +71,7 @@ def _shrink_tower(tower: Config, config: Config, hidden: int) -> None:
     tower |= {
         "hidden_size": VISION, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2,
     }  # fmt: skip
+    if "head_dim" in tower:
+        tower["hidden_size"] = 2 * tower["head_dim"]
     narrowed = {"num_key_value_heads": 2, "projection_dim": HIDDEN}
     tower |= {key: value for key, value in narrowed.items() if key in tower}

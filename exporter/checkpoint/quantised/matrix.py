@@ -1,0 +1,160 @@
+"""A quantised matrix of a checkpoint, whatever its format: codes, scales and zero points, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.bundle.safetensors import TensorInfo, read_bits, widen_bf16
+from vtx.runtime.bundle.spec.stored import MIN_BLOCK, Scheme, power_of_two_in
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+
+Floats = NDArray[np.float32]
+Settings = Mapping[str, Any]  # of a quantization_config
+FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a quantised matrix, [n, in]: a weight is (code - zero) * scale, in float32.
+
+    `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks]. `columns` [in]: the
+    block of each column.
+    """
+
+    codes: NDArray[Any]
+    scales: Floats
+    columns: NDArray[np.int64]
+    zeros: NDArray[np.int8] | None = None
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> Rows:
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Rows(self.codes[rows], self.scales[rows], self.columns, zeros)
+
+    def values(self) -> Floats:
+        codes = self.codes.astype(np.float32)
+        if self.zeros is not None:
+            codes -= self.zeros[:, self.columns]
+        codes *= self.scales[:, self.columns]
+        return codes
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A quantised matrix [out, in], which the bundle's weight of that name is made of.
+
+    `part` reads the rows from a first one up to another; both are multiples of `align`, or the end. `parts` are its
+    tensors, the codes first. `scheme`: the storage of a bundle that takes such codes; None if they are not integers, or
+    not in blocks of one size. `zeroed`: zero points are not all 0.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    parts: tuple[TensorInfo, ...]
+    part: Callable[[int, int], Rows] = field(repr=False)
+    align: int = 1
+    scheme: Scheme | None = None
+    zeroed: bool = False
+
+    def info(self) -> TensorInfo:
+        """The matrix as a tensor of float32 whose rows are computed."""
+        codes = self.parts[0]
+        return TensorInfo(
+            self.name, "F32", self.shape, codes.file, 0, 4 * prod(self.shape), codes.identity, source=self
+        )
+
+    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+        """The rows of these numbers; those between them are read, too."""
+        first = int(numbers.min(initial=self.shape[0]))
+        first -= first % self.align
+        last = int(numbers.max(initial=first - 1)) + 1
+        return self.part(first, min(last + -last % self.align, self.shape[0]))[numbers - first]
+
+    def read(self, rows: NDArray[np.int64]) -> Floats:
+        return self.rows(rows).values()
+
+    @property
+    def fits(self) -> bool:
+        """True if a bundle takes the codes and scales as they are: engines read a row, or blocks of a power of two."""
+        if self.scheme is None or self.shape[1] % MIN_BLOCK:
+            return False
+        block = self.scheme.block
+        return block == self.shape[1] or (block >= MIN_BLOCK and power_of_two_in(self.shape[1], block) == block)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tensors of the matrix `name` by the end of their names, in a checkpoint quantised by `method`."""
+
+    method: str
+    name: str
+    tensors: Mapping[str, TensorInfo]
+
+    def need(self, end: str, dtypes: Sequence[str], shape: tuple[int, ...] | None = None) -> TensorInfo:
+        """The tensor with this end, of one of `dtypes` and of `shape`, or without one a matrix."""
+        info = self.tensors.get(end)
+        if info is None:
+            raise self.error(end, "is missing")
+        if (
+            info.dtype not in dtypes
+            or not all(info.shape)
+            or (len(info.shape) != 2 if shape is None else info.shape != shape)
+        ):
+            wanted = f"{' or '.join(dtypes)} {'of two axes' if shape is None else list(shape)}"
+            raise self.error(end, f"is {info.dtype} {list(info.shape)}, not {wanted}")
+        return info
+
+    def error(self, end: str, fault: str) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {self.name}.{end} {fault}, as {self.method} needs; correct quantization_config, or download the "
+            "checkpoint again"
+        )
+
+    def columns(self, end: str, width: int, groups: int) -> NDArray[np.int64]:
+        """The group of each column, which a tensor names."""
+        order: NDArray[np.int64] = read_bits(self.need(end, ("I32", "I64"), (width,))).astype(np.int64)
+        if order.min() < 0 or order.max() >= groups:
+            raise self.error(end, f"names groups {order.min()} to {order.max()}, not 0 to {groups - 1}")
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way of storing quantised matrices.
+
+    `check` raises UnsupportedModelError for settings with which weights are not what vtx would compute. A matrix is
+    where a tensor's name ends in one of `markers`; `ends` are those of all its tensors, `unused` those of tensors about
+    activations.
+    """
+
+    check: Callable[[Settings], None]
+    matrix: Callable[[Settings, Parts], Matrix]
+    markers: tuple[str, ...]
+    ends: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+
+def check_setting(settings: Settings, name: str, known: Sequence[Any]) -> None:
+    """Raise UnsupportedModelError if a setting, without regard to case, is not among `known`."""
+    value = settings.get(name)
+    if (value.lower() if isinstance(value, str) else value) not in known:
+        names = ", ".join(str(value) for value in known if value is not None)
+        raise UnsupportedModelError(f"quantization_config: {name} is {value!r:.60}; vtx reads {names}")
+
+
+def group_of(settings: Settings, name: str, width: int) -> int:
+    """The number of neighbouring weights of a row with one scale: -1 or none says all of them."""
+    size = settings.get(name, -1)
+    if type(size) is not int or size == 0 or size < -1:
+        raise CheckpointError(f"quantization_config: {name} is {size!r:.40}; it must be -1 or at least 1")
+    return width if size == -1 else min(size, width)
+
+
+def widened(info: TensorInfo, bits: NDArray[Any]) -> Floats:
+    """Stored bits of a tensor of floats as float32."""
+    return widen_bf16(bits) if info.dtype == "BF16" else bits.astype(np.float32)
