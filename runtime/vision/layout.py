@@ -73,8 +73,7 @@ class Layout(ABC):
     def released(self) -> Layout:
         """The layout in which the released code of CDPruner sees LLaVA-NeXT's images: fit "released"."""
         raise RequestError(
-            "fit 'released' is for LLaVA-NeXT (the tiles of CDPruner's code) and pi0 (the pictures of openpi); leave it "
-            "out"
+            "fit 'released' is for LLaVA-NeXT (tiles of CDPruner's code) and pi0 (pictures of openpi); leave it out"
         )
 
     def for_images(self, count: int) -> Layout:

@@ -41,7 +41,7 @@ LayoutPtr Layout::within(int64_t) const {
 }
 
 LayoutPtr Layout::released() const {
-  fail(Kind::request, "fit 'released' is for LLaVA-NeXT (the tiles of CDPruner's code) and pi0 (the pictures of openpi); ",
+  fail(Kind::request, "fit 'released' is for LLaVA-NeXT (tiles of CDPruner's code) and pi0 (pictures of openpi); ",
        "leave it out");
 }
 
