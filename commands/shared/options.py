@@ -104,8 +104,8 @@ _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
                       callback=lambda _, __, value: None if value == AUTO else value),
     "threads": option("--threads", int, "CPU threads [default: all cores]."),
     "fit": option("--fit", click.Choice(["crop", "pad", "squash", "released"]), "Handling of non-square images: crop "
-                  "the sides, pad with bars, or squash; released: LLaVA-NeXT tiling as in CDPruner's code [default: "
-                  "as the checkpoint's image processor]."),
+                  "the sides, pad with bars, or squash; released: LLaVA-NeXT tiling as in CDPruner's code, pi0's "
+                  "inputs as in openpi [default: as the checkpoint's image processor]."),
     "max_tiles": option("--max-tiles", int, "For tiling models: at most N tiles per image, including the overview of "
                         "the whole image.", metavar="N"),
     "max_pixels": option("--max-pixels", int, "For models with native image resolution: downscale images above N "

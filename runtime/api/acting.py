@@ -96,6 +96,8 @@ class Actor:
         if not normalized and spec.actions_mean is None:
             raise self._without_statistics("actions")
         prepared = loaded.prepare_all(pictures)
+        if loaded.fit == "released":  # as openpi's tokenizer has it
+            instruction = instruction.strip().replace("_", " ").replace("\n", " ")
         content = opening_parts(prepared, instruction)
         ids = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in prepared])
 

@@ -55,8 +55,8 @@ def load(
         require_signature: a public key (Ed25519, PEM); the bundle must be signed with its private half. All files are
             hashed before use, about one second per 0.5 GB.
         fit: handling of images with another aspect ratio than the model's: "crop" cuts off the sides, "pad" adds bars,
-            "squash" stretches, "released" tiles LLaVA-NeXT images as CDPruner's code does. Default: as the
-            checkpoint's image processor.
+            "squash" stretches, "released" tiles LLaVA-NeXT images as CDPruner's code does, and prepares pi0's images
+            and instruction as openpi does. Default: as the checkpoint's image processor.
         max_tiles: for tiling models, the maximum number of tiles per image, including the overview of the whole image.
         max_pixels: for models with native image resolution, the maximum per image; larger images are downscaled.
         image_formats: accepted image file formats, of "JPEG", "PNG", "WEBP", "BMP", "GIF" and "PPM"; default: all but

@@ -304,7 +304,8 @@ class LoadedBundle:
         check(source)
         layout = self.layout.for_images(of_images)
         settings = settings_for(self.layout, self.manifest.image, fit)
-        layout = self.layout.released() if fit == "released" else layout
+        if fit == "released" and not settings.within:
+            layout = self.layout.released()
         image = load_image(source, self.image_formats)
         width, height = image.size
         note_discarded(width, height, settings)

@@ -73,8 +73,7 @@ class Layout(ABC):
     def released(self) -> Layout:
         """The layout in which the released code of CDPruner sees LLaVA-NeXT's images: fit "released"."""
         raise RequestError(
-            "fit 'released' is the layout in which CDPruner's code sees LLaVA-NeXT's images, and this model sees them "
-            "otherwise; leave it out"
+            "fit 'released' is for LLaVA-NeXT (tiles of CDPruner's code) and pi0 (pictures of openpi); leave it out"
         )
 
     def for_images(self, count: int) -> Layout:
@@ -208,6 +207,8 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
     """`fit.fitted`. Raises RequestError for a fit that images seen in tiles or at native resolution do not have."""
+    if fit == "released" and settings.within:  # pi0's pictures, as openpi prepares them
+        return replace(settings, resample="bilinear", centred=True)
     if fit == "released":
         layout.released()
         return settings

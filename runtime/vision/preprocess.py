@@ -69,12 +69,18 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
 
 def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     height, width = settings.size
-    scale = min(height / image.height, width / image.width)
-    sides = max(1, int(image.width * scale)), max(1, int(image.height * scale))
-    out = np.zeros((3, height, width), np.float32)
-    out[:, : sides[1], : sides[0]] = normalised(
-        image.resize(sides, Image.Resampling[settings.resample.upper()]), settings
-    )
+    if settings.centred:  # with openpi's rounding
+        ratio = max(image.width / width, image.height / height)
+        sides = max(1, int(image.width / ratio)), max(1, int(image.height / ratio))
+        left, top = (width - sides[0]) // 2, (height - sides[1]) // 2
+        out = normalised(Image.new("RGB", (width, height)), settings)
+    else:
+        scale = min(height / image.height, width / image.width)
+        sides = max(1, int(image.width * scale)), max(1, int(image.height * scale))
+        left = top = 0
+        out = np.zeros((3, height, width), np.float32)
+    resized = image.resize(sides, Image.Resampling[settings.resample.upper()])
+    out[:, top : top + sides[1], left : left + sides[0]] = normalised(resized, settings)
     return out
 
 

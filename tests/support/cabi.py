@@ -114,11 +114,14 @@ def load_library() -> c.CDLL:
 class Loaded:
     """A bundle on one engine: `handle`, a model of `library`. `close` frees it."""
 
-    def __init__(self, bundle: Path, device: str, threads: int = 1, key: Path | None = None) -> None:
+    def __init__(
+        self, bundle: Path, device: str, threads: int = 1, key: Path | None = None, fit: str | None = None
+    ) -> None:
         self.library, self.handle, options = load_library(), c.c_void_p(), LoadOptions()
         self.library.vtx_load_options_init(c.byref(options), c.sizeof(options))
         options.device, options.threads = device.encode(), threads
         options.require_signature = None if key is None else os.fsencode(key)
+        options.fit = None if fit is None else fit.encode()
         options.library = (openvino() if device == "openvino" else onnxruntime()).encode()
         self.check(self.library.vtx_load(os.fsencode(bundle), c.byref(options), c.byref(self.handle)))
 

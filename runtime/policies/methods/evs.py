@@ -23,9 +23,9 @@ class Evs(Clip):
 
     A token's change is 1 - cosine with the token at its place in the frame before, of the projector's output; of equal
     ones the earlier counts. `keep` is a share up to 1 of all frames' tokens, rounded down, or a number; the first frame
-    enters whole, however little that is. All of it is what the released code does. A newline behind the frames enters
-    beyond the budget, images enter whole, and tokens stand at positions without gaps. Cosines are summed in float64 and
-    rounded to float32, so that equal tokens are equally alike.
+    enters whole, however little that is. A newline behind the frames enters beyond the budget, images enter whole, and
+    tokens stand at positions without gaps. Cosines are summed in float64 and rounded to float32, so that equal tokens
+    are equally alike. The tokens are those of vLLM's code, but for its number, which it truncates in binary.
     """
 
     keep: float = share_or_number(0.25)

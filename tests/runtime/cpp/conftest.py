@@ -15,11 +15,11 @@ from tests.support.tiny import Tiny
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Loaded]]:
-    """`opened(folder, device)`: the bundle in libvtx, closed at the end of the test."""
+    """`opened(folder, device, fit)`: the bundle in libvtx, closed at the end of the test."""
     made: list[Loaded] = []
 
-    def make(folder: Path, device: str = "cpu") -> Loaded:
-        made.append(Loaded(folder, device))
+    def make(folder: Path, device: str = "cpu", fit: str | None = None) -> Loaded:
+        made.append(Loaded(folder, device, fit=fit))
         return made[-1]
 
     yield make

@@ -99,6 +99,17 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Calla
     np.testing.assert_allclose(last, wanted, atol=SAME, rtol=0)
 
 
+def test_released_inputs_are_those_of_python(opened: Callable[..., Loaded], folder: Path) -> None:
+    """Of openpi: pictures in the middle of black, and an instruction without line breaks and underscores."""
+    words = " pick_up\nthe cup\n"
+    with load(folder, device="cpu", threads=THREADS, fit="released") as python:
+        wanted = python.act(PICTURES, words, STATE, noise=noise(3))
+    _, found, _ = opened(folder, fit="released").act(PICTURES, words, STATE, noise=noise(3))
+    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    _, plain, _ = opened(folder).act(PICTURES, words, STATE, noise=noise(3))
+    assert np.abs(plain - wanted).max() > SAME
+
+
 def test_a_seed_draws_the_noise_that_it_draws_in_python(
     opened: Callable[..., Loaded], python: Model, folder: Path
 ) -> None:

@@ -107,6 +107,28 @@ def test_openvino_gives_the_same_actions(model: Model, folder: Path) -> None:
             np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE, rtol=0)
 
 
+def openpi_picture(image: Image.Image, side: int) -> Image.Image:
+    """The resizing of openpi's client, read in its public code."""
+    ratio = max(image.width / side, image.height / side)
+    width, height = int(image.width / ratio), int(image.height / ratio)
+    square = Image.new("RGB", (side, side), 0)
+    at = max(0, int((side - width) / 2)), max(0, int((side - height) / 2))
+    square.paste(image.resize((width, height), Image.Resampling.BILINEAR), at)
+    return square
+
+
+def test_released_inputs_are_those_of_openpi(model: Model, folder: Path) -> None:
+    """Pictures in the middle of black, and an instruction without line breaks and underscores."""
+    state, noise = drawn(TINY, 1)
+    side = model.manifest.image.size[0]
+    pictures = [openpi_picture(picture, side) for picture in PICTURES]
+    with load(folder, device="cpu", threads=THREADS, fit="released") as released:
+        found = released.act(PICTURES, " pick_up\nthe cup\n", state, noise=noise, normalized=True)
+    np.testing.assert_array_equal(found, model.act(pictures, "pick up the cup", state, noise=noise, normalized=True))
+    assert np.abs(found - model.act(PICTURES, "pick up the cup", state, noise=noise, normalized=True)).max() > TOLERANCE
+    assert np.abs(found - model.act(pictures, "pick_up the cup", state, noise=noise, normalized=True)).max() > TOLERANCE
+
+
 def test_only_a_camera_with_another_picture_runs_through_the_tower(folder: Path) -> None:
     state, noise = drawn(TINY, 1)
     with load(folder, device="cpu", threads=THREADS) as own, load(folder, device="cpu", threads=THREADS) as fresh:

@@ -7,6 +7,7 @@
 
 #include "base/checks.hpp"
 #include "base/random.hpp"
+#include "base/utf8.hpp"
 
 namespace vtxcore {
 namespace {
@@ -19,6 +20,14 @@ void check_numbers(const char* what, const Floats& given, const Ids& shape) {
   if (given.size() != count) fail(Kind::request, what, " has the shape [", given.size(), "], this model's is ", shape);
   auto wrong = std::count_if(given.begin(), given.end(), [](float value) { return !std::isfinite(value); });
   if (wrong > 0) fail(Kind::request, what, " holds ", wrong, " values that are not numbers");
+}
+
+// The instruction as openpi's tokenizer has it.
+std::string cleaned(const std::string& instruction) {
+  std::string out(strip(instruction, true, true));
+  std::replace(out.begin(), out.end(), '_', ' ');
+  std::replace(out.begin(), out.end(), '\n', ' ');
+  return out;
 }
 
 [[noreturn]] void no_statistics(const char* what) {
@@ -114,7 +123,7 @@ Actions ExpertActor::act(const std::vector<Picture>& pictures, const std::string
   std::vector<PreparedImage> images;
   for (size_t number : order) images.push_back(model_->prepare(pictures[number], "", pictures.size()));
   std::vector<Part> parts(images.size(), {true, ""});
-  parts.push_back({false, instruction});
+  parts.push_back({false, model_->fit() == "released" ? cleaned(instruction) : instruction});
   Ids ids = model_->text().prompt({{"user", parts}}, placed(images));
   auto check = [&] { deadline.left(); };
   Actions out;

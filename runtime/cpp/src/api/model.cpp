@@ -94,7 +94,7 @@ const Text& Model::text() const {
 
 PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
-  bool released = (fit.empty() ? fit_ : fit) == "released";
+  bool released = (fit.empty() ? fit_ : fit) == "released" && !settings.within;
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
   PreparedImage out{layout->views(picture, settings),
                     "",

@@ -35,6 +35,7 @@ class Model {
   Model(const std::string& bundle, const LoadOptions& options);
 
   const Manifest& manifest() const { return bundle_.manifest(); }
+  const std::string& fit() const { return fit_; }  // of pictures, as it was loaded with; "" for as in training
   const Bundle& bundle() const { return bundle_; }
   Backend& backend() const { return *backend_; }
   // Throws Error(bundle) if this library does not know the bundle's tokenizer.

@@ -123,7 +123,8 @@ struct ImageSettings {
   std::optional<std::pair<int, int>> crop;  // height, width
   double rescale;
   std::array<double, 3> mean, std;
-  bool within = false;  // pictures keep their shape within `resize`, at the top left; the rest is 0
+  bool within = false;   // pictures keep their shape within `resize`, at the top left; the rest is 0
+  bool centred = false;  // which no bundle has: in the middle of black instead
 
   bool own_size() const { return !pad && !resize && !crop && shortest == 0; }
   std::pair<int, int> output() const;  // height, width; only if pictures do not have their own

@@ -41,11 +41,16 @@ LayoutPtr Layout::within(int64_t) const {
 }
 
 LayoutPtr Layout::released() const {
-  fail(Kind::request, "fit 'released' is the layout in which CDPruner's code sees LLaVA-NeXT's images, and this model sees ",
-       "them otherwise; leave it out");
+  fail(Kind::request, "fit 'released' is for LLaVA-NeXT (tiles of CDPruner's code) and pi0 (pictures of openpi); ",
+       "leave it out");
 }
 
 ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit) {
+  if (fit == "released" && settings.within) {  // pi0's pictures, as openpi prepares them
+    ImageSettings out = settings;
+    out.resample = "bilinear", out.centred = true;
+    return out;
+  }
   if (fit == "released") {
     layout.released();
     return settings;

@@ -40,18 +40,27 @@ void check_resized(const Picture& picture, int64_t width, int64_t height) {
        "-fold, as it is resized to ", width, "x", height, " before the crop; cut off some of its longer side");
 }
 
-// The picture in its own shape at the top left of the graph's input, which is 0 elsewhere.
+// The picture in its own shape at the top left of the graph's input, which is 0 elsewhere, or in the middle of black.
 Pixels preprocess_within(const Picture& picture, const ImageSettings& settings) {
   auto [height, width] = settings.output();
   double scale = std::min(static_cast<double>(height) / picture.height, static_cast<double>(width) / picture.width);
-  int wide = std::max(1, static_cast<int>(picture.width * scale)),
-      high = std::max(1, static_cast<int>(picture.height * scale));
+  double ratio = std::max(static_cast<double>(picture.width) / width, static_cast<double>(picture.height) / height);
+  auto side = [&](int own) {  // centred with openpi's rounding
+    return std::max(1, static_cast<int>(settings.centred ? own / ratio : own * scale));
+  };
+  int wide = side(picture.width), high = side(picture.height);
   Floats shown = normalised(resized(picture, wide, high, settings.resample), settings).values;
   auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width), own = static_cast<size_t>(wide);
   Pixels out{height, width, Floats(3 * rows * columns)};
+  size_t left = 0, top = 0;
+  if (settings.centred) {
+    out = normalised(Picture(width, height), settings);
+    left = (columns - own) / 2, top = (rows - static_cast<size_t>(high)) / 2;
+  }
   for (size_t c = 0; c < 3; ++c)
     for (size_t y = 0; y < static_cast<size_t>(high); ++y)
-      std::copy_n(&shown[(c * static_cast<size_t>(high) + y) * own], own, &out.values[(c * rows + y) * columns]);
+      std::copy_n(&shown[(c * static_cast<size_t>(high) + y) * own], own,
+                  &out.values[(c * rows + top + y) * columns + left]);
   return out;
 }
 
