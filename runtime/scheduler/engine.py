@@ -194,7 +194,8 @@ class Engine:
 
         job = Job(
             begin, end, emitting, ends_at=ends_at, urgent=urgent, limit=limit,
-            priority=asked.settings.options.priority, fits=partial(self.pool.fits, needed),
+            priority=asked.settings.options.priority, tokens=asked.settings.options.max_new_tokens,
+            fits=partial(self.pool.fits, needed),
         )  # fmt: skip
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))

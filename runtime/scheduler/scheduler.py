@@ -51,11 +51,11 @@ class ClosedError(VtxError):
 
 
 class TooLateError(VtxError):
-    """A job's first token would come `needed` seconds from now, and its end is in `left`."""
+    """A job's answer would end `needed` seconds from now, and its deadline is in `left`."""
 
     def __init__(self, needed: float, left: float) -> None:
         super().__init__(
-            f"the first token would come after about {needed:.1f} s, the deadline is in {max(left, 0):.1f} s; "
+            f"the answer would end after about {needed:.1f} s, the deadline is in {max(left, 0):.1f} s; "
             "ask again later, or allow more time"
         )
         self.needed, self.left = needed, left
@@ -86,25 +86,27 @@ class Job:
     """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
 
     All three are called in the thread that computes. `ends_at`: of the monotonic clock; of waiting jobs the one whose
-    end is nearest begins first. `urgent`: it is refused if it cannot have its first token by then; others count as if
-    they ended after half of their `limit` of seconds, so that none waits for its whole time behind urgent ones. A step
-    of `priority` is worth a `PRIORITIES`th of the limit. `fits`: False while it must wait for others to end.
+    end is nearest begins first. `urgent`: it is refused if it cannot end by then; others count as if they ended after
+    half of their `limit` of seconds, so that none waits for its whole time behind urgent ones. A step of `priority` is
+    worth a `PRIORITIES`th of the limit. Its answer has at most `tokens`. `fits`: False while it must wait for others to
+    end.
     """
 
     def __init__(
         self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None], *,
-        ends_at: float = math.inf, urgent: bool = False, limit: float = 0.0, priority: int = 0,
+        ends_at: float = math.inf, urgent: bool = False, limit: float = 0.0, priority: int = 0, tokens: int = 1,
         fits: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
+        self.tokens = tokens
         self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
         self.ends_at, self.urgent = ends_at, urgent
         self.order = order(ends_at, limit, priority, urgent=urgent)
         self.lacks_memory = False  # it waits for others to end
-        self.begun = math.nan  # by the scheduler's clock
+        self.begun = self.first = math.nan  # and the time of its first token, by the scheduler's clock
         self.quickest: Callable[[], float | None] = lambda: None  # seconds of its prompt, if it can choose how it runs
         self.room = math.inf  # seconds that its prompt may take, so that urgent ones that wait make theirs
         self.stream: AnswerStream | None = None  # of its answer, once it has begun
-        self._emitted = 0  # tokens
+        self.emitted = 0  # tokens
         self.cancelled = False
 
     @property
@@ -146,8 +148,8 @@ class Job:
                 self._end(True)
                 self._emit(Done(answer))
                 return False
-            progress = stream.progress(self._emitted)
-            self._emitted += len(progress.token_ids)
+            progress = stream.progress(self.emitted)
+            self.emitted += len(progress.token_ids)
             if text or progress.token_ids:
                 self._emit(Piece(text, progress))
         except Exception as e:
@@ -200,7 +202,8 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self._parallel, self._together, self._clock = parallel, together, clock
         self._waiting = list[Job]()
-        self._prompt_seconds = self._answer_seconds = 0.0  # of recent answers: to the first token, and to the end
+        # Of recent answers: seconds to the first token and of each further one, and their tokens.
+        self._prompt_seconds = self._token_seconds = self._tokens = 0.0
         self._active: list[Job] = []
         self._prompts: list[Job] = []  # those whose prompts are being computed, each inside of the one before it
         self._round_seconds, self._round_ended = 0.0, -math.inf
@@ -242,19 +245,42 @@ class Scheduler:
             self._changed.notify()
 
     def _expected(self, job: Job) -> float:
-        """Seconds until its first token, by what recent answers took."""
-        ahead = sum(other.order <= job.order for other in self._waiting)
-        turns = max(0, ahead + len(self._active) + 1 - self._parallel)
-        prompts = min(ahead, self._parallel) * self._prompt_seconds + (job.quickest() or self._prompt_seconds)
-        return turns * self._answer_seconds / self._parallel + prompts
+        """Seconds until its end, by what recent answers took."""
+        ahead = [other for other in self._waiting if other.order <= job.order]
+        others = [*ahead, *self._active]
+        turns = max(0, len(others) + 1 - self._parallel)
+        lengths = [self._prompt_seconds + self._further(other) for other in others]
+        wait = turns * sum(lengths) / max(1, len(lengths)) / self._parallel
+        return wait + min(len(ahead), self._parallel) * self._prompt_seconds + self._needed(job)
+
+    def _further(self, job: Job) -> float:
+        """Seconds from its first token to its end, if it is as long as recent answers but for its limit."""
+        return self._token_seconds * max(0.0, min(job.tokens, self._tokens) - 1)
+
+    def _needed(self, job: Job) -> float:
+        """Seconds of its answer once it begins."""
+        return (job.quickest() or self._prompt_seconds) + self._further(job)
+
+    def _first_token(self, job: Job) -> None:
+        """A prompt has been computed."""
+        job.first = self._clock()
+        self._prompt_seconds = recent(self._prompt_seconds, job.first - job.begun)
+
+    def _ended(self, job: Job) -> None:
+        """An answer has ended; one that was cancelled says nothing about lengths."""
+        if job.emitted > 1 and not job.cancelled:
+            self._token_seconds = recent(self._token_seconds, (self._clock() - job.first) / (job.emitted - 1))
+        if job.emitted and not job.cancelled:
+            self._tokens = recent(self._tokens, job.emitted)
 
     def _room(self, now: float) -> float:
         """Seconds that a prompt may take until an urgent request that waits, and can make its end, no longer does."""
         room, needed = math.inf, 0.0
         for job in sorted(self._waiting, key=lambda job: job.order):
             needed += job.quickest() or self._prompt_seconds
-            if job.urgent and now + needed < job.ends_at:
-                room = min(room, job.ends_at - now - needed)
+            end = now + needed + self._further(job)
+            if job.urgent and end < job.ends_at:
+                room = min(room, job.ends_at - end)
         return room
 
     def close(self) -> bool:
@@ -296,10 +322,10 @@ class Scheduler:
         except Exception:  # each answer meets it again by itself, and ends alone
             log.exception("answers could not be computed together")
         ended = [job for job in jobs if not job.step()]
-        for job in ended:
-            self._answer_seconds = recent(self._answer_seconds, self._clock() - job.begun)
         for job in joined:
-            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
+            self._first_token(job)
+        for job in ended:
+            self._ended(job)
         self._active = [job for job in self._active if job not in ended]
         self._round_ended = self._clock()
         # A round may compute nothing, as at the ends of answers.
@@ -336,11 +362,11 @@ class Scheduler:
         if not going:
             self._active = [other for other in self._active if other is not job]
         elif not job.waiting:
-            self._prompt_seconds = recent(self._prompt_seconds, self._clock() - job.begun)
+            self._first_token(job)
         return job
 
     def _refuse_late(self) -> None:
-        """Refuse the urgent requests that wait and cannot have their first token in time any more.
+        """Refuse the urgent requests that wait and cannot end in time any more.
 
         Their prompts would only take the time of those that can. As at `submit`, the last one is tried.
         """
@@ -350,7 +376,7 @@ class Scheduler:
             now, late, kept = self._clock(), list[tuple[Job, TooLateError]](), list[Job]()
             others = len(self._active) + len(self._waiting) - 1
             for job in self._waiting:
-                left, needed = job.ends_at - now, job.quickest() or self._prompt_seconds
+                left, needed = job.ends_at - now, self._needed(job)
                 if job.urgent and not job.lacks_memory and needed > left and others > len(late):
                     late.append((job, TooLateError(needed, left)))
                 else:

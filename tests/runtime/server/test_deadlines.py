@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.serving import WAIT, asking, serving, until, user
+from tests.support.serving import WAIT, asking, held, serving, until, user
 from vtx.runtime.api.answer import Progress
 from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, TooLateError
 from vtx.runtime.server.limits import Limits
@@ -155,7 +155,7 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
         go.clear()
         for _ in range(3):
             made.submit(job(1.0))
-        with pytest.raises(TooLateError, match=r"the first token would come after about") as late:
+        with pytest.raises(TooLateError, match=r"the answer would end after about") as late:
             made.submit(_behind(job(0.3, urgent=True)))
         made.submit(_behind(job(600, urgent=True)))
         go.set()
@@ -163,6 +163,76 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
     assert refused.status == 429
     assert refused.retry_after
     assert refused.headers["x-should-retry"] == "false"
+
+
+def test_admission_counts_the_whole_answer_by_its_expected_length() -> None:
+    """Recent answers had 10 tokens of a second each: one with 5 s left is refused unless it may have few tokens."""
+    clock, go, ended = Clock(), threading.Event(), threading.Event()
+
+    class Tokens(Stream):
+        def __init__(self, tokens: int) -> None:
+            super().__init__("a", [], go)
+            self.left, self.tokens = tokens, tokens
+
+        def step(self) -> str:
+            assert go.wait(WAIT)
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
+            clock.now += 1
+            return "a"
+
+        def progress(self, start: int) -> Progress:
+            return Progress((1,) * (self.tokens - self.left - start))
+
+    def job(tokens: int, ends_in: float, *, urgent: bool) -> Job:
+        stream: Any = Tokens(tokens)
+        emit = lambda event: ended.set() if isinstance(event, Done) else None  # noqa: E731
+        ends_at = clock.now + ends_in
+        return Job(lambda: stream, lambda _: None, emit, ends_at=ends_at, urgent=urgent, tokens=tokens)
+
+    made = Scheduler("test", 2, clock=clock)
+    try:
+        made.submit(job(10, 1000, urgent=False))
+        go.set()
+        assert ended.wait(WAIT)
+        until(lambda: made.active == 0, "it has ended")
+        go.clear()
+        made.submit(job(10, 1000, urgent=False))
+        with pytest.raises(TooLateError, match="after about 10"):
+            made.submit(job(10, 5, urgent=True))
+        made.submit(job(2, 5, urgent=True))
+        made.submit(job(10, 60, urgent=True))
+        go.set()
+    finally:
+        made.close()
+
+
+QUEUE = Limits(parallel=1, queue=2)
+
+
+def test_a_full_queue_refuses_the_least_important_and_of_these_the_latest(tiny_bundle: Path) -> None:
+    with serving({"tiny": tiny_bundle}, QUEUE) as served:
+        bodies = [asking(user("red?"), priority=priority, max_tokens=2) for priority in (-10, 0, 10)]
+        with held(served):
+            running = served.open_chat(asking(user("red?"), max_tokens=100))
+            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first is computed")
+            least = served.open_chat(bodies[0], Connection="close")
+            until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "it waits")
+            middle = served.open_chat(bodies[1], Connection="close")
+            until(lambda: served.metrics()["vtx_requests_waiting"] == 2, "the queue is full")
+            assert served.chat(bodies[0]).status == 429, "the latest of the least important"
+            most = served.open_chat(bodies[2], Connection="close")
+            reply = b""
+            while part := least.recv(1 << 16):
+                reply += part
+            assert b" 429 " in reply
+            assert b"queue_full" in reply
+            assert served.chat(bodies[1]).status == 429, "the latest of equal ones"
+        for connection in (middle, most):
+            assert b" 200 " in connection.recv(20)
+        for connection in (running, least, middle, most):
+            connection.close()
 
 
 def _behind(job: Job) -> Job:
