@@ -14,7 +14,9 @@ FUZZ ?= 20000
 SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
 CLANG ?= clang++
-CMAKE_CPP = cmake -S runtime/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_TESTS=ON
+# With ccache installed, what was compiled before is not compiled again.
+CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+CMAKE_CPP = cmake -S runtime/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_TESTS=ON $(CCACHE)
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
 OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/python*/site-packages/openvino/cmake 2> /dev/null))
 

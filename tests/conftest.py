@@ -10,8 +10,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import bundles
+from tests.support.budget import Budget
 from tests.support.covering import covering
 from tests.support.old_onnxruntime import skipped_where_it_is_too_old
+from tests.support.quick import left_out, values
 from tests.support.shared import Shared
+from tests.support.store import new_folder, open_store, publish, verified
 from tests.support.tiny import Tiny, make
 
 if TYPE_CHECKING:
@@ -57,6 +59,10 @@ settings.load_profile("busy")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget(config))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None]:
     """Thousands of tests and modules are made and none is ever garbage: nobody need look for it, now or later."""
@@ -69,30 +75,23 @@ def pytest_collection() -> Generator[None]:
         gc.set_threshold(20_000, 20, 20)
 
 
-def values(case: pytest.Function) -> dict[str, Hashable]:
-    """The values of a case by its parameters; those that one mark gives together are one."""
-    given = dict(case.callspec.params)
-    together = [marker.args[0] for marker in case.iter_markers("parametrize")]
-    groups = [[name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in together]
-    groups += [[name] for name in given if not any(name in group for group in groups)]
-    # a value is one object in all cases that have it
-    return {",".join(group): tuple(id(given[name]) for name in group) for group in groups}
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that `covering` does not need; mark as slow all but each n-th case of a `sampled(n)` test."""
+    """Leave out the cases that `covering` does not need; mark as slow all but each n-th case of a `sampled(n)` test.
+
+    Slow are also the cases with a model that repeat what others show, as `tests.support.quick` says.
+    """
     tests: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("covering")):
             tests.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
-    left_out = set[pytest.Item]()
+    not_needed = set[pytest.Item]()
     for (_, strength), cases in tests.items():
         needed = {cases[number] for number in covering([values(case) for case in cases], strength)}
-        left_out.update(case for case in cases if case not in needed)
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        not_needed.update(case for case in cases if case not in needed)
+    if not_needed:
+        config.hook.pytest_deselected(items=[item for item in items if item in not_needed])
+        items[:] = [item for item in items if item not in not_needed]
     seen = Counter[str]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):
@@ -100,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if seen[test] % marker.args[0]:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+    for item in left_out(items):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,12 +150,18 @@ def no_waiting_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def store() -> Path:
+    """A folder for what tests make and share: all workers', and later runs' while the code stays the same."""
+    return open_store()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def tokenizers_resolved_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def tokenizers_resolved_once(store: Path) -> Iterator[None]:
     """A confined child takes a second of processor time; what it makes of the same files serves every worker."""
     from vtx.exporter.checkpoint import text
 
-    folder = _of_all_workers(tmp_path_factory) / "resolved"
+    folder = store / "resolved"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "RESOLVED", Shared(folder))
@@ -222,22 +229,18 @@ def needs_arithmetic() -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_checkpoint(store: Path) -> Callable[..., Path]:
     """`tiny_checkpoint(tiny=Tiny(), seed=0)`: the folder of that checkpoint; copy it before you change it."""
-
-    shared = _of_all_workers(tmp_path_factory)
-    (shared / "tiny").mkdir(exist_ok=True)
-    (shared / "bundles").mkdir(exist_ok=True)
-    bundles.SHARED = shared / "bundles"
+    (store / "tiny").mkdir(exist_ok=True)
+    (store / "bundles").mkdir(exist_ok=True)
+    bundles.SHARED = store / "bundles"
 
     @cache
     def folder(tiny: Tiny = Tiny(), seed: int = 0) -> Path:  # noqa: B008 - frozen
-        target = shared / "tiny" / hashlib.sha256(repr((tiny, seed)).encode()).hexdigest()[:16]
+        target = store / "tiny" / hashlib.sha256(repr((tiny, seed)).encode()).hexdigest()[:16]
         if not target.exists():
-            made = make(Path(tempfile.mkdtemp(dir=shared)), tiny, seed)
-            with suppress(OSError):  # another worker was sooner with the same
-                made.rename(target)
-        return target
+            publish(make(new_folder(store), tiny, seed), target)
+        return verified(target)
 
     return folder
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
+from tests.support.quick import FAMILIES, left_out
 
 ROOT = Path(__file__).parents[2]
 HANGS = {
@@ -107,3 +109,71 @@ def test_an_onnxruntime_is_old_by_its_release() -> None:
     releases = {"1.22.1": 3, "1.23.2": 3, "1.24.0": 1, "1.26.3": 1, "1.27.0": 0, "1.31.1": 0, "2.0": 0}
     assert {release: len(reasons(release)) for release in releases} == releases
     assert "Opset 24 is under development" not in reasons("1.24.0")
+
+
+def test_a_file_above_its_share_of_the_processor_time_is_refused_by_name() -> None:
+    others = {f"tests/test_{number}.py": 1.0 for number in range(95)}
+    [line] = too_large({**others, "tests/test_large.py": 5.5})
+    assert line.startswith("tests/test_large.py takes 6 s of processor time, 5.5% of the run; a file may take 5%: ")
+    assert too_large({**others, "tests/test_large.py": SHARE * 99}) == []
+
+
+MANY = """
+import pytest
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint():
+    return None
+
+@pytest.mark.parametrize("k", [None, 3, 5])
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_with_a_model(tiny_checkpoint, device, k): ...
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("k", [None, 3, 5])
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_that_is_sampled(tiny_checkpoint, device, k): ...
+
+@pytest.mark.parametrize("k", [None, 3, 5])
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_without_a_model(device, k): ...
+
+def test_of_the_family(model): ...
+def test_that_others_show(model): ...
+"""
+
+
+def collected(request: pytest.FixtureRequest, folder: Path, name: str) -> list[pytest.Item]:
+    """The tests of `MANY` in a file of this name."""
+    path = folder / name
+    path.parent.mkdir(parents=True)
+    path.write_text(MANY, encoding="utf-8")
+    module = pytest.Module.from_parent(request.session, path=path, nodeid=name)
+    return [item for item in request.session.genitems(module) if isinstance(item, pytest.Item)]
+
+
+def test_cases_with_a_model_that_repeat_values_are_left_to_the_slow_run(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    items = collected(request, tmp_path, "tests/runtime/session/test_any.py")
+    chosen = [item for item in items if item not in left_out(items)]
+    of_model = [item.callspec.params for item in chosen if item.name.startswith("test_with_a")]  # type: ignore[attr-defined]
+    assert len(of_model) == 3
+    assert {params["k"] for params in of_model} == {None, 3, 5}
+    assert {params["device"] for params in of_model} == {"cpu", "openvino"}
+    assert len(chosen) == 3 + 6 + 6 + 2
+
+
+def test_a_family_that_is_not_the_representative_has_one_test_with_a_model(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "session/test_other", "test_of_the_family")
+    items = collected(request, tmp_path, "tests/runtime/session/test_other.py")
+    chosen = [item.name.partition("[")[0] for item in items if item not in left_out(items)]
+    assert chosen == [*["test_without_a_model"] * 6, "test_of_the_family"]
+
+
+def test_the_test_of_each_family_is_there() -> None:
+    for file, name in FAMILIES.items():
+        source = (ROOT / f"tests/runtime/{file}.py").read_text(encoding="utf-8")
+        assert f"def {name}(" in source, (file, name)

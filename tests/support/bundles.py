@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.support.store import new_folder, publish, verified
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.seal import write_sealed
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions
 
 ORT = ("ort",)
-SHARED: Path | None = None  # where `shared` keeps the bundles of a run, next to `tiny_checkpoint`'s
+SHARED: Path | None = None  # where `shared` keeps bundles, next to `tiny_checkpoint`'s
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 EXPORT_ONLY = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
 
@@ -73,7 +73,7 @@ def export_anew(options: ExportOptions, out: Path) -> Bundle:
 
 
 def shared(options: ExportOptions) -> Path | None:
-    """The bundle that these options give, made once for all workers, of which nobody changes a file.
+    """The bundle that these options give, made once for all workers and later runs, of which nobody changes a file.
 
     None if the checkpoint is none of those that all tests share, or if options name further files or measurements.
     """
@@ -88,12 +88,10 @@ def shared(options: ExportOptions) -> Path | None:
         return None
     folder = SHARED / hashlib.sha256(repr(options).encode()).hexdigest()[:16]
     if not folder.exists():
-        made = Path(tempfile.mkdtemp(dir=SHARED)) / "bundle"
-        export_anew(options, made)
-        with suppress(OSError):  # another worker was sooner with the same
-            made.rename(folder)
-        shutil.rmtree(made.parent)
-    return folder
+        place = new_folder(SHARED.parent)
+        publish(export_anew(options, place / "bundle").folder, folder)
+        shutil.rmtree(place)
+    return verified(folder)
 
 
 def copy(bundle: Path, target: Path) -> Path:

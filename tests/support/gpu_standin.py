@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +58,33 @@ class Error(IntEnum):
     cudaErrorStreamCaptureInvalidated = 901
 
 
+class Memory(dict[int, Any]):
+    """Allocations by their addresses; a question to a model asks thousands of times in which one bytes lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._addresses: list[int] = []  # sorted
+        self.nbytes = 0
+
+    def __setitem__(self, address: int, allocation: Any) -> None:
+        super().__setitem__(address, allocation)
+        insort(self._addresses, address)
+        self.nbytes += len(allocation)
+
+    def __delitem__(self, address: int) -> None:
+        self.nbytes -= len(self[address])
+        super().__delitem__(address)
+        self._addresses.remove(address)
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes lie in one allocation."""
+        number = bisect_right(self._addresses, address)
+        if not number:
+            return False
+        start = self._addresses[number - 1]
+        return address + nbytes <= start + len(self[start])
+
+
 class Gpu:
     """`cuda.bindings.runtime` as vtx uses it. `total` bytes of device memory; `calls` counts what was called."""
 
@@ -76,8 +105,8 @@ class Gpu:
         self.calls: Counter[str] = Counter()
         self.errors: dict[str, int] = {}  # that calls give
         self.lost = 0  # the error of every call, once the device has fallen away
-        self.device: dict[int, Any] = {}
-        self.host: dict[int, Any] = {}
+        self.device = Memory()
+        self.host = Memory()
         self.contexts = WeakSet[Context]()  # each holds memory of TensorRT's own
         self.graphs: dict[int, list[Work]] = {}
         self.copies: list[tuple[str, int]] = []  # "in" or "out", and the bytes, of each copy between host and device
@@ -96,13 +125,11 @@ class Gpu:
 
     @property
     def used(self) -> int:
-        return sum(len(memory) for memory in self.device.values()) + CONTEXT * len(self.contexts)
+        return self.device.nbytes + CONTEXT * len(self.contexts)
 
     def holds(self, address: int, nbytes: int) -> None:
         """Fail unless these bytes lie in one living allocation of the device."""
-        assert any(
-            start <= address and address + nbytes <= start + len(memory) for start, memory in self.device.items()
-        ), f"{nbytes} bytes at {address} are not device memory"
+        assert self.device.holds(address, nbytes), f"{nbytes} bytes at {address} are not device memory"
 
     @property
     def recording(self) -> bool:
@@ -173,7 +200,7 @@ class Gpu:
     def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: str, stream: int) -> tuple[Error]:
         self.holds(to if kind == "in" else source, nbytes)
         self.copies.append((kind, nbytes))
-        pinned = any(start <= source < start + len(memory) for start, memory in self.host.items())
+        pinned = self.host.holds(source, 1)
         if kind == "in" and not pinned:
             assert self._recording is None, "pageable memory in a graph: it will be gone"
             staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)  # as CUDA stages it
@@ -348,15 +375,27 @@ class RuntimeConfig:
         return True
 
 
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """What changes if a graph or its weights do."""
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    return [(name, status.st_mtime_ns, status.st_size) for name, status in files]
+
+
+@lru_cache(maxsize=128)
+def _session(graph: str, *files: tuple[str, int, int]) -> Any:
+    """A session of the graph, made once while its files stay as they are: sessions keep nothing between runs."""
+    import onnxruntime
+
+    options = session_options(onnxruntime, THREADS)
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
 class PlainEngine:
     """The graph that the engine's file names, run by onnxruntime."""
 
     def __init__(self, gpu: Gpu, told: dict[str, Any], logger: Any) -> None:
-        import onnxruntime as ort
-
         self.gpu, self.profiles, self.logger, self.graph = gpu, told["profiles"], logger, told["graph"]
-        options = session_options(ort, THREADS)
-        self.session = ort.InferenceSession(told["graph"], options, providers=["CPUExecutionProvider"])
+        self.session = _session(self.graph, *_files(Path(self.graph).parent))
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
         self._names = [*self.inputs, *self.outputs]

@@ -76,7 +76,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
 
 
 @pytest.mark.covering(2)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -110,6 +110,7 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCES["fp32"], rtol=0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", names.ON_GPU)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", STATEFUL, ids=lambda tiny: tiny.family)
@@ -156,7 +157,7 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
 
 
 @pytest.mark.covering(2)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -222,7 +223,7 @@ def test_only_the_dialects_of_onnxruntime_use_its_operators(dialect_models: Get,
         assert {node.domain for node in model.graph.node} == {""}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("asked", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_a_dialect_computes_what_the_stored_weights_say(

@@ -91,6 +91,7 @@ def one_at_a_time(model: Model, guide: Guide, sampling: Sampling, most: int) -> 
         logits = session.decode(ids[-1])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sampled", SAMPLINGS)
 @pytest.mark.parametrize("name", GUIDES)
 def test_tokens_are_those_of_masking_one_at_a_time(model: Model, image: Conversation, name: str, sampled: str) -> None:

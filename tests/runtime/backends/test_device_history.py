@@ -6,7 +6,9 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,7 +82,20 @@ def on(path: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Model, Gpu]:
     return Model(bundle, tensorrt.TensorrtBackend(bundle), 0.0), gpu
 
 
-@pytest.fixture(params=[(f, p) for f in FAMILIES for p in PATHS], ids="-".join)
+# Each family and each path once, which is what `make test` runs.
+QUICK = set(zip(FAMILIES, PATHS, strict=True))
+
+
+def case(pair: tuple[str, str]) -> Any:
+    """A family on a path."""
+    marks = [] if pair in QUICK else [pytest.mark.slow]
+    return pytest.param(pair, id="-".join(pair), marks=marks)
+
+
+OPENED = [case(pair) for pair in product(FAMILIES, PATHS)]
+
+
+@pytest.fixture(params=OPENED)
 def opened(
     request: pytest.FixtureRequest, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Model, Gpu]]:

@@ -57,11 +57,12 @@ def at(value: Any, way: Way) -> Any:
 
 
 def put(value: Any, way: Way, new: Any) -> Any:
-    """A copy of `value` with `new` at the end of `way`."""
+    """A copy of `value` with `new` at the end of `way`; what lies beside the way is shared."""
     if not way:
         return new
-    changed = copy.deepcopy(value)
-    at(changed, way[:-1])[way[-1]] = new
+    step, *further = way
+    changed = copy.copy(value)
+    changed[step] = put(value[step], tuple(further), new) if further else new
     return changed
 
 

@@ -73,6 +73,7 @@ def both(
         return found, image.ask(QUESTION, **settings)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize(
     ("kind", "value"),
@@ -92,6 +93,7 @@ def test_answers_have_the_ids_of_python(
         assert (found["stopped"], found["forced"]) == (answer.stopped, answer.stats.forced)
 
 
+@pytest.mark.slow
 def test_answers_under_random_schemas_validate_and_have_the_ids_of_python_and_of_the_server(
     model: Model, loaded: Loaded
 ) -> None:

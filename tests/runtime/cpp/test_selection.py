@@ -69,6 +69,7 @@ def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return load(bundle.folder, device="cpu", threads=THREADS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the centre crop")
 def test_tokens_kept_by_the_text_tower_are_those_of_python_and_of_the_statement(model: Model, tmp_path: Path) -> None:
     """In some of these, two tokens' gains lie within a millionth of each other."""

@@ -293,6 +293,7 @@ def test_a_model_that_cannot_says_why() -> None:
 SETTINGS = [(None, "none"), (3, "none"), (5, "fastv:k=3"), (None, DUAL), (3, "random:keep=5")]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("second", SETTINGS)
 def test_questions_about_a_picture_in_use_share_its_prefix(
@@ -340,6 +341,7 @@ def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
             same(shared.ask(words, k, options, reduce=reduce), alone.ask(words, k, options, reduce=reduce))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("settings", [(None, "none"), (3, "none"), (3, "random:keep=5"), (None, "fastv:k=3")])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_ends_of_prompts_about_one_picture_run_in_one_pass(

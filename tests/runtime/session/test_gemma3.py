@@ -84,6 +84,7 @@ def test_later_questions_and_chats_are_answered_as_alone(model: Model, judge: Re
     assert_chat_as_reference(model, judge, [random_image(4), random_image(5, (60, 90))], k)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", METHODS, ids=word)
 @pytest.mark.parametrize("k", [None, 6])
 def test_tokens_that_a_reduction_keeps_still_see_each_other(

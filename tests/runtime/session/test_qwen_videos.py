@@ -170,6 +170,7 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, name: st
     assert_later_equal_fresh(model, [SMALL, random_image(0, (60, 90))], k, tolerance=EXACT[name])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize("method", CLIPS)
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=slow) for name in FAMILIES if name != "qwen3")])
@@ -227,6 +228,7 @@ def test_reductions_behind_a_layer_equal_the_statement(
     assert {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts} == wanted.kept
 
 
+@pytest.mark.covering(2)
 @slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shape", [(1, 1), (320, 20), (20, 320)], ids=str)

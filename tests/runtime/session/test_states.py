@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,9 +49,16 @@ FAMILIES = (
     Family(QWEN35, (300, 160), (150, 60), (64, 64)),
     Family(MINICPM, (150, 61), (70, 190), (40, 40)),
 )
-DRAWN = [
-    pytest.param((family, device), id=f"{family.tiny.family}-{device}") for family in FAMILIES for device in DEVICES
-]
+QUICK = {("lfm2_vl", "cpu"), ("minicpmv4_6", "cpu"), ("qwen3_5", "openvino")}  # what `make test` runs
+
+
+def case(family: Family, device: str) -> Any:
+    name = family.tiny.family
+    marks = [] if (name, device) in QUICK else [pytest.mark.slow]
+    return pytest.param((family, device), id=f"{name}-{device}", marks=marks)
+
+
+DRAWN = [case(family, device) for family in FAMILIES for device in DEVICES]
 
 
 @pytest.fixture(scope="module", params=DRAWN)
@@ -120,6 +127,7 @@ def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
     assert_chat_as_reference(model, judge, images, k, TOLERANCE)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
 @pytest.mark.parametrize("k", [None, 3])
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(
