@@ -25,6 +25,7 @@ from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import Bundle
@@ -227,6 +228,22 @@ def test_words_and_actions_are_not_asked_of_the_wrong_model(model: Model, models
         conversation.ask("red?")
     with pytest.raises(RequestError, match="answers in words"):
         models().act(PICTURES, WORDS, [0.0])
+
+
+def test_a_tokenizer_without_an_image_token_gets_the_one_that_transformers_processor_adds(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its id is the number of the tokenizer's tokens, that of the configuration."""
+    checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    image = tokenizer["added_tokens"].pop()
+    assert (image["content"], image["id"]) == ("<image>", TINY.vlm.vocab - 1)
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del settings["image_token"]
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    made, whole = plan_export(ExportOptions(str(checkpoint))).text, Bundle.open(folder).manifest.text
+    assert (made.image_token, made.image_token_id, made.examples) == ("<image>", image["id"], whole.examples)
 
 
 def test_cameras_have_names_and_a_bundle_may_lack_statistics(tmp_path: Path) -> None:

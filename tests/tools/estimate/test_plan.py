@@ -21,6 +21,7 @@ from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import find_size, model_size
 from vtx.runtime.backends.memory import needed_memory, weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -220,6 +221,29 @@ def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_c
     folder = tiny_checkpoint(tiny)
     source = plan_export(ExportOptions(str(folder))).source()
     assert find_size(str(folder)) == model_size(source.config, folder.name)
+
+
+def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(VILA)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key, part in (("llm_cfg", "llm"), ("vision_tower_cfg", "vision_tower"), ("mm_projector_cfg", "mm_projector")):
+        config[key] = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert find_size(str(tmp_path)) == replace(find_size(str(folder)), name=tmp_path.name)
+
+
+@pytest.mark.parametrize(("text", "tied"), [({}, False), ({"tie_word_embeddings": True}, True)])
+def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_nothing(
+    tiny_checkpoint: Make, text: dict[str, bool], tied: bool
+) -> None:
+    """InternVL3-1B-hf has 0.938 billion parameters; with the default of transformers 5 it would have 0.802."""
+    folder = tiny_checkpoint(Tiny(family="internvl", text="qwen2", tokenizer="bytes", names="saved"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("tie_word_embeddings", None)
+    config["text_config"].pop("tie_word_embeddings", None)
+    config["text_config"] |= text
+    assert read_config(config).text.tied is tied
+    assert read_config(config | {"tie_word_embeddings": not tied}).text.tied is not tied
 
 
 @pytest.mark.sampled(3)

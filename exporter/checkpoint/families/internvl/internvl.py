@@ -25,7 +25,9 @@ _LAYER = _TOWER + r"encoder\.layer\.(\d+)\."
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("InternVLConfig", config, TEXT_FAMILIES)
-    text_config, vision = text_config_of(parsed), parsed.vision_config
+    # Releases before 5 wrote nothing for the whole model, and went by its text model; the default since then ties.
+    tied = config.get("tie_word_embeddings", parsed.text_config.tie_word_embeddings)
+    text_config, vision = replace(text_config_of(parsed), tied=bool(tied)), parsed.vision_config
     sides = {*vision.image_size}, {*vision.patch_size}
     wanted = {
         "downsample_ratio": (parsed.downsample_ratio, 1 / SHUFFLE),
