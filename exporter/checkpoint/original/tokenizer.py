@@ -113,10 +113,12 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
     """The ids of all tokens, and the added ones: those of the model, and of the other files at their published ids."""
     # sentencepiece gives U+0000 its byte, whatever the pieces say
     vocab = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.piece != "\0"}
-    kinds = [(p.piece, p.type) for p in proto.pieces if p.type in (UNKNOWN, CONTROL, USER_DEFINED) and p.piece in vocab]
-    added = {
-        piece: AddedToken(piece, normalized=_SPACE in piece, special=kind != USER_DEFINED) for piece, kind in kinds
+    kinds = {p.piece: p.type for p in proto.pieces if p.type in (UNKNOWN, CONTROL, USER_DEFINED) and p.piece in vocab}
+    # sentencepiece finds symbols in the text with its marks of spaces, hence normalized; a prefix would be theirs, too
+    marked = {
+        piece for piece, kind in kinds.items() if kind == USER_DEFINED and not proto.normalizer_spec.add_dummy_prefix
     }
+    added = {p: AddedToken(p, normalized=p in marked, special=kind != USER_DEFINED) for p, kind in kinds.items()}
     published = published_tokens(folder)
     if image_token:
         unknown = proto.pieces[UNK_ID].piece
@@ -137,7 +139,8 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
         vocab.setdefault(content, id)
         added[content] = AddedToken(
             content, single_word=token.get("single_word", False), lstrip=token.get("lstrip", False),
-            rstrip=token.get("rstrip", False), normalized=False, special=token["special"],
+            rstrip=token.get("rstrip", False), normalized=content in marked and not token["special"],
+            special=token["special"],
         )  # fmt: skip
     return vocab, list(added.values())
 

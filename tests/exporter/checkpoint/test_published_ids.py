@@ -131,7 +131,7 @@ def test_ids_beyond_the_models_table_are_refused_if_a_prompt_can_have_them(tmp_p
         read(tmp_path, top, vocab=image)
     assert read(tmp_path, top, vocab=image + 2)[2].image_token_id == image
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, image + 2]})
-    with pytest.raises(CheckpointError, match=f"eos_token_id is {image + 2}; the model has {image + 2} tokens"):
+    with pytest.raises(CheckpointError, match=f"eos_token_id is {image + 2}, and the model has {image + 2} tokens"):
         read(tmp_path, top, vocab=image + 2)
 
 

@@ -92,13 +92,17 @@ def test_runs_of_spaces_that_share_a_score_merge_from_the_left(tmp_path: Path) -
 
 
 def test_symbols_that_sentencepiece_never_divides_stay_whole(tmp_path: Path) -> None:
-    symbols = [("——", 0.0, 4), ("[UNUSED_TOKEN_0]", 0.0, 4), ("\uff25", 0.0, 4), ("\0", -5.0, 1)]
+    symbols = [("——", 0.0, 4), ("▁——▁", 0.0, 4), ("[UNUSED_TOKEN_0]", 0.0, 4), ("\uff25", 0.0, 4), ("\0", -5.0, 1)]
     model = proto_of([*llama_like(), *symbols], prefix=False)
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     tokenizer = original_tokenizer(tmp_path, "a test", own_image_token=True)
-    pieces = ["——", "[UNUSED_TOKEN_0]", "\uff25", "▁the", "[UNUSED"]
+    pieces = ["——", " —— ", "[UNUSED_TOKEN_0]", "\uff25", "▁the", "[UNUSED"]
     check_same(tmp_path, tokenizer, strings(pieces, 1000))
     assert tokenizer.encode("\0", add_special_tokens=False) == [3]  # its byte, as sentencepiece does
+    model.normalizer_spec.add_dummy_prefix = True  # only once, which a tokenizer.json with added tokens cannot say
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    with pytest.raises(CheckpointError, match=r"gives .* for 'a ..b', and as tokenizer.json"):
+        original_tokenizer(tmp_path, "a test")
 
 
 @pytest.mark.parametrize(
