@@ -44,7 +44,7 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
     if 2 * codes.nbytes != rows * width or (nested and not isinstance(offset, int | float)):
         raise parts.error(CODES, f"has {codes.nbytes:,} bytes, or no nested_offset, not those of {shape} weights")
     codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
-    blocks, columns = -(-rows * width // block), np.arange(width)
+    blocks = -(-rows * width // block)
     scales, table = parts.need(SCALES, ("U8",) if nested else F32, (blocks,)), read_bits(parts.need(TABLE, F32, (16,)))
     if nested:
         largest = read_bits(parts.need(OUTER, F32, (-(-blocks // outer_block),)))
@@ -59,9 +59,9 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
             steps = outer_table[steps] * largest[numbers // outer_block] + np.float32(offset)
         of_weights = steps[np.arange(begin, end) // block - begin // block]
         entries = table[np.stack((octets >> 4, octets & 15), -1)]
-        return Rows(entries.reshape(-1, width), of_weights.reshape(-1, width), columns)
+        return Rows(entries.reshape(-1, width), of_weights.reshape(-1, width))
 
-    return Matrix(f"{parts.name}.weight", (rows, width), (codes, scales), part)
+    return Matrix((rows, width), (codes, scales), part)
 
 
 BITSANDBYTES = Format(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))
