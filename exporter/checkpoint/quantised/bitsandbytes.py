@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vtx.exporter.checkpoint.quantised.matrix import Format, Matrix, Parts, Rows, Settings
+from vtx.exporter.checkpoint.quantised.matrix import Matrix, MatrixParts, QuantisedFormat, Rows, Settings
 from vtx.runtime.bundle.safetensors import is_sizes, parse_json, read_bits
 from vtx.runtime.errors import UnsupportedModelError
 
@@ -27,7 +27,7 @@ def _check(settings: Settings) -> None:
         raise UnsupportedModelError("quantization_config: load_in_4bit is not set; vtx reads bitsandbytes of 4 bits")
 
 
-def _matrix(settings: Settings, parts: Parts) -> Matrix:
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     end = next((state for state in STATES if state in parts.tensors), STATES[0])
     state, codes = (parts.tensors.get(name) for name in (end, CODES))
     if state is None or state.nbytes > MAX_STATE or codes is None or codes.dtype not in BYTES:
@@ -64,4 +64,4 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
     return Matrix((rows, width), (codes, scales), part)
 
 
-BITSANDBYTES = Format(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))
+BITSANDBYTES = QuantisedFormat(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))

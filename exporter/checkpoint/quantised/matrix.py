@@ -89,7 +89,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MatrixParts:
     """The tensors of the matrix `name` by the end of their names, in a checkpoint quantised by `method`."""
 
     method: str
@@ -122,7 +122,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class QuantisedFormat:
     """A way of storing quantised matrices.
 
     `check` raises UnsupportedModelError for settings with which weights are not what vtx would compute. A matrix is
@@ -131,7 +131,7 @@ class Format:
     """
 
     check: Callable[[Settings], None]
-    matrix: Callable[[Settings, Parts], Matrix]
+    matrix: Callable[[Settings, MatrixParts], Matrix]
     markers: tuple[str, ...]
     ends: tuple[str, ...]
     unused: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, Parts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
 from vtx.runtime.bundle.safetensors import read_bits
 from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import UnsupportedModelError
@@ -14,7 +14,7 @@ from vtx.runtime.errors import UnsupportedModelError
 E4M3, INT8 = "F8_E4M3", "I8"
 
 
-def octet_matrix(parts: Parts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str = "") -> Matrix:
+def octet_matrix(parts: MatrixParts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str = "") -> Matrix:
     """The matrix of `weight` and its scales; `blocks`: rows and columns of a block, if they are known."""
     codes = parts.need("weight", (E4M3, INT8))
     rows, width = codes.shape

@@ -10,12 +10,12 @@ from vtx.exporter.checkpoint.quantised.bitsandbytes import BITSANDBYTES
 from vtx.exporter.checkpoint.quantised.compressed import COMPRESSED, MODELOPT
 from vtx.exporter.checkpoint.quantised.fp8 import FP8
 from vtx.exporter.checkpoint.quantised.gptq import GPTQ
-from vtx.exporter.checkpoint.quantised.matrix import Format, Parts, Settings
+from vtx.exporter.checkpoint.quantised.matrix import MatrixParts, QuantisedFormat, Settings
 from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 KEY, METHOD = "quantization_config", "quant_method"
-METHODS: Mapping[str, Format] = {
+METHODS: Mapping[str, QuantisedFormat] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
     "modelopt": MODELOPT,
 }  # fmt: skip
@@ -61,7 +61,7 @@ def with_matrices(tensors: Mapping[str, TensorInfo], settings: Settings) -> dict
     stems = [name.removesuffix(end) for name in tensors for end in markers if name.endswith(end)]
     for stem in dict.fromkeys(stems):
         parts = {end: tensors[f"{stem}.{end}"] for end in form.ends if f"{stem}.{end}" in tensors}
-        matrix = form.matrix(settings, Parts(method, stem, parts))
+        matrix = form.matrix(settings, MatrixParts(method, stem, parts))
         for end in parts:
             del made[f"{stem}.{end}"]
         name = f"{stem}.weight"

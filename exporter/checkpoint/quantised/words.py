@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, Parts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
 from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.precision import PRECISIONS
@@ -17,12 +17,13 @@ WORDS = ("I32",)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WordLayout:
     """Names of the tensors, and their axes: `turned`: a matrix is [in, out].
 
     `by_rows`: a word holds neighbouring rows of a matrix, else neighbouring inputs; of zero points always rows.
     `places`: those of neighbours in a word, from its lowest bits on, if they are not in their order. `zeroed`: there
-    are zero points, else there may be.
+    are zero points, else there may be; `shift` is added to a word of them, and if `symmetric` they are 0 then. `order`:
+    the tensor of the columns' groups.
     """
 
     codes: str
@@ -32,16 +33,13 @@ class Layout:
     by_rows: bool = False
     places: tuple[int, ...] | None = None
     zeroed: bool = True
+    order: str = ""
+    shift: int = 0
+    symmetric: bool = False
 
 
-def word_matrix(
-    parts: Parts, layout: Layout, shape: tuple[int, int], bits: int, group: int, named: str = "", shift: int = 0,
-    *, symmetric: bool = False,
-) -> Matrix:  # fmt: skip
-    """The matrix of `shape` [out, in]; `named` is the tensor of the columns' groups, `shift` is added to zero points.
-
-    `symmetric`: zero points are 0.
-    """
+def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
+    """The matrix of `shape` [out, in], with a scale for `group` weights of a row."""
     (height, width), each = shape, 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
@@ -49,7 +47,7 @@ def word_matrix(
 
     groups, tall = -(-width // group), -(-height // each)
     even = np.arange(width) // group
-    order = parts.columns(named, width, groups) if named in parts.tensors else even
+    order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
     columns = None if width % group == 0 and np.array_equal(order, even) else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
     scales, zeros = need(layout.scales, FLOATS, height, groups), None
@@ -69,11 +67,11 @@ def word_matrix(
             integers = of_rows(codes, first, last)
         else:
             integers = _signed(_unpacked(cut(codes, first, last), bits)[:, :width], bits)
-        points = None if zeros is None else of_rows(zeros, first, last, shift)
+        points = None if zeros is None else of_rows(zeros, first, last, layout.shift)
         return Rows(integers, widened(scales, cut(scales, first, last)), points, columns)
 
     scheme = Scheme(PRECISIONS[f"int{bits}"].stored, group) if columns is None else None
-    return Matrix(shape, (codes, scales), part, each, scheme, zeros is not None and not symmetric)
+    return Matrix(shape, (codes, scales), part, each, scheme, zeros is not None and not layout.symmetric)
 
 
 def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
