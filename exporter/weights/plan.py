@@ -172,7 +172,7 @@ def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def quantised_note(plan: WeightPlan) -> str | None:
-    """What becomes of the matrices of a quantised checkpoint, None of any other."""
+    """A line about the matrices of a quantised checkpoint, None for any other."""
     forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
     counts = Counter((form.matrix is None, STORED[form.dtype].name) for form in forms)
     parts = [

@@ -39,7 +39,7 @@ LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 BLOCK = 1 << 23  # bytes that are read at a time
 FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
-COMPUTED = 1 << 21  # the same of a quantised checkpoint: each chunk is read from several places
+COMPUTED = 1 << 22  # the same of a quantised checkpoint: each chunk is read from several places
 Converted = tuple[bytes, bytes, bytes, int]  # a chunk, its scales, its zero points, and the source bytes it came from
 NONE: Mapping[str, Scaling] = {}
 

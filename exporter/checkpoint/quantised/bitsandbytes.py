@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vtx.exporter.checkpoint.quantised.matrix import Format, Matrix, Parts, Rows, Settings
+from vtx.exporter.checkpoint.quantised.matrix import Matrix, MatrixParts, QuantisedFormat, Rows, Settings
 from vtx.runtime.bundle.safetensors import is_sizes, parse_json, read_bits
 from vtx.runtime.errors import UnsupportedModelError
 
@@ -27,7 +27,7 @@ def _check(settings: Settings) -> None:
         raise UnsupportedModelError("quantization_config: load_in_4bit is not set; vtx reads bitsandbytes of 4 bits")
 
 
-def _matrix(settings: Settings, parts: Parts) -> Matrix:
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     end = next((state for state in STATES if state in parts.tensors), STATES[0])
     state, codes = (parts.tensors.get(name) for name in (end, CODES))
     if state is None or state.nbytes > MAX_STATE or codes is None or codes.dtype not in BYTES:
@@ -44,7 +44,7 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
     if 2 * codes.nbytes != rows * width or (nested and not isinstance(offset, int | float)):
         raise parts.error(CODES, f"has {codes.nbytes:,} bytes, or no nested_offset, not those of {shape} weights")
     codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
-    blocks, columns = -(-rows * width // block), np.arange(width)
+    blocks = -(-rows * width // block)
     scales, table = parts.need(SCALES, ("U8",) if nested else F32, (blocks,)), read_bits(parts.need(TABLE, F32, (16,)))
     if nested:
         largest = read_bits(parts.need(OUTER, F32, (-(-blocks // outer_block),)))
@@ -59,9 +59,9 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
             steps = outer_table[steps] * largest[numbers // outer_block] + np.float32(offset)
         of_weights = steps[np.arange(begin, end) // block - begin // block]
         entries = table[np.stack((octets >> 4, octets & 15), -1)]
-        return Rows(entries.reshape(-1, width), of_weights.reshape(-1, width), columns)
+        return Rows(entries.reshape(-1, width), of_weights.reshape(-1, width))
 
-    return Matrix(f"{parts.name}.weight", (rows, width), (codes, scales), part)
+    return Matrix((rows, width), (codes, scales), part)
 
 
-BITSANDBYTES = Format(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))
+BITSANDBYTES = QuantisedFormat(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))

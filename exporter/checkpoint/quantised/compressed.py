@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Format, Matrix, Parts, Settings, check_setting
+from vtx.exporter.checkpoint.quantised.matrix import (
+    FLOATS,
+    Matrix,
+    MatrixParts,
+    QuantisedFormat,
+    Settings,
+    check_setting,
+)
 from vtx.exporter.checkpoint.quantised.octets import block_of, octet_matrix
-from vtx.exporter.checkpoint.quantised.words import WORDS, Layout, word_matrix
+from vtx.exporter.checkpoint.quantised.words import WORDS, WordLayout, word_matrix
 from vtx.runtime.bundle.safetensors import read_bits
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
-LAYOUT = Layout("weight_packed", "weight_scale", "weight_zero_point", turned=False, zeroed=False)
-SHAPE, ORDER = "weight_shape", "weight_g_idx"
+LAYOUT = WordLayout(
+    "weight_packed", "weight_scale", "weight_zero_point", turned=False, zeroed=False, order="weight_g_idx"
+)
+SHAPE = "weight_shape"
 ACTIVATIONS = tuple(f"{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
 
 
@@ -29,14 +38,14 @@ def _check(settings: Settings) -> None:
 
 
 def _weights(settings: Settings) -> list[dict[str, Any]]:
-    """What the settings say of weights, for each group of modules."""
+    """The settings of weights, for each group of modules."""
     groups = settings.get("config_groups")
     entries = groups.values() if isinstance(groups, dict) else ()
     weights = [entry.get("weights") for entry in entries if isinstance(entry, dict)]
     return [part for part in weights if isinstance(part, dict)]
 
 
-def _matrix(settings: Settings, parts: Parts) -> Matrix:
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     if LAYOUT.codes not in parts.tensors:
         block = next((part["block_structure"] for part in _weights(settings) if part.get("block_structure")), None)
         return octet_matrix(parts, LAYOUT.scales, block_of(block), LAYOUT.zeros)
@@ -46,13 +55,13 @@ def _matrix(settings: Settings, parts: Parts) -> Matrix:
     bits = 8 if words > -(-width // 8) else 4
     if rows < 1 or width < 1 or width % groups:
         raise parts.error(LAYOUT.scales, f"has {groups} groups for {width} inputs, not equal ones")
-    return word_matrix(parts, LAYOUT, (rows, width), bits, width // groups, ORDER)
+    return word_matrix(parts, LAYOUT, (rows, width), bits, width // groups)
 
 
 def _check_modelopt(settings: Settings) -> None:
     check_setting(settings, "quant_algo", ("fp8",))
 
 
-_ENDS = ("weight", LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, ORDER)
-COMPRESSED = Format(_check, _matrix, (LAYOUT.codes, LAYOUT.scales), _ENDS, ACTIVATIONS)
-MODELOPT = Format(_check_modelopt, _matrix, (LAYOUT.scales,), ("weight", LAYOUT.scales), ACTIVATIONS)
+_ENDS = ("weight", LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
+COMPRESSED = QuantisedFormat(_check, _matrix, (LAYOUT.codes, LAYOUT.scales), _ENDS, ACTIVATIONS)
+MODELOPT = QuantisedFormat(_check_modelopt, _matrix, (LAYOUT.scales,), ("weight", LAYOUT.scales), ACTIVATIONS)

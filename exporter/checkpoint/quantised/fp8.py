@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from vtx.exporter.checkpoint.quantised.matrix import Format, Matrix, Parts, Settings, check_setting
+from vtx.exporter.checkpoint.quantised.matrix import Matrix, MatrixParts, QuantisedFormat, Settings, check_setting
 from vtx.exporter.checkpoint.quantised.octets import block_of, octet_matrix
 
 SCALE = "weight_scale_inv"
@@ -16,8 +16,8 @@ def _check(settings: Settings) -> None:
     block_of(settings.get("weight_block_size"))
 
 
-def _matrix(settings: Settings, parts: Parts) -> Matrix:
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     return octet_matrix(parts, SCALE, block_of(settings.get("weight_block_size", [128, 128])))
 
 
-FP8 = Format(_check, _matrix, (SCALE,), ("weight", SCALE), ("input_scale", "activation_scale"))
+FP8 = QuantisedFormat(_check, _matrix, (SCALE,), ("weight", SCALE), ("input_scale", "activation_scale"))

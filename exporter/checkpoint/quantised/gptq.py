@@ -6,12 +6,21 @@ version stores zero points less one; like GPTQModel, vtx adds it to whole words,
 
 from __future__ import annotations
 
-from vtx.exporter.checkpoint.quantised.matrix import Format, Matrix, Parts, Settings, check_setting, group_of
-from vtx.exporter.checkpoint.quantised.words import WORDS, Layout, word_matrix
+from dataclasses import replace
+
+from vtx.exporter.checkpoint.quantised.matrix import (
+    Matrix,
+    MatrixParts,
+    QuantisedFormat,
+    Settings,
+    check_setting,
+    group_of,
+)
+from vtx.exporter.checkpoint.quantised.words import WORDS, WordLayout, word_matrix
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # a one for each zero point of a word
-FORMAT, ORDER = "checkpoint_format", "g_idx"
-LAYOUT = Layout("qweight", "scales", "qzeros")
+FORMAT = "checkpoint_format"
+LAYOUT = WordLayout("qweight", "scales", "qzeros", order="g_idx")
 
 
 def _check(settings: Settings) -> None:
@@ -20,16 +29,16 @@ def _check(settings: Settings) -> None:
     check_setting(settings, "dynamic", (None, {}))
 
 
-def _matrix(settings: Settings, parts: Parts) -> Matrix:
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     bits = settings["bits"]
     words, rows = parts.need(LAYOUT.codes, WORDS).shape
     width = words * (32 // bits)
     if settings.get("desc_act"):
-        parts.need(ORDER, WORDS, (width,))
+        parts.need(LAYOUT.order, WORDS, (width,))
     group = group_of(settings, "group_size", width)
     shift = 0 if settings.get(FORMAT) == "gptq_v2" else ONES[bits]
-    symmetric = settings.get("sym") is True
-    return word_matrix(parts, LAYOUT, (rows, width), bits, group, ORDER, shift, symmetric=symmetric)
+    layout = replace(LAYOUT, shift=shift, symmetric=settings.get("sym") is True)
+    return word_matrix(parts, layout, (rows, width), bits, group)
 
 
-GPTQ = Format(_check, _matrix, (LAYOUT.codes,), (LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, ORDER))
+GPTQ = QuantisedFormat(_check, _matrix, (LAYOUT.codes,), (LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, LAYOUT.order))

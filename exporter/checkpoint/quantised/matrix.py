@@ -24,36 +24,39 @@ class Rows:
     """Rows of a quantised matrix, [n, in]: a weight is (code - zero) * scale, in float32.
 
     `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks]. `columns` [in]: the
-    block of each column.
+    block of each column; None: blocks have one size and follow each other.
     """
 
     codes: NDArray[Any]
     scales: Floats
-    columns: NDArray[np.int64]
     zeros: NDArray[np.int8] | None = None
+    columns: NDArray[np.int64] | None = None
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Rows:
         zeros = None if self.zeros is None else self.zeros[rows]
-        return Rows(self.codes[rows], self.scales[rows], self.columns, zeros)
+        return Rows(self.codes[rows], self.scales[rows], zeros, self.columns)
 
     def values(self) -> Floats:
-        codes = self.codes.astype(np.float32)
-        if self.zeros is not None:
-            codes -= self.zeros[:, self.columns]
-        codes *= self.scales[:, self.columns]
-        return codes
+        scales, zeros = self.scales, self.zeros
+        if self.columns is not None:
+            scales = scales[:, self.columns]
+            zeros = None if zeros is None else zeros[:, self.columns]
+        codes = self.codes.astype(np.float32).reshape(*scales.shape, -1)
+        if zeros is not None:
+            codes -= zeros[..., None]
+        codes *= scales[..., None]
+        return codes.reshape(len(codes), -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A quantised matrix [out, in], which the bundle's weight of that name is made of.
+    """A quantised matrix [out, in].
 
     `part` reads the rows from a first one up to another; both are multiples of `align`, or the end. `parts` are its
     tensors, the codes first. `scheme`: the storage of a bundle that takes such codes; None if they are not integers, or
     not in blocks of one size. `zeroed`: zero points are not all 0.
     """
 
-    name: str
     shape: tuple[int, int]
     parts: tuple[TensorInfo, ...]
     part: Callable[[int, int], Rows] = field(repr=False)
@@ -61,12 +64,10 @@ class Matrix:
     scheme: Scheme | None = None
     zeroed: bool = False
 
-    def info(self) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
         """The matrix as a tensor of float32 whose rows are computed."""
         codes = self.parts[0]
-        return TensorInfo(
-            self.name, "F32", self.shape, codes.file, 0, 4 * prod(self.shape), codes.identity, source=self
-        )
+        return TensorInfo(name, "F32", self.shape, codes.file, 0, 4 * prod(self.shape), codes.identity, source=self)
 
     def rows(self, numbers: NDArray[np.int64]) -> Rows:
         """The rows of these numbers; those between them are read, too."""
@@ -88,7 +89,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MatrixParts:
     """The tensors of the matrix `name` by the end of their names, in a checkpoint quantised by `method`."""
 
     method: str
@@ -100,11 +101,8 @@ class Parts:
         info = self.tensors.get(end)
         if info is None:
             raise self.error(end, "is missing")
-        if (
-            info.dtype not in dtypes
-            or not all(info.shape)
-            or (len(info.shape) != 2 if shape is None else info.shape != shape)
-        ):
+        fits = len(info.shape) == 2 if shape is None else info.shape == shape
+        if info.dtype not in dtypes or not fits or not all(info.shape):
             wanted = f"{' or '.join(dtypes)} {'of two axes' if shape is None else list(shape)}"
             raise self.error(end, f"is {info.dtype} {list(info.shape)}, not {wanted}")
         return info
@@ -124,7 +122,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class QuantisedFormat:
     """A way of storing quantised matrices.
 
     `check` raises UnsupportedModelError for settings with which weights are not what vtx would compute. A matrix is
@@ -133,7 +131,7 @@ class Format:
     """
 
     check: Callable[[Settings], None]
-    matrix: Callable[[Settings, Parts], Matrix]
+    matrix: Callable[[Settings, MatrixParts], Matrix]
     markers: tuple[str, ...]
     ends: tuple[str, ...]
     unused: tuple[str, ...] = ()
@@ -142,7 +140,7 @@ class Format:
 def check_setting(settings: Settings, name: str, known: Sequence[Any]) -> None:
     """Raise UnsupportedModelError if a setting, without regard to case, is not among `known`."""
     value = settings.get(name)
-    if (value.lower() if isinstance(value, str) else value) not in known:
+    if isinstance(value, float) or (value.lower() if isinstance(value, str) else value) not in known:
         names = ", ".join(str(value) for value in known if value is not None)
         raise UnsupportedModelError(f"quantization_config: {name} is {value!r:.60}; vtx reads {names}")
 

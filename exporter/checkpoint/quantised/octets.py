@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Floats, Matrix, Parts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
 from vtx.runtime.bundle.safetensors import read_bits
 from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import UnsupportedModelError
@@ -14,22 +14,7 @@ from vtx.runtime.errors import UnsupportedModelError
 E4M3, INT8 = "F8_E4M3", "I8"
 
 
-def _e4m3() -> Floats:
-    """The values of all bytes: a sign, 4 bits of exponent with a bias of 7, 3 of fraction, and NaN instead of infinity.
-
-    arXiv 2209.05433, table 1.
-    """
-    octets = np.arange(128)
-    exponents, fractions = octets >> 3, octets & 7
-    sizes = np.where(exponents == 0, fractions * 2.0**-9, (8 + fractions) * 2.0 ** (exponents - 10))
-    sizes[-1] = np.nan
-    return np.concatenate((sizes, -sizes)).astype(np.float32)
-
-
-VALUES = _e4m3()
-
-
-def octet_matrix(parts: Parts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str = "") -> Matrix:
+def octet_matrix(parts: MatrixParts, scale_end: str, blocks: tuple[int, int] | None, zero_end: str = "") -> Matrix:
     """The matrix of `weight` and its scales; `blocks`: rows and columns of a block, if they are known."""
     codes = parts.need("weight", (E4M3, INT8))
     rows, width = codes.shape
@@ -43,17 +28,20 @@ def octet_matrix(parts: Parts, scale_end: str, blocks: tuple[int, int] | None, z
     zeros = None
     if zero_end in parts.tensors:
         zeros = replace(parts.need(zero_end, (INT8,), held), shape=scales.shape)
-    columns = np.arange(width) // wide
+    columns = None if width % wide == 0 else np.arange(width) // wide
 
     def part(first: int, last: int) -> Rows:
-        of_rows, stored = np.arange(first, last) // tall, read_bits(replace(codes, dtype="U8"), slice(first, last))
-        numbers = stored.view(np.int8) if codes.dtype == INT8 else VALUES[stored]
-        points = None if zeros is None else read_bits(zeros, of_rows)
-        return Rows(numbers, widened(scales, read_bits(scales, of_rows)), columns, points)
+        numbers = read_bits(replace(codes, dtype=INT8), slice(first, last))
+        if codes.dtype == E4M3:
+            import torch
 
-    stored = (codes, scales) if zeros is None else (codes, scales, zeros)
-    scheme = Scheme(INT8, wide) if codes.dtype == INT8 and width % wide == 0 else None
-    return Matrix(f"{parts.name}.weight", (rows, width), stored, part, scheme=scheme, zeroed=zeros is not None)
+            numbers = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float().numpy()
+        blocks, of_rows = slice(first // tall, -(-last // tall)), np.arange(first, last) // tall - first // tall
+        points = None if zeros is None else read_bits(zeros, blocks)[of_rows]
+        return Rows(numbers, widened(scales, read_bits(scales, blocks))[of_rows], points, columns)
+
+    scheme = Scheme(INT8, wide) if codes.dtype == INT8 and columns is None else None
+    return Matrix((rows, width), (codes, scales), part, scheme=scheme, zeroed=zeros is not None)
 
 
 def block_of(sizes: object) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.quantised.awq import AWQ
@@ -10,17 +10,17 @@ from vtx.exporter.checkpoint.quantised.bitsandbytes import BITSANDBYTES
 from vtx.exporter.checkpoint.quantised.compressed import COMPRESSED, MODELOPT
 from vtx.exporter.checkpoint.quantised.fp8 import FP8
 from vtx.exporter.checkpoint.quantised.gptq import GPTQ
-from vtx.exporter.checkpoint.quantised.matrix import Format, Parts, Settings
+from vtx.exporter.checkpoint.quantised.matrix import MatrixParts, QuantisedFormat, Settings
 from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 KEY, METHOD = "quantization_config", "quant_method"
-METHODS: Mapping[str, Format] = {
+METHODS: Mapping[str, QuantisedFormat] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
     "modelopt": MODELOPT,
 }  # fmt: skip
 # Files beside config.json that older tools wrote, and the method that each is of.
-FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
 
 
 def stated_settings(config: Mapping[str, Any]) -> Settings | None:
@@ -38,17 +38,15 @@ def filed_settings(name: str, content: Mapping[str, Any]) -> Settings:
     return _checked({METHOD: FILES[name], **(inner if isinstance(inner, dict) else content)})
 
 
-def _checked(settings: object) -> Settings:
-    method = settings.get(METHOD) if isinstance(settings, dict) else None
-    if method is None and isinstance(settings, dict):
-        method = "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & settings.keys() else None
-    if not isinstance(settings, dict) or not isinstance(method, str) or method not in METHODS:
+def _checked(settings: Mapping[str, Any]) -> Settings:
+    method = settings.get(METHOD, KEY) if isinstance(settings, dict) else KEY
+    if str(method) not in METHODS:
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({shown(str(method or KEY))[1:-1]}); vtx reads {', '.join(METHODS)}; "
+            f"the checkpoint is quantised ({shown(str(method))[1:-1]}); vtx reads {', '.join(METHODS)}; "
             "use the unquantised checkpoint, or one of these"
         )
     METHODS[method].check(settings)
-    return {**settings, METHOD: method}
+    return settings
 
 
 def with_matrices(tensors: Mapping[str, TensorInfo], settings: Settings) -> dict[str, TensorInfo]:
@@ -58,28 +56,21 @@ def with_matrices(tensors: Mapping[str, TensorInfo], settings: Settings) -> dict
     """
     method = settings[METHOD]
     form = METHODS[method]
-    unused = tuple(f".{end}" for end in form.unused)
-    made = {name: info for name, info in tensors.items() if not name.endswith(unused)} if unused else dict(tensors)
-    stems = dict.fromkeys(_stems(tensors, form))
-    for stem in stems:
+    markers, unused = (tuple(f".{end}" for end in ends) for ends in (form.markers, form.unused))
+    made = {name: info for name, info in tensors.items() if not name.endswith(unused)}
+    stems = [name.removesuffix(end) for name in tensors for end in markers if name.endswith(end)]
+    for stem in dict.fromkeys(stems):
         parts = {end: tensors[f"{stem}.{end}"] for end in form.ends if f"{stem}.{end}" in tensors}
-        matrix = form.matrix(settings, Parts(method, stem, parts))
+        matrix = form.matrix(settings, MatrixParts(method, stem, parts))
         for end in parts:
             del made[f"{stem}.{end}"]
-        if matrix.name in made:
-            raise CheckpointError(f"tensor {shown(matrix.name)} is both quantised and not; keep one of them")
-        made[matrix.name] = matrix.info()
+        name = f"{stem}.weight"
+        if name in made:
+            raise CheckpointError(f"tensor {shown(name)} is both quantised and not; keep one of them")
+        made[name] = matrix.info(name)
     if not stems:
         raise CheckpointError(
             f"the configuration says {method}, but no tensor is quantised so; remove quantization_config from it, or "
             "download the weights again"
         )
     return made
-
-
-def _stems(tensors: Mapping[str, TensorInfo], form: Format) -> Iterator[str]:
-    """The names of quantised modules."""
-    for name in tensors:
-        for marker in form.markers:
-            if name.endswith(f".{marker}"):
-                yield name.removesuffix(f".{marker}")

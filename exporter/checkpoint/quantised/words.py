@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, Parts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
 from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.precision import PRECISIONS
@@ -17,12 +17,13 @@ WORDS = ("I32",)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WordLayout:
     """Names of the tensors, and their axes: `turned`: a matrix is [in, out].
 
     `by_rows`: a word holds neighbouring rows of a matrix, else neighbouring inputs; of zero points always rows.
     `places`: those of neighbours in a word, from its lowest bits on, if they are not in their order. `zeroed`: there
-    are zero points, else there may be.
+    are zero points, else there may be; `shift` is added to a word of them, and if `symmetric` they are 0 then. `order`:
+    the tensor of the columns' groups.
     """
 
     codes: str
@@ -32,16 +33,13 @@ class Layout:
     by_rows: bool = False
     places: tuple[int, ...] | None = None
     zeroed: bool = True
+    order: str = ""
+    shift: int = 0
+    symmetric: bool = False
 
 
-def word_matrix(
-    parts: Parts, layout: Layout, shape: tuple[int, int], bits: int, group: int, order: str = "", shift: int = 0,
-    *, symmetric: bool = False,
-) -> Matrix:  # fmt: skip
-    """The matrix of `shape` [out, in]; `order` names a tensor of the columns' groups, `shift` is added to zero points.
-
-    `symmetric`: zero points are 0.
-    """
+def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
+    """The matrix of `shape` [out, in], with a scale for `group` weights of a row."""
     (height, width), each = shape, 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
@@ -49,17 +47,18 @@ def word_matrix(
 
     groups, tall = -(-width // group), -(-height // each)
     even = np.arange(width) // group
-    columns = parts.columns(order, width, groups) if order in parts.tensors else even
+    order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
+    columns = None if width % group == 0 and np.array_equal(order, even) else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
     scales, zeros = need(layout.scales, FLOATS, height, groups), None
     if layout.zeroed or layout.zeros in parts.tensors:
         zeros = need(layout.zeros, WORDS, tall, groups)
 
     def cut(info: TensorInfo, first: int, last: int) -> NDArray[Any]:
-        return _columns(info, first, last) if layout.turned else read_bits(info, slice(first, last))
+        return read_bits(info).T[first:last] if layout.turned else read_bits(info, slice(first, last))
 
     def of_rows(info: TensorInfo, first: int, last: int, shift: int = 0) -> NDArray[np.int8]:
-        words = cut(info, first // each, -(-last // each)).view(np.uint32) + np.uint32(shift)
+        words = cut(info, first // each, -(-last // each)).astype(np.uint32) + np.uint32(shift)
         neighbours = _unpacked(words[..., None], bits)[..., layout.places or slice(None)]
         return _signed(neighbours.transpose(0, 2, 1).reshape(-1, words.shape[1])[: last - first], bits)
 
@@ -68,21 +67,11 @@ def word_matrix(
             integers = of_rows(codes, first, last)
         else:
             integers = _signed(_unpacked(cut(codes, first, last), bits)[:, :width], bits)
-        points = None if zeros is None else of_rows(zeros, first, last, shift)
-        return Rows(integers, widened(scales, cut(scales, first, last)), columns, points)
+        points = None if zeros is None else of_rows(zeros, first, last, layout.shift)
+        return Rows(integers, widened(scales, cut(scales, first, last)), points, columns)
 
-    regular = width % group == 0 and np.array_equal(columns, even)
-    scheme = Scheme(PRECISIONS[f"int{bits}"].stored, group) if regular else None
-    stored = (codes, scales) if zeros is None else (codes, scales, zeros)
-    return Matrix(f"{parts.name}.weight", shape, stored, part, each, scheme, zeros is not None and not symmetric)
-
-
-def _columns(info: TensorInfo, first: int, last: int) -> NDArray[Any]:
-    """Columns of a matrix, as rows."""
-    height, width = info.shape
-    size, count = info.nbytes // (height * width), last - first
-    part = replace(info, shape=(height * count,), offset=info.offset + first * size, spread=(count, width))
-    return np.ascontiguousarray(read_bits(part).reshape(height, count).T)
+    scheme = Scheme(PRECISIONS[f"int{bits}"].stored, group) if columns is None else None
+    return Matrix(shape, (codes, scales), part, each, scheme, zeros is not None and not layout.symmetric)
 
 
 def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:

@@ -257,9 +257,9 @@ def test_an_unknown_activation_is_refused_by_name(tiny_checkpoint: Make, tmp_pat
         plan(folder)
 
 
-def test_a_quantised_checkpoint_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_quantisation_that_is_not_read_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
-    settings_ = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    settings_ = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (folder / "config.json").write_text(json.dumps({**config_of(folder), "quantization_config": settings_}))
     with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
         plan(folder)

@@ -96,7 +96,10 @@ def load_processor(folder: Path) -> Any:
         patch.setattr(processing_utils, "MODALITY_TO_AUTOPROCESSOR_MAPPING", parts)
         patch.setattr(mixin, "check_argument_for_proper_class", tolerant)
         patch.setattr(processing_smolvlm, "num2words", str)
-        return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+        processor: Any = AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
+    if kind == "smolvlm":  # which asks its part for videos for their default, whether there is one or not
+        processor.video_processor = SimpleNamespace(num_frames=1, fps=1)
+    return processor
 
 
 def _lfm2_processor(folder: Path) -> Any:

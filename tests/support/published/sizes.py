@@ -62,7 +62,9 @@ def _shrink_tower(tower: Config, config: Config, hidden: int) -> None:
         narrow = {"hidden_size": VISION, "intermediate_size": 48, "out_hidden_size": hidden}
         if kind == "qwen2_vl":
             narrow = {"embed_dim": VISION, "hidden_size": hidden}
-        last = [*tower.get("deepstack_visual_indexes", ()), *tower.get("fullatt_block_indexes", ())[:1], 1]
+        if "fullatt_block_indexes" in tower:
+            tower["fullatt_block_indexes"] = tower["fullatt_block_indexes"][:1]
+        last = [*tower.get("deepstack_visual_indexes", ()), *tower.get("fullatt_block_indexes", ()), 1]
         tower |= narrow | {"depth": max(last) + 1, "num_heads": 2}
         return
     features = config.get("vision_feature_layer", -1)
