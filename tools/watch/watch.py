@@ -190,6 +190,7 @@ class Watcher:
                 return
             prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1)
             watched.look = Look(frame, (*watched.references, prepared), cells, deque(due))
+            watched.source.error = ""
         except (VtxError, OSError) as e:  # also of a picture that is still being written
             watched.source.corrupt += 1
             watched.source.error = str(e)

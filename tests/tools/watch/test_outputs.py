@@ -159,6 +159,7 @@ def test_a_broker_gets_events_at_the_topic() -> None:
                         break
                 body = file.read(length)
                 if head[0] >> 4 == 1:
+                    assert text(b"house/events") + text(b'{"event": "lost"}') in body, "its last will"
                     connection.sendall(b"\x20\x02\x00\x00")
                 elif head[0] >> 4 == 3:
                     assert body.startswith(text(b"house/events"))

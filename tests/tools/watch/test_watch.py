@@ -283,6 +283,7 @@ def test_a_broken_frame_is_counted_and_the_next_is_asked(engine: Engine) -> None
     assert run.show(b"not a picture") == []
     assert run.watcher.watched["s"].source.corrupt == 2
     assert len(run.show(picture(1))) == 1
+    assert not run.watcher.watched["s"].source.error, "that of an earlier frame"
 
 
 def test_a_question_that_fails_says_so_and_stops_nothing(engine: Engine) -> None:
