@@ -207,7 +207,8 @@ class Endpoints:
             readers, stopping = self._video_readers if videos else self._readers, threading.Event()
             if request.path == EMBEDDINGS:
                 vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
-                await reply.json(200, await _while_wanted(vectors, request, stopping))
+                embedded = await _while_wanted(vectors, request, stopping)
+                await reply.json(200, embedded)
                 return None
             reading = loop.run_in_executor(
                 readers, prepare, engine, chat, self._limits, stopping.is_set, request.tenant.share

@@ -65,7 +65,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = BoundedConnection()
+        self.conn = self._bounded = BoundedConnection()
         self.idle_since = self.loop.time()
         self._header: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
@@ -119,7 +119,7 @@ class BoundedProtocol(H11Protocol):
         self._stop(self._probe)
 
     def send_400_response(self, msg: str) -> None:
-        if self.conn.error_status == 431:
+        if self._bounded.error_status == 431:
             self._refuse(431, f"the header is over {MAX_HEADER:,} bytes, the limit; send fewer or shorter fields")
             return
         self._refuse(400, f"{msg.rstrip('.')}; its header, its length or its chunks are wrong, too large or too many")

@@ -16,10 +16,10 @@ from tests.support.browser import launched
 from tests.support.serving import until
 
 from vtx.runtime.errors import ImageError
+from vtx.runtime.server.delivery import Output
 from vtx.runtime.server.refusal import Refusal
 from vtx.tools.watch.config import SourceConfig, StandingQuestion
 from vtx.tools.watch.live_page import STREAMS_PER_CLIENT
-from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource, Newest
 from vtx.tools.watch.watch import Watched
 

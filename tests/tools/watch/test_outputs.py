@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.server.delivery import Output
 from vtx.tools.watch.config import FileOutput, Mqtt, SourceConfig, StandingQuestion, WatchConfig, Webhook
-from vtx.tools.watch.outputs import Output, Poster, RotatedFile, open_outputs
+from vtx.tools.watch.outputs import Poster, RotatedFile, open_outputs
 
 WAIT = 60.0  # seconds for what should happen at once, on a busy machine
 

@@ -26,8 +26,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.scheduler.engine import Engine
+from vtx.runtime.server.delivery import Output
 from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig, When
-from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource
 from vtx.tools.watch.watch import Watcher, capacity
 
