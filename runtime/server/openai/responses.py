@@ -79,7 +79,7 @@ class FunctionItem(FunctionFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FormatFields:
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -93,7 +93,7 @@ class Format:
 class TextFields:
     """The field `text`."""
 
-    format: Format = optional(Format("text"))
+    format: FormatFields = optional(FormatFields("text"))
 
 
 @dataclass(frozen=True, slots=True)
