@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import ipaddress
 import logging
 import os
 import re
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vtx.runtime.server.keys import Keys, Tenant
 
 KEY = "VTX_API_KEY"
+OTHER_FILES = 256  # next to its connections: bundles, decoders of videos, logs
 FLUSH_SECONDS = 10  # for the last replies to be sent
 LARGEST_AMOUNT = 1_000_000  # of gigabytes, or of seconds
 
@@ -82,6 +84,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
            multiple=True, metavar="URL"),
     option("--api-keys", Path, "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
            "[answers=N] [metrics]; clients must send one of them.", metavar="FILE"),
+    option("--trusted-proxy proxies", str, "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
+           "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].", multiple=True, metavar="ADDRESS"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
     option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
            "http://localhost:4318.", metavar="URL"),
@@ -95,8 +99,8 @@ def serve(
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
     max_accuracy_drop: float, image_hosts: tuple[str, ...],
-    origins: tuple[str, ...], api_keys: Path | None, unix_socket: Path | None, otlp: str | None,
-    access_log: str | None, lenient: bool, loading: Loading,
+    origins: tuple[str, ...], api_keys: Path | None, proxies: tuple[str, ...], unix_socket: Path | None,
+    otlp: str | None, access_log: str | None, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over an OpenAI-compatible API and a test page.
 
@@ -121,7 +125,8 @@ def serve(
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
     tracing = None if otlp is None else Tracing(sent_to(otlp))
-    hosts = checked_hosts(image_hosts)
+    hosts, trusted = checked_hosts(image_hosts), checked_proxies(proxies)
+    reserve_descriptors(CONNECTIONS)
     notify, interval = systemd()
     changes = {
         "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
@@ -177,7 +182,7 @@ def serve(
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
             log_config=None, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS,
-            timeout_keep_alive=30,
+            timeout_keep_alive=30, proxy_headers=bool(trusted), forwarded_allow_ips=trusted,
         )  # fmt: skip
         if hasattr(signal, "SIGHUP"):
             reloading = partial(reload, engines, keys, api_keys)
@@ -283,6 +288,31 @@ def checked_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
         if not re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", host.lower()) or host.rpartition(".")[2].isdigit():
             raise RequestError(f"--image-host {host!r:.80} is not a host name, e.g. pictures.example.org")
     return tuple(host.lower() for host in hosts)
+
+
+def checked_proxies(proxies: tuple[str, ...]) -> list[str]:
+    """Addresses and networks of proxies. Raises RequestError for anything else but *."""
+    for proxy in proxies:
+        try:
+            if proxy != "*":
+                ipaddress.ip_network(proxy)
+        except ValueError as e:
+            raise RequestError(f"--trusted-proxy {proxy!r:.80} is not an IP address or network ({e})") from e
+    return list(proxies)
+
+
+def reserve_descriptors(connections: int) -> None:
+    """Allow the process as many open files as connections and bundles need. Raises RequestError if it may not."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise RequestError(f"the process may open {hard} files, a server needs {needed}; raise `ulimit -n`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def listening(host: str, port: int) -> socket.socket:

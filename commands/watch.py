@@ -44,9 +44,10 @@ def watch(
     Ends when all sources have ended, or with Ctrl-C. SIGHUP reloads CONFIG; an invalid one changes nothing.
     """
     from vtx.runtime.scheduler.engine import Engine
+    from vtx.runtime.server.delivery import Output
     from vtx.runtime.server.watchdog import systemd
     from vtx.tools.watch.config import WatchConfig, read_config
-    from vtx.tools.watch.outputs import Output, open_outputs
+    from vtx.tools.watch.outputs import open_outputs
     from vtx.tools.watch.sources import first_frames
     from vtx.tools.watch.watch import Watcher, capacity, check_questions
 

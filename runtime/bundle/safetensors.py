@@ -247,7 +247,7 @@ def write_safetensors(
         raise ExportError(f"cannot write {path}: {cause.strerror}") from cause
 
 
-def parse_json(raw: bytes, where: str, *, error: type[VtxError] = CheckpointError) -> Any:
+def parse_json(raw: bytes | bytearray, where: str, *, error: type[VtxError] = CheckpointError) -> Any:
     """Parse untrusted UTF-8 JSON; `where` names it in messages.
 
     Raises `error` for anything else, and for text that readers disagree about: a duplicated key, NaN, Infinity,

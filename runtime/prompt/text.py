@@ -15,7 +15,7 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.messages import Message, check_messages, extras_of, texts_of
 from vtx.runtime.prompt.template import ShapingTemplate
-from vtx.runtime.prompt.tokenizer import Detokenizer, Masking, decode, encode, parse_tokenizer, rust_errors
+from vtx.runtime.prompt.tokenizer import Detokenizer, Masking, TokenBytes, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.prompt.tools import CallForm
 from vtx.runtime.vision.tokens import PromptImage
 
@@ -63,6 +63,7 @@ class Text:
         self._pictures = [settings.image_token_id, *([] if video is None else [video])]  # ids
         self._hidden = frozenset(id for id, token in added.items() if token.special)
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self._token_bytes = TokenBytes(tokenizer)
         self._template = ShapingTemplate(template, settings)
         self._masking = Masking(tokenizer, settings.control_tokens, settings.unk_token, template)
 
@@ -222,6 +223,10 @@ class Text:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
         return decode(self.tokenizer, list(map(int, ids)))
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes that a token adds to a text: none of a special one, a part of a character maybe."""
+        return b"" if id in self._hidden else self._token_bytes(id)
 
     def stream(self) -> Detokenizer:
         """A new detokenizer for one answer."""

@@ -173,6 +173,30 @@ class Masking:
             text = "".join(characters)
 
 
+# The bytes of byte-level tokens, by the characters that stand for them: printable ones stand for themselves.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+
+
+class TokenBytes:
+    """The bytes that each token of a tokenizer adds to a text; a character may take several tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        decoder = tokenizer.decoder
+        self._tokenizer = tokenizer
+        self._byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
+    def __call__(self, id: int) -> bytes:
+        """The bytes of a token; none of one that is in no table."""
+        piece = self._tokenizer.id_to_token(id) or ""
+        if self._byte_level and all(char in BYTE_OF for char in piece):
+            return bytes(BYTE_OF[char] for char in piece)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+
 class Detokenizer:
     """Text of one answer, token by token: never half a character, and in total the text of `Text.decode`."""
 

@@ -54,7 +54,8 @@ class AccessLog:
                 self._write(self._line(scope, id, status, sent, 1000 * (time.monotonic() - started)))
 
     def _line(self, scope: Scope, id: str, status: int, sent: int, ms: float) -> str:
-        client = (scope.get("client") or ("-",))[0] or "-"
+        # A trusted proxy may pass on whatever its client wrote.
+        client = quote((scope.get("client") or ("-",))[0] or "-", safe=":.[]%")[:MOST_PATH]
         facts = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "client": client, "id": id,
             "method": scope["method"], "path": quote(scope["path"][:MOST_PATH]), "status": status, "bytes": sent,

@@ -86,7 +86,7 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class _Request:
+class _Admitted:
     """A request of a `tenant` that has its `place`; its answer must end `seconds` after it `started`.
 
     `chat` is with its images' text, which may be large, until they are read.
@@ -187,13 +187,13 @@ class Endpoints:
                 seconds = self._limits.seconds if chat.deadline is None else min(self._limits.seconds, chat.deadline)
                 turn = order(started + seconds, seconds, chat.options.priority, urgent=chat.deadline is not None)
                 with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.n):
-                    request = _Request(scope["path"], tenant, chat, started, seconds, upload, place)
+                    request = _Admitted(scope["path"], tenant, chat, started, seconds, upload, place)
                     del chat
                     return await self._compute(request, reply, endpoint)
         finally:
             self._traffic.inside -= 1
 
-    async def _compute(self, request: _Request, reply: Reply, endpoint: Endpoint) -> Answered | None:
+    async def _compute(self, request: _Admitted, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request that has its place."""
         loop, chat, place, started = asyncio.get_running_loop(), request.chat, request.place, request.started
         if any(isinstance(image, RemoteImage) for image in chat.images):
@@ -207,7 +207,8 @@ class Endpoints:
             readers, stopping = self._video_readers if videos else self._readers, threading.Event()
             if request.path == EMBEDDINGS:
                 vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
-                await reply.json(200, await _while_wanted(vectors, request, stopping))
+                embedded = await _while_wanted(vectors, request, stopping)
+                await reply.json(200, embedded)
                 return None
             reading = loop.run_in_executor(
                 readers, prepare, engine, chat, self._limits, stopping.is_set, request.tenant.share
@@ -251,7 +252,7 @@ def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
     return replace(chat, images=images)
 
 
-async def _while_wanted(reading: asyncio.Future[T], request: _Request, stopping: threading.Event) -> T:
+async def _while_wanted(reading: asyncio.Future[T], request: _Admitted, stopping: threading.Event) -> T:
     """The result of `reading`. Once nobody waits for it any more, `stopping` is set, and it ends.
 
     Raises ClientLeft if the client has gone; Refusal if it took too long (408) or has lost its place.
@@ -323,7 +324,7 @@ def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[
 
 
 async def _events(
-    engine: Engine, prepared: Prepared, request: _Request, notes: dict[str, Any]
+    engine: Engine, prepared: Prepared, request: _Admitted, notes: dict[str, Any]
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
     """The events of a request, each with the number of its answer, to its end; left early, it is cancelled.
 

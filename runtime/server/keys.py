@@ -150,8 +150,10 @@ def _named(words: list[str], where: str) -> Tenant:
     if not _NAME.fullmatch(name) or not all(matches):
         raise RequestError(f"{where}: {_FORM}; a name and a GROUP have at most 64 letters, digits, `_`, `.` and `-`")
     values = {match[1]: match[2] for match in matches if match is not None}
-    numbers = [_number(values.get(option), where) for option in ("requests", "answers")]
-    return Tenant(name, values.get("share", name), *numbers, metrics="metrics" in options)
+    return Tenant(
+        name, values.get("share", name), _number(values.get("requests"), where), _number(values.get("answers"), where),
+        metrics="metrics" in options,
+    )  # fmt: skip
 
 
 def _number(value: str | None, where: str) -> int | None:

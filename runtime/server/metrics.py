@@ -134,8 +134,8 @@ class Metrics:
                 lines.append(f"{metric}{{{labels}}} {n}")
             for counter in dict.fromkeys(name for name, _ in sorted(self._of_keys)):
                 metric = begin(f"key_{counter}_total", KEYED[counter], "counter")
-                values = [(labels, n) for (name, labels), n in sorted(self._of_keys.items()) if name == counter]
-                lines += [f"{metric}{{{labels}}} {n}" for labels, n in values]
+                counts = [(labels, n) for (name, labels), n in sorted(self._of_keys.items()) if name == counter]
+                lines += [f"{metric}{{{labels}}} {n}" for labels, n in counts]
             about = {"cancelled": "Requests whose client left before the end.", **COUNTS}
             for name, value in {"cancelled": self._cancelled, **self._totals}.items():
                 lines.append(f"{begin(f'{name}_total', about[name], 'counter')} {value}")

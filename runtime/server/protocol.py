@@ -31,11 +31,23 @@ class BoundedConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER)
         self._chunks = self._bytes = 0
+        self.error_status = 400  # of the last error
 
     def next_event(self) -> Any:
+        try:
+            return self._next_bounded_event()
+        except h11.RemoteProtocolError as e:
+            self.error_status = e.error_status_hint
+            raise
+
+    def _next_bounded_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            # h11 bounds what it waits for, not a header that has come at once.
+            header = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+            if header > MAX_HEADER:
+                raise h11.RemoteProtocolError("too large a header", error_status_hint=431)
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
@@ -53,7 +65,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = BoundedConnection()
+        self.conn = self._bounded = BoundedConnection()
         self.idle_since = self.loop.time()
         self._header: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
@@ -107,6 +119,9 @@ class BoundedProtocol(H11Protocol):
         self._stop(self._probe)
 
     def send_400_response(self, msg: str) -> None:
+        if self._bounded.error_status == 431:
+            self._refuse(431, f"the header is over {MAX_HEADER:,} bytes, the limit; send fewer or shorter fields")
+            return
         self._refuse(400, f"{msg.rstrip('.')}; its header, its length or its chunks are wrong, too large or too many")
 
     def _await_header(self) -> None:

@@ -8,6 +8,7 @@ side; each takes up to 256 MiB for the largest picture.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -129,5 +130,6 @@ def _image_errors(name: str) -> Iterator[None]:
     except Exception as error:  # damaged files fail in every corner of the decoders
         if isinstance(error, MemoryError) or "out of memory" in str(error):  # Pillow's decoders raise OSError for both
             raise ImageError(f"no memory left to decode {name}; shrink it, or free memory") from error
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = re.sub(r" ?<[^<>]* object at 0x[0-9a-f]+>", "", " ".join(str(error).split()))[:200]
+        reason = reason or type(error).__name__
         raise ImageError(f"{name} is damaged and cannot be decoded ({reason}); save or copy it again") from error

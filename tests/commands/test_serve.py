@@ -251,3 +251,34 @@ def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: 
     said = "nobody reads the access log any more" if closed else "the access log is read too slowly"
     assert [line for line in told if "access log" in line] == [line for line in told if line.startswith(said)]
     assert sum(line.startswith(said) for line in told) == 1
+
+
+@pytest.mark.parametrize(("trusted", "client"), [([], "127.0.0.1"), (["--trusted-proxy", "127.0.0.0/8"], "192.0.2.7")])
+def test_only_a_configured_proxy_names_clients(bundle: Path, trusted: list[str], client: str) -> None:
+    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text", *trusted]
+    program = "from vtx.cli import serve; serve()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        try:
+            where = re.search(r":(\d+)/", process.stderr.readline())
+            assert where
+            served = Served(int(where[1]), None)  # type: ignore[arg-type]
+            served.request("GET", "/livez", X_Forwarded_For="192.0.2.7")
+            assert process.stdout.readline().split()[1] == client
+        finally:
+            process.terminate()
+
+
+def test_too_few_files_are_an_error_at_the_start(bundle: Path) -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); from vtx.cli import serve; serve()"
+    words = [sys.executable, "-c", code, "--bundle", str(bundle), "--port", "0"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "may open 100 files, a server needs 512; raise `ulimit -n`" in done.stderr
+    soft = code.replace("(100, 100)", "(100, 4096)") + "\n"
+    wrong = [sys.executable, "-c", soft, "--bundle", str(bundle), "--trusted-proxy", "proxy.example"]
+    told = subprocess.run(wrong, capture_output=True, text=True, check=False).stderr
+    assert "--trusted-proxy 'proxy.example' is not an IP address or network" in told

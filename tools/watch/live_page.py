@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,15 +25,17 @@ from vtx.runtime.server.app import PACKAGE, SECURITY, Guard, page_routes
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, until_left
 from vtx.runtime.server.keys import Keys
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.protocol import BoundedProtocol
+from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
 from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.uploads import network_of
 from vtx.runtime.vision.image import load_image
 from vtx.tools.watch.watch import Watched
 
 SIDE, QUALITY = 1280, 80  # of the JPEG pictures
 RECENT = 256  # events that are kept for pages that read slowly
-READERS = 64  # requests at the same time; further ones get 503
+STREAMS, STREAMS_PER_CLIENT = 64, 16  # of events; further ones get 503
 LOOK_SECONDS = 0.1  # between two looks for new events
+RETRY_SECONDS = 15  # until a page may have been closed
 QUIET_SECONDS = 15.0  # after which a stream without events gets a comment
 END_SECONDS = 5.0  # for the last replies to be sent
 ASSETS = {**dict.fromkeys(("/", "/live.js", "/live.css"), "vtx.tools.watch"), "/page.css": PACKAGE}
@@ -112,10 +114,17 @@ class _Events:
 
     def __init__(self, page: Page) -> None:
         self._page = page
+        self._clients = Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, left = Reply(send, Limits()), asyncio.ensure_future(until_left(receive))
+        reply, client = Reply(send, Limits()), network_of((scope.get("client") or ("",))[0])
+        if self._clients.total() >= STREAMS or self._clients[client] >= STREAMS_PER_CLIENT:
+            refusal = Refusal(503, "too many pages are open; close one", kind="server_error", retry_after=RETRY_SECONDS)
+            await reply.json(refusal.status, refusal.body(), refusal.headers)
+            return
+        left = asyncio.ensure_future(until_left(receive))
         number, quiet = None, 0.0
+        self._clients[client] += 1
         try:
             await reply.begin_events()
             while not left.done() and not self._page.closed:
@@ -130,6 +139,7 @@ class _Events:
         except ClientLeft:
             pass
         finally:
+            self._clients[client] -= 1
             left.cancel()
 
 
@@ -145,7 +155,9 @@ def make_live_app(
         try:
             found = await run_in_threadpool(page.picture, request.path_params["name"])
         except (VtxError, OSError) as e:
-            refusal = e if isinstance(e, Refusal) else Refusal(503, str(e), kind="server_error")
+            # Its message may name a file of this machine.
+            damaged = Refusal(503, "the newest picture cannot be read; the status says why", kind="server_error")
+            refusal = e if isinstance(e, Refusal) else damaged
             return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
         if found is None:
             return Response(status_code=204, headers=SECURITY)
@@ -169,7 +181,8 @@ def serving(page: Page, at: socket.socket, keys: Collection[str], *, local_hosts
     app = make_live_app(page, keys, local_hosts=local_hosts)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="off",
-        http=BoundedProtocol, limit_concurrency=READERS, timeout_graceful_shutdown=int(END_SECONDS / 2),
+        http=BoundedProtocol, limit_concurrency=CONNECTIONS, proxy_headers=False,
+        timeout_graceful_shutdown=int(END_SECONDS / 2),
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, name="vtx-watch page", daemon=True)

@@ -14,6 +14,8 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.server.delivery import CLOSE_SECONDS, Output
 from vtx.tools.watch.config import FileOutput, Mqtt, WatchConfig, Webhook
 
+LAST_WILL = b'{"event": "lost"}'  # which the broker publishes if the connection ends without a word
+
 
 def open_outputs(config: WatchConfig) -> list[Output]:
     """The outputs of a configuration, stdout if it names none. Raises DeviceError without the library of one."""
@@ -112,6 +114,7 @@ class MqttClient:
             self._client.username_pw_set(config.user, config.password)
         if config.tls:
             self._client.tls_set()
+        self._client.will_set(self._topic, LAST_WILL, qos=1)
         self._client.connect_async(config.host, config.port)
         self._client.loop_start()
 

@@ -22,12 +22,13 @@ from vtx.runtime.errors import BundleError, ContextError, RequestError, VtxError
 from vtx.runtime.prompt.messages import Part
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine, StandsError
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
+from vtx.runtime.server.delivery import Output
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.prefix_file import check_prefix
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
-from vtx.tools.watch.outputs import Output, open_outputs
+from vtx.tools.watch.outputs import open_outputs
 from vtx.tools.watch.sources import Frame, FrameSource, Newest
 from vtx.tools.watch.standing import Cells, Last, QuestionState
 
@@ -190,6 +191,7 @@ class Watcher:
                 return
             prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1)
             watched.look = Look(frame, (*watched.references, prepared), cells, deque(due))
+            watched.source.error = ""
         except (VtxError, OSError) as e:  # also of a picture that is still being written
             watched.source.corrupt += 1
             watched.source.error = str(e)

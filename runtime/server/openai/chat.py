@@ -19,7 +19,7 @@ class ChatObjects(Objects):
     def whole(self, answers: Sequence[Answer]) -> Event:
         choices = list[Event]()
         for index, answer in enumerate(answers):
-            parts, known = self.divided(answer.text), self.logprobs(answer)
+            parts, known = self.divided(answer.text), self.logprobs(answer, index)
             message: Event = {"role": "assistant", "content": parts.content, "refusal": None}
             if parts.calls:
                 calls = [_function(call) | {"id": call_id(), "type": "function"} for call in parts.calls]
@@ -35,7 +35,7 @@ class ChatObjects(Objects):
         yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
-        known = self.logprobs(piece.progress) if piece.progress.token_ids else None
+        known = self.logprobs(piece.progress, index) if piece.progress.token_ids else None
         for delta in [*self._deltas(index, piece.text)] or ([{"content": ""}] if known else []):
             yield self._chunk(index, delta, known)
             known = None

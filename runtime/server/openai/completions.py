@@ -54,12 +54,10 @@ class CompletionObjects(Objects):
             yield {**self.head("text_completion"), "choices": [], "usage": self.usage(answers)}
 
     def _choice(self, index: int, text: str, source: Answer | Progress, finish: str | None) -> Event:
-        known, offsets = self.logprobs(source), list[int]()
-        for token in known or ():
-            offsets.append(offsets[-1] + len(token["token"]) if offsets else 0)
+        known = self.logprobs(source, index)
         logprobs = None if known is None else {
             "tokens": [one["token"] for one in known], "token_logprobs": [one["logprob"] for one in known],
             "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in known],
-            "text_offset": offsets,
+            "text_offset": self.token_texts(index).offsets[-len(known) :] if known else [],
         }  # fmt: skip
         return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}

@@ -84,7 +84,7 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallFields:
     """A call in a message; `index`, which streams have, has no effect."""
 
     function: Called
@@ -99,7 +99,7 @@ class MessageFields:
 
     role: Role
     content: str | tuple[TextPart | ImagePart | VideoPart, ...] | None = optional(None)
-    tool_calls: tuple[Call, ...] = optional(())
+    tool_calls: tuple[CallFields, ...] = optional(())
     tool_call_id: str = optional("")
     name: str = optional("")
     refusal: str = optional("")

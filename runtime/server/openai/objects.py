@@ -5,18 +5,50 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.api.model import Model
+from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tools import CallForm, ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.request import ChatRequest
 
 FINISHED = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 Event = dict[str, Any]
+
+
+class TokenTexts:
+    """The tokens of an answer as it comes, as parts of its text. `offsets`: the characters before each."""
+
+    def __init__(self, text: Text, begun: Sequence[int]) -> None:
+        """`begun`: tokens that the answer continues; the text of others begins with the first that is no blank."""
+        self._text, self._stream, self._begun = text, text.stream(), bool(begun)
+        for id in begun:
+            self._stream.push(id)
+        self._length = 0
+        self._pending = b""  # of characters that are not certain yet
+        self.offsets = list[int]()
+
+    def of(self, id: int) -> bytes:
+        """The bytes of a token in this place."""
+        part = self._text.bytes_of(id)
+        return part if self._begun else part.lstrip()
+
+    def push(self, id: int) -> None:
+        """The answer has this token next."""
+        certain = getincrementaldecoder("utf-8")("replace").decode(self._pending)
+        self.offsets.append(self._length + len(certain))
+        self._pending += self.of(id)
+        piece = self._stream.push(id)
+        piece = piece if self._begun else piece.lstrip()
+        if piece:
+            self._length += len(piece)
+            self._pending = b""
+        self._begun = self._begun or bool(piece or self._pending)
 
 
 class Parts:
@@ -51,6 +83,7 @@ class Objects(ABC):
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     parts: dict[int, Parts] = field(default_factory=dict)  # of each answer
+    texts: dict[int, TokenTexts] = field(default_factory=dict)  # of each answer
     prefix: ClassVar[str] = ""
     last: ClassVar[str] = "[DONE]"  # after the last event of a stream; may be empty
 
@@ -102,20 +135,28 @@ class Objects(ABC):
         """The fields of every object."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
 
-    def logprobs(self, source: Answer | Progress) -> list[Mapping[str, Any]] | None:
-        """The log probabilities of tokens in OpenAI's form; None if they were not asked for."""
+    def logprobs(self, source: Answer | Progress, index: int) -> list[Mapping[str, Any]] | None:
+        """The log probabilities of the next tokens of an answer in OpenAI's form; None if they were not asked for."""
         if not self.request.options.logprobs:
             return None
-        logprobs, tops = source.logprobs or (), source.top_logprobs or ((),) * len(source.token_ids)
-        return [
-            {**self._token(id, value), "top_logprobs": [self._token(*one) for one in likely]}
-            for id, value, likely in zip(source.token_ids, logprobs, tops, strict=True)
-        ]
+        text, logprobs = self.token_texts(index), list[Mapping[str, Any]]()
+        tops = source.top_logprobs or ((),) * len(source.token_ids)
+        for id, value, likely in zip(source.token_ids, source.logprobs or (), tops, strict=True):
+            top = [_token(text.of(other), logprob) for other, logprob in likely]
+            logprobs.append({**_token(text.of(id), value), "top_logprobs": top})
+            text.push(id)
+        return logprobs
 
-    def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        text = self.model.loaded.text.decode([id])
-        whole = None if "\ufffd" in text else list(text.encode())  # part of a character has no text of its own
-        return {"token": text, "logprob": logprob, "bytes": whole}
+    def token_texts(self, index: int) -> TokenTexts:
+        """The tokens so far of an answer whose log probabilities were asked for."""
+        if index not in self.texts:
+            text = self.model.loaded.text
+            self.texts[index] = TokenTexts(text, text.begun(self.request.messages))
+        return self.texts[index]
+
+
+def _token(text: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": text.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(text)}
 
 
 def call_id() -> str:

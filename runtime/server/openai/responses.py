@@ -79,7 +79,7 @@ class FunctionItem(FunctionFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FormatFields:
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -93,7 +93,7 @@ class Format:
 class TextFields:
     """The field `text`."""
 
-    format: Format = optional(Format("text"))
+    format: FormatFields = optional(FormatFields("text"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class ResponseObjects(Objects):
         for call in parts.calls:
             self._open_call(call)
         if self.items[0]["type"] == "message":
-            self.items[0]["content"][0]["logprobs"] = self.logprobs(answer) or []
+            self.items[0]["content"][0]["logprobs"] = self.logprobs(answer, 0) or []
         return self._response(answer)
 
     def begin(self, index: int) -> Iterator[Event]:
@@ -214,7 +214,7 @@ class ResponseObjects(Objects):
         if content:
             if not self.items:
                 yield from self._message()
-            item, known = self.items[-1], (self.logprobs(progress) if progress else None) or []
+            item, known = self.items[-1], (self.logprobs(progress, 0) if progress else None) or []
             item["content"][0]["text"] += content
             item["content"][0]["logprobs"] += known
             yield self._of_item("output_text.delta", content_index=0, delta=content, logprobs=known)

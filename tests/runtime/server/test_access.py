@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.support.serving import asking, held, serving, until, user
+from vtx.runtime.server.access import AccessLog
 
 
 def test_each_request_has_a_line_and_an_id(tiny_bundle: Path) -> None:
@@ -49,3 +52,22 @@ def test_lines_of_text_and_none(tiny_bundle: Path) -> None:
     assert float(ms) >= 0
     with serving({"tiny": tiny_bundle}) as served:
         assert served.request("GET", "/livez").headers["x-request-id"]
+
+
+def test_the_address_of_a_client_is_escaped_in_a_line(tiny_bundle: Path) -> None:
+    """A trusted proxy may pass on whatever its client wrote."""
+    lines: list[str] = []
+
+    async def test() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "client": ("\x1b[31m a\nb", 0)}
+        await AccessLog(app, lines.append)(scope, send, send)
+
+    asyncio.run(test())
+    assert lines[0].split()[1] == "%1B[31m%20a%0Ab"
+    assert lines[0].isprintable()

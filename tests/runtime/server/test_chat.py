@@ -191,6 +191,11 @@ def test_a_stop_string_ends_the_text_before_it(served: Served, local: Model) -> 
     assert completion["choices"][0]["finish_reason"] == "stop"
 
 
+def written(local: Model, id: int) -> str:
+    """A token within a text."""
+    return local.loaded.text.bytes_of(id).decode("utf-8", "replace")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_come_for_each_token(served: Served, local: Model, stream: bool) -> None:
     response = served.chat(asking(user("red?", IMAGE), **NONE, logprobs=True, stream=stream))
@@ -198,7 +203,7 @@ def test_log_probabilities_come_for_each_token(served: Served, local: Model, str
     choices = [c for event in response.events for c in event["choices"]] if stream else response.json["choices"]
     content = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["content"]]
     assert [token["logprob"] for token in content] == pytest.approx(answer.logprobs, abs=1e-4)
-    assert [token["token"] for token in content] == [local.loaded.text.decode([id]) for id in answer.token_ids]
+    assert [token["token"] for token in content] == [written(local, id) for id in answer.token_ids]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -211,7 +216,7 @@ def test_the_most_likely_tokens_come_with_their_log_probabilities(served: Served
     assert answer.top_logprobs is not None
     for token, likely in zip(content, answer.top_logprobs, strict=True):
         given = token["top_logprobs"]
-        assert [one["token"] for one in given] == [local.loaded.text.decode([id]) for id, _ in likely]
+        assert [one["token"] for one in given] == [written(local, id) for id, _ in likely]
         values = [one["logprob"] for one in given]
         assert values == pytest.approx([value for _, value in likely], abs=1e-4)
         assert values == sorted(values, reverse=True)

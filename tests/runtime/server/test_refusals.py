@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import socket
@@ -342,3 +343,19 @@ def test_an_image_whose_size_is_a_lie_is_refused(served: Served) -> None:
     url = data_url(IMAGE)
     broken = url[:60] + "AAAA" + url[64:]
     assert served.chat({**GOOD, "messages": [part({"url": broken})]}).status == 400
+
+
+def test_a_header_beyond_its_limit_is_431_however_it_comes(served: Served) -> None:
+    for size, status in ((15_000, b" 200 "), (17_000, b" 431 "), (60_000, b" 431 "), (200_000, b" 431 ")):
+        head = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-Long: " + size * b"x" + b"\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
+            connection.sendall(head)
+            assert status in connection.recv(100), size
+
+
+def test_no_message_holds_an_address_in_memory(served: Served) -> None:
+    whole = base64.b64decode(data_url(IMAGE).partition(",")[2])
+    for at in range(8, len(whole), max(1, len(whole) // 40)):
+        content = whole[:at] + bytes(8) + whole[at + 8 :]
+        url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        assert b"object at 0x" not in served.chat({**GOOD, "messages": [part({"url": url})]}).body

@@ -15,6 +15,7 @@ from tests.support.serving import Response, Served, asking, held, serving, until
 from tests.support.tiny import random_image
 from vtx.commands.serve import reload
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.server.keys import Keys, Tenant, read_keys, unnamed
@@ -31,6 +32,7 @@ nameless
 """
 SECRET = ("the code is 4 2", "red?")
 IMAGE = random_image(7)
+SETTINGS = Settings(None, Options(max_new_tokens=1), None)
 DRAWN = ("id", "created", "created_at", "timings_ms")  # for each request
 
 
@@ -111,13 +113,11 @@ def test_keys_that_share_use_each_others_caches(served: Served) -> None:
 def test_concurrent_questions_of_two_keys_share_no_prefix(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, api_keys=Keys(read_keys(FILE, "keys"))) as served:
         assert chat(served, "alice", asking(user("which?"))).status == 200
-        pool = served.engines.loaded[0].pool
         body = asking(*messages("one"), max_tokens=100)
         with held(served):
             others = [served.open_chat(body, Authorization=f"Bearer key-of-{key}") for key in ("bob", "alice")]
             until(lambda: served.engines.loaded[0].scheduler.waiting == 1, "alice's waits")
         until(lambda: served.engines.loaded[0].scheduler.active == 2, "both are computed")
-        assert len(pool._leased) == 2
         with others[0], others[1] as connection:
             usage = replied(connection)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -175,13 +175,15 @@ def test_no_key_loses_its_share_of_memory_to_another(local: Model) -> None:
     assert cache.get("rare", "alice") is tokens
     assert cache.get("rare", "bob") is None
     pool = ConversationPool(local.loaded, 1 << 30, 4)
-    kept = {}
-    for number, tenant in enumerate(["alice", *["bob"] * 20]):
-        ids = local.loaded.prompt_ids([{"role": "user", "content": f"question {number}"}])
-        kept[number] = pool.lease((), ids, tenant=tenant)
-        pool.give_back(kept[number])
-    assert kept[0] in pool._kept
-    assert len(pool._kept) == 4
+    prompts = [local.loaded.prompt_ids([{"role": "user", "content": f"red? {'x' * n}"}]) for n in range(21)]
+    for number, ids in enumerate(prompts):
+        conversation = pool.lease((), ids, tenant="bob" if number else "alice")
+        list(conversation.stream_messages([{"role": "user", "content": f"red? {'x' * number}"}], SETTINGS))
+        pool.give_back(conversation)
+    hits = pool.hits
+    pool.give_back(pool.lease((), prompts[0], tenant="alice"))
+    assert pool.hits == hits + 1, "alice's is still there"
+    pool.close()
 
 
 def test_what_a_file_of_keys_says() -> None:

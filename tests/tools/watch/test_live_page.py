@@ -7,7 +7,7 @@ import io
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from tests.support.browser import launched
 from tests.support.serving import until
 
 from vtx.runtime.errors import ImageError
+from vtx.runtime.server.delivery import Output
 from vtx.runtime.server.refusal import Refusal
 from vtx.tools.watch.config import SourceConfig, StandingQuestion
-from vtx.tools.watch.outputs import Output
+from vtx.tools.watch.live_page import STREAMS_PER_CLIENT
 from vtx.tools.watch.sources import FrameSource, Newest
 from vtx.tools.watch.watch import Watched
 
@@ -119,6 +120,18 @@ def test_a_source_shows_its_newest_frame_also_after_it_was_asked_about(page: Pag
         )
 
 
+def test_idle_connections_and_open_streams_of_one_client_shut_nobody_out(page: Page) -> None:
+    with served(page) as port, ExitStack() as closing:
+        for _ in range(STREAMS_PER_CLIENT):
+            connection = closing.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in connection.recv(100)
+        assert get(port, "/events")[0] == 503
+        for _ in range(64):
+            closing.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert get(port, "/")[0] == 200
+
+
 def test_a_picture_is_made_once_a_frame_and_one_that_cannot_be_read_is_told(page: Page) -> None:
     reads = list[None]()
 
@@ -127,7 +140,7 @@ def test_a_picture_is_made_once_a_frame_and_one_that_cannot_be_read_is_told(page
         return Image.new("RGB", (8, 8))
 
     def broken() -> Image.Image:
-        raise ImageError("cut off")
+        raise ImageError("/srv/pictures/door.jpg is cut off")
 
     newest = page.watched["door"].newest
     newest.put(read)
@@ -139,7 +152,9 @@ def test_a_picture_is_made_once_a_frame_and_one_that_cannot_be_read_is_told(page
     newest.put(broken)
     with served(page) as port:
         status, _, body = get(port, "/pictures/door")
-        assert (status, json.loads(body)["error"]["message"]) == (503, "cut off")
+        assert status == 503
+        assert "cannot be read" in json.loads(body)["error"]["message"]
+        assert b"/srv" not in body
     page.watched = {"shelf": page.watched["shelf"]}
     with pytest.raises(Refusal, match="no source 'door'"):
         page.picture("door")

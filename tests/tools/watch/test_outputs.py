@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.server.delivery import Output
 from vtx.tools.watch.config import FileOutput, Mqtt, SourceConfig, StandingQuestion, WatchConfig, Webhook
-from vtx.tools.watch.outputs import Output, Poster, RotatedFile, open_outputs
+from vtx.tools.watch.outputs import Poster, RotatedFile, open_outputs
 
 WAIT = 60.0  # seconds for what should happen at once, on a busy machine
 
@@ -159,6 +160,7 @@ def test_a_broker_gets_events_at_the_topic() -> None:
                         break
                 body = file.read(length)
                 if head[0] >> 4 == 1:
+                    assert text(b"house/events") + text(b'{"event": "lost"}') in body, "its last will"
                     connection.sendall(b"\x20\x02\x00\x00")
                 elif head[0] >> 4 == 3:
                     assert body.startswith(text(b"house/events"))

@@ -26,8 +26,8 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.scheduler.engine import Engine
+from vtx.runtime.server.delivery import Output
 from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig, When
-from vtx.tools.watch.outputs import Output
 from vtx.tools.watch.sources import FrameSource
 from vtx.tools.watch.watch import Watcher, capacity
 
@@ -283,6 +283,7 @@ def test_a_broken_frame_is_counted_and_the_next_is_asked(engine: Engine) -> None
     assert run.show(b"not a picture") == []
     assert run.watcher.watched["s"].source.corrupt == 2
     assert len(run.show(picture(1))) == 1
+    assert not run.watcher.watched["s"].source.error, "that of an earlier frame"
 
 
 def test_a_question_that_fails_says_so_and_stops_nothing(engine: Engine) -> None:
