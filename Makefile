@@ -13,6 +13,11 @@ DEMO := build/demo
 FUZZ ?= 20000
 SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
+KIND ?= avx2
+TESTS ?=
+# What computes, and what chooses how.
+ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
+	tests/tools/fit/test_arithmetic.py
 CLANG ?= clang++
 CMAKE_CPP = cmake -S runtime/cpp -G Ninja -DVTX_WERROR=ON -DVTX_BUILD_TESTS=ON
 # OpenVINO's headers and libraries are those inside the wheel, where the extra is installed.
@@ -21,7 +26,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,8 +52,14 @@ $(DEMO)/vtx.json: | $(READY)
 
 test: checks pytest ## every check but the slow tests
 
-test-all: checks ## every check, slow tests included: what CI runs
+test-all: checks ## every check, slow tests included, and those of arithmetic as on lesser processors: what CI runs
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+	for kind in $$($(BIN)/python scripts/as_processor.py); do \
+		$(MAKE) --no-print-directory test-as KIND=$$kind TESTS="$(ARITHMETIC)" || exit 1; \
+	done
+
+test-as: $(READY) ## tests as on a lesser processor of x86-64: KIND=avx2, or another in scripts/as_processor.py; TESTS: these alone
+	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow" $(TESTS)
 
 checks: $(READY) ## lint, types, imports and cpp, two at a time
 	@$(MAKE) --no-print-directory --jobs 2 lint types imports cpp
