@@ -130,7 +130,8 @@ fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests
 	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest -m hypothesis --ignore tests/fuzz
 
 sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
-	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s tests/runtime/session/test_sequences.py -k any_
+	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s -k any_ \
+		tests/runtime/session/test_sequences.py tests/runtime/cpp/test_sequences.py
 
 test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser; needs Debian's chromium package or another Chromium
 	$(BIN)/python -m pip install playwright

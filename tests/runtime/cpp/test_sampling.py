@@ -39,8 +39,12 @@ def damaged(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}])
 def test_both_runtimes_refuse_them(damaged: Path, tmp_path: Path, settings: dict[str, float]) -> None:
     [picture] = write_pictures(tmp_path, [(60, 60)])
-    with load(damaged, device="cpu", threads=1) as model, pytest.raises(BundleError, match=re.escape(NOT_FINITE)):
-        model.ask(picture, "red?", **settings)
+    with (
+        load(damaged, device="cpu", threads=1) as model,
+        model.open(picture) as conversation,
+        pytest.raises(BundleError, match=re.escape(NOT_FINITE)),
+    ):
+        conversation.ask("red?", **settings)
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     done = run("run", "--bundle", damaged, "--device", "cpu", *words, picture, "red?")
     assert done.returncode == 1
