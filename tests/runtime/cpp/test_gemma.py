@@ -65,7 +65,7 @@ def test_pixels_and_tokens_are_those_of_python(models: Models, pictures: list[Pa
         (GEMMA3, REDUCTIONS, (3, 5)),
         (replace(GEMMA3, context=120), REDUCTIONS, (3,)),  # two images do not fit
         (CROPS, REDUCTIONS[:1], (3,)),
-        (GEMMA4, ("divprune:keep=0.5",), (3, 6)),
+        (GEMMA4, ("divprune:keep=0.5",), (3, 5)),
     ],
     ids=["gemma3", "one image", "crops", "gemma4"],
 )
