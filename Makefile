@@ -13,6 +13,11 @@ DEMO := build/demo
 FUZZ ?= 20000
 SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
+KIND ?= avx2
+TESTS ?=
+# What computes, and what chooses how.
+ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
+	tests/tools/fit/test_arithmetic.py
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
@@ -23,7 +28,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-gpu test-extras test-browser test-ray test-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -49,8 +54,14 @@ $(DEMO)/vtx.json: | $(READY)
 
 test: checks pytest ## every check but the slow tests
 
-test-all: checks ## every check, slow tests included: what CI runs
+test-all: checks ## every check, slow tests included, and those of arithmetic as on lesser processors: what CI runs
 	$(BIN)/pytest --numprocesses auto --dist loadfile
+	for kind in $$($(BIN)/python scripts/as_processor.py); do \
+		$(MAKE) --no-print-directory test-as KIND=$$kind TESTS="$(ARITHMETIC)" || exit 1; \
+	done
+
+test-as: $(READY) ## tests as on a lesser processor of x86-64: KIND=avx2, or another in scripts/as_processor.py; TESTS: these alone
+	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow" $(TESTS)
 
 checks: $(READY) ## lint, types, imports and cpp, two at a time
 	@$(MAKE) --no-print-directory --jobs 2 lint types imports cpp
@@ -121,7 +132,8 @@ fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests
 	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest -m hypothesis --ignore tests/fuzz
 
 sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
-	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s tests/runtime/session/test_sequences.py -k any_
+	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s -k any_ \
+		tests/runtime/session/test_sequences.py tests/runtime/cpp/test_sequences.py
 
 test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser; needs Debian's chromium package or another Chromium
 	$(BIN)/python -m pip install playwright

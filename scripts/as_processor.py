@@ -4,8 +4,8 @@
 
 OpenVINO, onnxruntime and numpy ask the processor (CPUID) and /proc/cpuinfo what it has; as_processor.c answers them
 without the features of later processors. Their code is then that of the lesser processor, and so are its results; its
-speed is not. PyTorch, with which tests compare, keeps what it has. Needs a C compiler and objdump; ends with 3 and one
-line where the kind cannot be had here.
+speed is not. PyTorch, with which tests compare, keeps what it has. Needs a C compiler and objdump; without arguments it
+prints the kinds that this machine can be.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ ASKING = {  # packages whose libraries choose code by the processor
     "numpy": ("_core/_multiarray_umath*.so", "linalg/*.so"),
 }
 NEEDED = ("cc", "objdump")
-UNABLE = 3
 
 
 def obstacle(kind: str) -> str | None:
@@ -60,6 +59,14 @@ def obstacle(kind: str) -> str | None:
         return f"this processor is none of kind {kind}: it has no {', '.join(lacking)}"
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
     return f"{kind} needs {' and '.join(missing)}, which are not installed" if missing else None
+
+
+def possible_kinds() -> list[str]:
+    """The kinds that this machine can be; writes one line for each of the others."""
+    obstacles = {kind: obstacle(kind) for kind in KINDS}
+    for reason in filter(None, obstacles.values()):
+        print(f"as_processor: {reason}", file=sys.stderr)
+    return [kind for kind, reason in obstacles.items() if reason is None]
 
 
 def libraries() -> Iterator[Path]:
@@ -125,13 +132,14 @@ def environment(kind: str) -> dict[str, str]:
 
 
 def main() -> None:
-    kind, *command = sys.argv[1:] or [""]
+    if len(sys.argv) == 1:
+        print(*possible_kinds())
+        return
+    kind, *command = sys.argv[1:]
     if kind not in KINDS or not command:
         raise SystemExit(f"usage: python scripts/as_processor.py KIND COMMAND...; KIND is one of {', '.join(KINDS)}")
-    reason = obstacle(kind)
-    if reason:
-        print(f"as_processor: {reason}", file=sys.stderr)
-        raise SystemExit(UNABLE)
+    if reason := obstacle(kind):
+        raise SystemExit(f"as_processor: {reason}")
     os.execvpe(command[0], command, environment(kind))
 
 

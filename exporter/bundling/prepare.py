@@ -354,11 +354,11 @@ def _gates_and_ks(
     gates = read_gates(options.gates, config.text, checkpoint.fingerprint()) if options.gates else None
     ks = tuple(gates.by_k) if gates and options.ks == "auto" else tuple(k for k in options.ks if isinstance(k, int))
     _check_ks(ks, config.text.layers)
-    shared = config.text.shared
-    if shared is not None and ks and max(ks) >= shared:
+    source = config.text.first_source
+    if source is not None and ks and max(ks) > source:
         raise RequestError(
-            f"K = {max(ks)} changes nothing: layers from {shared} on have no keys and values of their own, so all "
-            f"of a prompt but its last token leaves there anyway, without loss; name K from 2 to {shared - 1}, or none"
+            f"K = {max(ks)} is behind layer {source}: layers from {config.text.shared} on have no keys and values of "
+            f"their own and would still see the image in that layer's; name K from 2 to {source}, or none"
         )
     if gates and not set(ks) & set(gates.by_k):
         raise RequestError(
@@ -475,11 +475,11 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
                     f"{config.text.sliding.window if config.text.sliding else 0} positions; use one with full "
                     f"attention: {', '.join(map(str, full)) or 'none'}"
                 )
-            beyond = [cut for cut in own.boundaries if config.text.shared is not None and cut > config.text.shared]
-            if beyond:
+            source = config.text.first_source
+            if source is not None and (beyond := [cut for cut in own.boundaries if cut > source]):
                 raise UnsupportedModelError(
                     f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
-                    f"{config.text.shared} on have no K and V of their own; use layers before {config.text.shared}"
+                    f"{config.text.shared} on would still see them in K and V of layer {source}; use layers before it"
                 )
             side, two_towers = max(vision.square, vision.pool), vision.beside is not None or bool(vision.towers)
             check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)

@@ -73,6 +73,12 @@ def make_policy(
             raise RequestError(
                 f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
             )
+        source = manifest.model.first_source
+        if source is not None and k > source:  # of bundles that an earlier vtx made
+            raise RequestError(
+                f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
+                "a lower K, or none"
+            )
         exits = Withdraw(int(k))  # it may be numpy's
     policy = Policy((exits, *reductions))
     if not policy.needs.final_norm:

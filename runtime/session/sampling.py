@@ -101,7 +101,7 @@ class Sampler:
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
-        s, best = self._settings, int(logits.argmax())  # the first that is no number, if there is one
+        s, best = self._settings, int(logits.argmax())  # the first that is not a number, if there is one
         most = float(logits[best])
         check_finite(most)
         if s.temperature == 0:

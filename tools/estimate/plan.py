@@ -297,12 +297,12 @@ def make_plan(
     size, depths = model.decoder, list[DepthCost]()
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
     whole = flops.total_flops(size, full, model.vision, views)
-    deepest = size.layers if size.shared is None else size.shared - 1
+    deepest = size.first_source or size.layers
     for k in ks or spread_ks(deepest):
         if k is not None and k > deepest and size.shared is not None:
             raise RequestError(
-                f"K = {k} changes nothing: layers from {size.shared} on have no keys and values of their own; name K "
-                f"from 2 to {deepest}, or none"
+                f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
+                f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
             )
         withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
         slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))

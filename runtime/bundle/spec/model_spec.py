@@ -159,6 +159,13 @@ class ByLayer:
         return max(n for n in range(1, self.shared) if self.slides(n) == self.slides(layer))
 
     @property
+    def first_source(self) -> int | None:
+        """The first layer whose keys and values later ones share, from which on tokens that leave would stay there."""
+        if self.shared is None:
+            return None
+        return min(self.source(layer) for layer in range(self.shared, self.layers + 1))
+
+    @property
     def mean_head_dim(self) -> float:
         """The size of heads, the mean over the layers that keep keys and values."""
         widths = [self.heads_of(layer) for layer in range(1, self.shared or self.layers + 1)]

@@ -29,7 +29,7 @@ STEPS, TOLERANCE = 8, 1e-4
 # K and V of 1 head of 16 and 32 numbers are not written in place; those of 64 and 128 in float32 are.
 WIDE4 = replace(GEMMA4, head_dim=64)
 FAMILIES = {
-    "gemma3": (GEMMA3, (2, 4, 6)), "gemma4": (GEMMA4, (2, 4, 5, 6)), "gemma4-aligned": (WIDE4, (4,)),
+    "gemma3": (GEMMA3, (2, 4, 6)), "gemma4": (GEMMA4, (2, 4, 5)), "gemma4-aligned": (WIDE4, (4,)),
     "paligemma": (PALIGEMMA, (3, 5)),
 }  # fmt: skip
 

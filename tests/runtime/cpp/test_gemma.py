@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bundles import write_gate
+from tests.support.bundles import ORT, export_anew, write_gate
 from tests.support.cabi import Frames, Loaded
 from tests.support.cpp import (
     ask,
@@ -31,7 +31,9 @@ from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
+from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
+from vtx.runtime.bundle.spec.model_spec import ByLayer
 from vtx.runtime.bundle.vtx_json import parse_manifest
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layouts import read_layout
@@ -65,7 +67,7 @@ def test_pixels_and_tokens_are_those_of_python(models: Models, pictures: list[Pa
         (GEMMA3, REDUCTIONS, (3, 5)),
         (replace(GEMMA3, context=120), REDUCTIONS, (3,)),  # two images do not fit
         (CROPS, REDUCTIONS[:1], (3,)),
-        (GEMMA4, ("divprune:keep=0.5",), (3, 6)),
+        (GEMMA4, ("divprune:keep=0.5",), (3, 5)),
     ],
     ids=["gemma3", "one image", "crops", "gemma4"],
 )
@@ -82,6 +84,23 @@ def test_traces_are_met(
         checkpoint, tmp_path, "fp32", ks=ks, device=device, reductions=reductions, gates=gates, limit=SAME
     )  # fmt: skip
     assert asked > 20
+
+
+def test_a_k_that_layers_behind_do_not_follow_is_refused_in_bundles_that_have_it(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ByLayer, "first_source", None)
+        options = ExportOptions(str(tiny_checkpoint(GEMMA4)), (5, 6), "fp32", dialects=ORT)
+        folder = export_anew(options, tmp_path / "bundle").folder
+    told = "K = 6: layers that read the keys and values of layer 5 would still see the image there"
+    with load(folder, device="cpu", threads=1) as model, model.open(pictures[0]) as conversation:
+        assert conversation.ask("red?", 5, max_new_tokens=1).stats.k == 5
+        with pytest.raises(RequestError, match=told):
+            conversation.ask("red?", 6)
+    done = run("run", "--bundle", folder, "--device", "cpu", "--k", "6", pictures[0], "red?")
+    assert done.returncode != 0
+    assert told in done.stderr.decode()
 
 
 @pytest.mark.slow

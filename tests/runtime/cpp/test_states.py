@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -105,6 +106,24 @@ def test_traces_are_met_at_every_precision(
 @FAMILIES
 def test_answers_are_those_of_python(models: Models, pictures: list[Path], tiny: Tiny) -> None:
     assert_answers_equal(models(tiny, (3, 5)), pictures, QUESTIONS, ("none", 5, 3))
+
+
+@needs_abi
+@DEVICES
+@FAMILIES
+@pytest.mark.parametrize("ks", [(2,), (4, 5)], ids=str)
+def test_stages_of_one_layer_answer_as_fresh_ones_on_onnxruntime(
+    models: Models, pictures: list[Path], tiny: Tiny, device: str, ks: tuple[int, ...]
+) -> None:
+    """The first run of prompts of each length, and later ones."""
+    folder = models(tiny, ks).bundle.folder
+    with closing(Loaded(folder, device)) as loaded, load(folder, device="cpu", threads=1) as fresh:
+        for picture, k in itertools.product(pictures[:2], (None, *ks)):
+            found = loaded.ask([picture], QUESTIONS, [str(k or "none")] * len(QUESTIONS), max_new_tokens=6)
+            for question, answer in zip(QUESTIONS, found, strict=True):
+                with fresh.open(picture) as conversation:
+                    want = conversation.ask(question, k, max_new_tokens=6)
+                assert tuple(answer["token_ids"]) == want.token_ids, (picture.name, k, question)
 
 
 @needs_abi

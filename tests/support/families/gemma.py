@@ -192,23 +192,21 @@ def gemma3_logits(
 def gemma4_logits(model: Any, rows: torch.Tensor, vision: torch.Tensor, k: int | None) -> torch.Tensor:
     """Next-token logits [vocab] by transformers' layers, every row through every layer, with columns masked.
 
-    Withdrawal at K: image tokens run in layers 1 to K - 1 alone. A layer sees them if they ran in the layer whose keys
-    it reads: in the last one of its kind that shares nothing, for a layer that shares.
+    Withdrawal at K: layer K and later ones see no image token, whichever layer's keys they read.
     """
     decoder = model.model.language_model
     config, (hidden, given) = decoder.config, rows.tensor_split([decoder.config.hidden_size], -1)
-    count, first = rows.shape[1], config.num_hidden_layers - config.num_kv_shared_layers
+    count = rows.shape[1]
     positions = torch.arange(count)
     back = positions[:, None] - positions
     ropes = {kind: decoder.rotary_emb(hidden, positions[None], kind) for kind in set(config.layer_types)}
     held: dict[str, Any] = {}
     for number, layer in enumerate(decoder.layers):
         kind = config.layer_types[number]
-        source = number if number < first else max(n for n in range(first) if config.layer_types[n] == kind)
         seen = back >= 0
         if kind == "sliding_attention":
             seen &= back < config.sliding_window
-        if k is not None and source + 1 >= k:
+        if k is not None and number + 1 >= k:
             seen &= ~vision[None]
         mask = torch.zeros(count, count).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
         width = config.hidden_size_per_layer_input

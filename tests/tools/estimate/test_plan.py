@@ -470,7 +470,7 @@ def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> 
     every = full_schedule(35, text=22, vision=266)
     assert with_exit(model.decoder, every) == (288,) * 15 + (1,) * 20
     assert 0.31 < total_flops(model.decoder, with_exit(model.decoder, every)) / total_flops(model.decoder, every) < 0.32
-    with pytest.raises(RequestError, match="K = 16 changes nothing: layers from 16 on"):
+    with pytest.raises(RequestError, match="K = 16 is behind layer 14: layers from 16 on"):
         make_plan(model, Workload(22, 266, 32), [16], ["fp16"])
 
 

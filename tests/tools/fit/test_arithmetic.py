@@ -203,8 +203,9 @@ def test_questions_about_one_image_are_not_taken_as_independent(demo: Bundle, tm
 
 
 def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
-    demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_arithmetic: Callable[[str], None]
 ) -> None:
+    needs_arithmetic("int8")
     folder = copy(demo.folder, tmp_path / "b")
 
     def failing(*given: Any, compute: str, **more: Any) -> Any:

@@ -162,6 +162,10 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
   if (std::find(m.variants.begin(), m.variants.end(), number) == m.variants.end())
     fail(Kind::request, "K = ", number, " was not prebuilt, this bundle has ",
          m.variants.empty() ? "none at all" : listed(m.variants), "; use one of these, or export with --k ", number);
+  const Ids sources = m.model.shared ? m.model.sources(*m.model.shared, m.model.layers) : Ids();
+  if (!sources.empty() && number > sources.front())  // of bundles that an earlier vtx made
+    fail(Kind::request, "K = ", number, ": layers that read the keys and values of layer ", sources.front(),
+         " would still see the image there; use a lower K, or none");
   return std::make_shared<Withdraw>(number);
 }
 

@@ -146,6 +146,8 @@ class OpenvinoBackend : public HostBackend {
     const StageSpec& spec = m_.stages[index];
     OpenvinoStage& stage = stages_[index];
     auto model = read_stage(file, spec), many = read_for_many(file, spec, stage);
+    stage.state_parts = loading(file, [&] { return model->split_states(); });
+    if (many) loading(file, [&] { return many->split_states(); });
     auto dropping = model->letting_go(), dropping_many = many ? many->letting_go() : nullptr;
     stage.name = file;
     stage.compiled = compile(file, *model, m_.precision);

@@ -70,6 +70,7 @@ class Model {
   virtual void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
                            bool both_ways) = 0;
   virtual void choose_rows(bool whole) = 0;
+  virtual std::vector<int64_t> split_states() = 0;
   virtual void multiply_integers() = 0;
   // `memory` must stay as long as what is compiled from the model.
   virtual void bring_to_int8(WeightMemory& memory) = 0;
@@ -87,7 +88,7 @@ class Core {
 };
 
 // The one symbol of libvtx_openvino.so; the caller owns the core. Null where the library was built for another bridge.
-inline constexpr int kBridgeVersion = 6;
+inline constexpr int kBridgeVersion = 7;
 inline constexpr char kBridgeSymbol[] = "vtx_openvino_core";
 using BridgeFunction = Core* (*)(int version);
 

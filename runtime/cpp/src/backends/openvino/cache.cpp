@@ -12,6 +12,14 @@ namespace {
 
 using openvino::Type;
 
+// An output of states: its part of the room, or, where that is in several places, memory of its own.
+struct StateOutput {
+  std::string name;
+  Ids shape;
+  float* to;
+  Floats apart;
+};
+
 size_t blocks_of(int64_t slots) { return static_cast<size_t>((slots + names::kPagedBlock - 1) / names::kPagedBlock); }
 
 size_t planes_of(const StageSpec& spec) { return 2 * spec.cached.size(); }
@@ -92,15 +100,37 @@ void OpenvinoStageCache::run_request(int64_t before, size_t count) {
   if (!states_) return ran_->run();
   HostStates& states = host_states();
   const Ids ends = states.ends(before, static_cast<int64_t>(count));
-  const Ids shape{states.layers(), 1, static_cast<int64_t>(ends.size()), states.numbers()};
+  const auto count_of_ends = static_cast<int64_t>(ends.size());
   set(names::kState, Type::f32, {states.layers(), 1, states.numbers()}, states.at(before).data());
   set(names::kStateEnds, Type::i64, {static_cast<int64_t>(ends.size())}, ends.data());
-  set(names::kStateOut, Type::f32, shape, states.room(ends.size()));
+  float* room = states.room(ends.size());
+  std::vector<StateOutput> outputs;
+  if (stage_.state_parts.empty())
+    outputs.push_back({names::kStateOut, {states.layers(), 1, count_of_ends, states.numbers()}, room, {}});
+  int64_t first = 0;  // of a part, among the numbers of all layers
+  for (int64_t width : stage_.state_parts) {
+    const std::string name = cat(names::kStateOut, ".", outputs.size());
+    outputs.push_back({name, {1, count_of_ends, width}, room + first, {}});
+    // Of several ends the room has all numbers of the first one, then those of the next.
+    if (count_of_ends > 1) outputs.back().apart = Floats(ends.size() * static_cast<size_t>(width));
+    first += width;
+  }
+  for (StateOutput& output : outputs)
+    set(output.name, Type::f32, output.shape, output.apart.empty() ? output.to : output.apart.data());
   ran_->run();
-  openvino::TensorView made = ran_->get(names::kStateOut);
-  if (made.shape != shape)
-    fail(Kind::bundle, stage_.name, " gives ", made.shape.size() > 2 ? made.shape[2] : 0, " outputs for ", ends.size(),
-         " tokens; export the bundle again");
+  first = 0;
+  for (const StateOutput& output : outputs) {
+    const Ids made = ran_->get(output.name).shape;
+    if (made != output.shape)
+      fail(Kind::bundle, stage_.name, " gives ", made.size() > 2 ? made[made.size() - 2] : 0, " outputs for ", ends.size(),
+           " tokens; export the bundle again");
+    if (output.apart.empty()) continue;
+    const int64_t width = output.shape.back(), layer = first / states.numbers(), number = first % states.numbers();
+    for (int64_t end = 0; end < count_of_ends; ++end)
+      std::copy_n(output.apart.data() + end * width, width,
+                  room + (layer * count_of_ends + end) * states.numbers() + number);
+    first += width;
+  }
   states.put(before, ends);
 }
 

@@ -81,10 +81,12 @@ class OpenvinoGraph : public HostGraph {
 
 // A stage's compiled graph; each cache makes its own infer request over it. `for_many`: the same stage with its weights in
 // a form that is quicker for many tokens, where it has one, and `held` the memory that these weights came from.
+// `state_parts`: the widths of the parts in which it gives its layers' states; none: in one.
 struct OpenvinoStage {
   std::string name;
   std::unique_ptr<openvino::WeightMemory> held;
   std::unique_ptr<openvino::Compiled> compiled, for_many;
+  std::vector<int64_t> state_parts;
 };
 
 }  // namespace vtxcore

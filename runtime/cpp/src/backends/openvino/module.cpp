@@ -79,6 +79,7 @@ class OvModel : public Model {
     openvino::page_caches(*model_, layers, heads, sliding, windows, both_ways);
   }
   void choose_rows(bool whole) override { openvino::choose_rows(*model_, whole); }
+  std::vector<int64_t> split_states() override { return openvino::split_states(*model_); }
   void multiply_integers() override { openvino::multiply_integers(*model_); }
   void bring_to_int8(WeightMemory& memory) override { openvino::bring_to_int8(*model_, memory); }
   void reshape(const std::string& input, const std::vector<int64_t>& shape) override {

@@ -260,4 +260,37 @@ void choose_rows(ov::Model& model, bool whole) {
   refuse(reader);
 }
 
+namespace {
+
+// What is joined by an operator of this kind, or the value itself.
+std::vector<Value> joined(const Value& value, const char* kind) {
+  if (!is_one_of(value.get_node_shared_ptr(), {kind})) return {value};
+  return value.get_node()->input_values();
+}
+
+}  // namespace
+
+std::vector<int64_t> split_states(ov::Model& model) {
+  std::shared_ptr<ops::Result> whole;
+  for (const auto& result : model.get_results())
+    if (result->output(0).get_names().count(names::kStateOut) > 0) whole = result;
+  if (!whole) return {};
+  std::vector<int64_t> widths;
+  ov::ResultVector parts;
+  for (const Value& layer : joined(whole->input_value(0), "Concat")) {
+    if (!is_one_of(layer.get_node_shared_ptr(), {"Unsqueeze"})) return {};
+    for (const Value& part : joined(layer.get_node()->input_value(0), "Concat")) {
+      const ov::PartialShape& shape = part.get_partial_shape();
+      if (shape.rank() != 3 || shape[2].is_dynamic()) return {};
+      parts.push_back(std::make_shared<ops::Result>(part));
+      parts.back()->output(0).get_tensor().add_names({std::string(names::kStateOut) + "." + std::to_string(widths.size())});
+      widths.push_back(shape[2].get_length());
+    }
+  }
+  model.remove_result(whole);
+  model.add_results(parts);
+  model.validate_nodes_and_infer_types();
+  return widths;
+}
+
 }  // namespace vtxcore::openvino

@@ -55,4 +55,9 @@ void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t h
 // is written in another way than vtx writes it.
 void choose_rows(ov::Model& model, bool whole);
 
+// Has the output names::kStateOut given in the parts that it joins, each an output [conversations, ends, width] of that
+// name, a dot and its number: the engine's first run of a graph that joins those of one layer gives zeros among them.
+// Returns the widths, layer after layer; none where there is no such output, or it is made in another way.
+std::vector<int64_t> split_states(ov::Model& model);
+
 }  // namespace vtxcore::openvino
