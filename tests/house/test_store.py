@@ -14,13 +14,13 @@ from tests.support.store import new_folder, open_store, publish, verified
 
 def end_use() -> None:
     """As the end of a process does."""
-    while store._locks:
-        os.close(store._locks.pop())
+    while store.LOCKS:
+        os.close(store.LOCKS.pop())
 
 
 @pytest.fixture(autouse=True)
-def own_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(store, "_locks", [])
+def ownLOCKS(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(store, "LOCKS", [])
     yield
     end_use()
 

@@ -27,7 +27,7 @@ LIBRARIES = (
     "torch",
     "transformers",
 )
-_locks: list[int] = []  # open until the process ends
+LOCKS: list[int] = []  # file descriptors, open until the process ends
 
 
 @cache
@@ -53,7 +53,7 @@ def open_store(root: Path = FOLDER, code: str | None = None) -> Path:
             _remove_unused(other, other)
     folder = root / code
     _remove_unused(folder / "unfinished", folder)  # of processes that ended before they published it
-    _locks.append(_lock(folder, fcntl.LOCK_SH))
+    LOCKS.append(_lock(folder, fcntl.LOCK_SH))
     (folder / "unfinished").mkdir(parents=True, exist_ok=True)
     return folder
 

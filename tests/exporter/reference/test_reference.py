@@ -52,6 +52,7 @@ def test_without_withdrawal_the_statement_answers_as_transformers_does(family: R
     torch.testing.assert_close(found.prompt, logits[0], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, 3])
 def test_a_guess_changes_no_answer_of_the_statement(family: Reference, k: int | None) -> None:
     inputs = ask(family)

@@ -62,7 +62,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [*paths, folder / "1.jpg"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("k", ["none", "3", "5"])
 @pytest.mark.parametrize("reduce", ["none", *REDUCTIONS])
 def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str, reduce: str) -> None:
@@ -92,6 +92,7 @@ def test_a_template_that_counts_images_is_rendered(
         assert expected(found) == expected(conversation.ask("red?", max_new_tokens=6).to_dict())
 
 
+@pytest.mark.slow
 @needs_openvino
 def test_answers_on_openvino_are_those_of_python_there(model: Model, pictures: list[Path]) -> None:
     python = load(model.bundle.folder, device="openvino", threads=THREADS)

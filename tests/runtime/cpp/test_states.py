@@ -80,6 +80,7 @@ def test_any_size_has_the_tokens_that_python_gives_it(models: Models, tmp_path: 
     assert_prepared_equal(model, shown)
 
 
+@pytest.mark.sampled(7)
 @FAMILIES
 @DEVICES
 def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str) -> None:
@@ -108,6 +109,7 @@ def test_answers_are_those_of_python(models: Models, pictures: list[Path], tiny:
     assert_answers_equal(models(tiny, (3, 5)), pictures, QUESTIONS, ("none", 5, 3))
 
 
+@pytest.mark.sampled(5)
 @needs_abi
 @DEVICES
 @FAMILIES

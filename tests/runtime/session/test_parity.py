@@ -68,9 +68,12 @@ PROMPTS = {
 
 # One variant is asked all prompts, the others about two images; of each family and tower one of them at every change.
 QUICK = {
-    "llama-siglip-biases", "llama-wide-heads-llama3-layers", "mistral-clip-linear-new", "mistral-siglip-tied",
-    "qwen2-clip-full-no-bias", "qwen2-siglip-three-layers", "qwen3-clip-biases",
-}  # fmt: skip
+    "llama-siglip-biases",
+    "mistral-clip-linear-new",
+    "qwen2-siglip-three-layers",
+    "qwen3-clip-biases",
+    "vipllava-mha",
+}
 
 
 def pairs() -> Iterator[Any]:

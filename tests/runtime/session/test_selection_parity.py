@@ -199,6 +199,7 @@ def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:
     assert_equal(*ask_both(other, Method(**way, k=9), (4, 7)))
 
 
+@pytest.mark.slow
 def test_openvino(case: Case) -> None:
     pytest.importorskip("openvino")
     other = case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS))

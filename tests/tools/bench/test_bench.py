@@ -210,6 +210,7 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     assert found["depths"][0]["ms"]["second_at_another_k"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("device", "compute", "precision", "read_as", "products"),
