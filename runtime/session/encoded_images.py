@@ -373,10 +373,13 @@ class EncodedImages:
                     tokens = image.encode(self.backend, extras, check, self.tiles, self.tenant)
                 else:
                     tokens = image.encode_chosen(self.backend, clip, check)
-                signals, tower = tokens.patches.signals.values(), tokens.tower
-                signals = signals if tokens.uncut is None else [*signals, *tokens.uncut.patches.signals.values()]
-                given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
-                if not all(np.isfinite(signal).all() for signal in given):
+                tower = tokens.tower
+                signals = [*tokens.patches.signals.values()]
+                if tokens.uncut is not None:
+                    signals += tokens.uncut.patches.signals.values()
+                if tower is not None:
+                    signals += [tower.states, tower.keys, tower.attention]
+                if not all(np.isfinite(signal).all() for signal in signals):
                     raise BundleError(
                         "what the tower says of an image is not a number; use --reduce none, or export at fp32"
                     )
