@@ -352,8 +352,8 @@ class EncodedImages:
                     tokens = image.encode(self.backend, extras, check, self.tiles)
                 else:
                     tokens = image.encode_chosen(self.backend, clip, check)
-                signals, tower = tokens.patches.signals.values(), tokens.tower
-                signals = signals if tokens.uncut is None else [*signals, *tokens.uncut.patches.signals.values()]
+                signals, tower = [*tokens.patches.signals.values()], tokens.tower
+                signals += [] if tokens.uncut is None else tokens.uncut.patches.signals.values()
                 given = [*signals, *([] if tower is None else [tower.states, tower.keys, tower.attention])]
                 if not all(np.isfinite(signal).all() for signal in given):
                     raise BundleError(
