@@ -95,11 +95,11 @@ def _narrow(image: Image.Image) -> Image.Image:
     if not (image.mode.startswith("I;16") or image.format == "PNG"):  # Pillow 10 opens a PNG of 16 bits as 32
         values = "floating-point numbers" if image.mode == "F" else "32-bit integers"
         raise ImageError(f"the image's values are {values}, whose white is unknown; scale them to uint8 of 0 to 255")
-    values = np.asarray(image)
-    narrow = Image.fromarray((values >> 8).astype(np.uint8))
+    wide = np.asarray(image)
+    narrow = Image.fromarray((wide >> 8).astype(np.uint8))
     transparent = image.info.get("transparency")
     if transparent is not None:
-        narrow.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+        narrow.putalpha(Image.fromarray(np.where(wide == transparent, 0, 255).astype(np.uint8)))
     return narrow
 
 

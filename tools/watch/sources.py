@@ -251,8 +251,7 @@ class FrameSource:
                     content += bytes(packet)
                     if len(content) > MAX_FILE_BYTES:
                         raise ImageError(f"a picture is over {MAX_FILE_BYTES >> 20} MiB, the limit")
-            picture = bytes(content)
-            self._put(lambda picture=picture: picture)
+            self._put(partial(bytes, content))
             self._closed.wait(max(0.0, begun + pause - time.monotonic()))
 
 

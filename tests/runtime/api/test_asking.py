@@ -364,14 +364,9 @@ def test_an_export_from_python_is_loaded_and_closed(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("device", ["cpu", "openvino"])
-def test_threads_are_at_most_one_a_core_and_more_are_told(
-    model: Model, device: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    if device == "openvino":
-        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
+def test_threads_are_at_most_one_a_core_and_more_are_told(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     most = cores()
-    with vtx.load(model.bundle.folder, device=device, threads=1000) as loaded:
+    with vtx.load(model.bundle.folder, device="cpu", threads=1000) as loaded:
         backend: Any = loaded.loaded.backend
         assert backend.threads == most
     assert f"1000 threads are more than the {most} cores" in caplog.text
