@@ -45,7 +45,7 @@ def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
 
 
 def orientation(frame: Any) -> tuple[bool, int]:
-    """Whether a frame is to be mirrored, left to right, and then its quarter turns to the left, 0 to 3."""
+    """True if a frame is to be mirrored, left to right; and then its quarter turns to the left, 0 to 3."""
     data = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), b"")
     if len(data) != _MATRIX.size:
         return False, 0
@@ -56,5 +56,5 @@ def orientation(frame: Any) -> tuple[bool, int]:
 
 
 def fault(error: Exception) -> str:
-    """What is wrong with a frame, in the decoder's words."""
+    """The reason why a frame is damaged, in the decoder's words."""
     return str(getattr(error, "strerror", None) or error)

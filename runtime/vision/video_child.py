@@ -22,7 +22,7 @@ from vtx.runtime.vision.frame_sampling import FrameSampling
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
 MAX_THREADS = 4  # each has frames of its own in memory
 USUAL_RATE = 24.0  # frames a second of videos that do not say theirs
-MOST_OFF = 2  # frames, and 2% of many, by which a video may differ from its stated rate
+RATE_TOLERANCE = 2  # frames, and 2% of many, by which a video may differ from its stated rate
 Frames = Generator[tuple[dict[str, Any], list[Any]], None, dict[str, list[int]]]
 
 
@@ -195,7 +195,7 @@ def _rate(count: int, seconds: float, stated: float) -> float:
     """
     if not math.isfinite(stated) or stated <= 0:
         stated = 0.0
-    if stated and (not seconds or abs(count - seconds * stated) <= MOST_OFF * max(1, count / 100)):
+    if stated and (not seconds or abs(count - seconds * stated) <= RATE_TOLERANCE * max(1, count / 100)):
         return stated
     rate = count / seconds if seconds > 0 else 0.0
     return rate if math.isfinite(rate) and rate > 0 else stated or USUAL_RATE

@@ -1,4 +1,4 @@
-"""What PyInstaller packs with vtx: the runtime's modules, which are found by name, its data and its entry points."""
+"""The parts of vtx that PyInstaller packs: the runtime's modules, found by name, its data and its entry points."""
 
 from __future__ import annotations
 

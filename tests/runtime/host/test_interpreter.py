@@ -43,8 +43,9 @@ def test_a_frozen_program_with_the_hook_runs_the_child_and_nothing_else() -> Non
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"the program\n"
 
 
-def test_a_program_that_has_called_the_hook_is_its_children_s_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter, "_hooked", False)
-    monkeypatch.setattr(sys, "argv", ["kiosk", "clip.mp4"])
-    interpreter.serve_child()
-    assert interpreter.child_command() == [sys.executable, interpreter.SWITCH]
+def test_a_program_that_has_called_the_hook_is_its_children_s_program() -> None:
+    code = (
+        "import sys; from vtx.runtime.host.interpreter import SWITCH, child_command, serve_child; serve_child(); "
+        "print(child_command() == [sys.executable, SWITCH])"
+    )
+    assert subprocess.run([sys.executable, "-c", code, "clip.mp4"], capture_output=True, check=True).stdout == b"True\n"
