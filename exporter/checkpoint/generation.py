@@ -35,7 +35,7 @@ def turn_ends(tokenizer: Tokenizer, template: str, settings: TextSettings) -> di
 def generation_warnings(
     generation: Mapping[str, Any], tokenizer: Tokenizer, template: str, settings: TextSettings
 ) -> list[str]:
-    """What generation_config.json says unlike the chat template, or asks of answers and vtx leaves to the request."""
+    """Warnings of ends that generation_config.json lacks, and of its sampling, which is left to each request."""
     missing = {
         token: id for token, id in turn_ends(tokenizer, template, settings).items() if id not in settings.end_ids
     }

@@ -326,7 +326,7 @@ def _refuse_gguf(path: Path) -> None:
 
 
 def _wrapper(names: Collection[str]) -> str:
-    """What wrappers of the whole model put before each of the tensors' names."""
+    """The prefix that wrappers of the whole model put before each of the tensors' names."""
     prefix = ""
     while more := [part for part in _WRAPPERS if names and all(name.startswith(prefix + part) for name in names)]:
         prefix += more[0]
