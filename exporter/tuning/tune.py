@@ -148,6 +148,8 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
+    if any(info.source for info in source.checkpoint.tensors.values()):
+        raise RequestError(f"{source.name} is quantised, and vtx-tune trains floats; name the unquantised checkpoint")
     options.entry(source.config)
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)

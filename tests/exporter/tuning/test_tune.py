@@ -24,6 +24,7 @@ from tests.support.bundles import ORT
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families import qwen
 from tests.support.faults import Disk, failing
+from tests.support.quantised import compressed_int8, make_quantised
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.calibration.source import open_source
@@ -499,6 +500,13 @@ def test_a_disk_that_fills_leaves_the_state_before_and_no_half_of_a_checkpoint(
         assert not [path for path in out.iterdir() if path.name.endswith(".partial")]
         tune(short, out, QUIET, QUIET)
         assert all(np.array_equal(weights(out)[name], tensor) for name, tensor in weights(tmp_path / "first").items())
+
+
+def test_a_quantised_checkpoint_is_refused(options: TuneOptions, tmp_path: Path) -> None:
+    folder, _ = make_quantised(Path(options.model), tmp_path, compressed_int8())
+    with pytest.raises(RequestError, match="is quantised, and vtx-tune trains floats; name the unquantised checkpoint"):
+        open_workspace(replace(options, model=str(folder)), tmp_path / "t", QUIET)
+    assert not (tmp_path / "t").exists()
 
 
 def test_k_beyond_the_model_is_refused_before_anything_is_read(options: TuneOptions, tmp_path: Path) -> None:
