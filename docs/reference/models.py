@@ -45,7 +45,8 @@ models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `
 `gemma3` and `gemma4`
 *(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM,
 LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*. Real files were tried by
-`make published`: published configuration, processor, template and tensor names, a real tokenizer, small random weights.
+`make published`: published configuration, processor, template and tensor names, a real tokenizer of that kind, small
+random weights. Some of those files were written down from memory, not copied.
 """
 # The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,

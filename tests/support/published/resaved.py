@@ -27,6 +27,9 @@ def resave(checkpoint: Path, folder: Path) -> Path:
     kind = str(settings["image_processor"].get("image_processor_type", ""))
     settings["image_processor"]["image_processor_type"] = kind.removesuffix("Pil")
     settings.pop("feature_extractor", None)
+    if hasattr(getattr(processor, "video_processor", None), "to_dict"):
+        kind = next(kind.__name__ for kind in type(processor.video_processor).__mro__ if kind.__name__ != "OnPillow")
+        settings["video_processor"] = processor.video_processor.to_dict() | {"video_processor_type": kind}
     write_json(folder / "processor_config.json", settings)
     if processor.chat_template:
         (folder / "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
