@@ -22,6 +22,8 @@ VICUNA = (
 PAD = Tiny(family="llava_llama", aspect="pad", pickled=True, shards=2, context=1024)
 ANYRES = Tiny(family="llava_mistral", text="mistral", aspect="anyres", kv_heads=4, context=1024)
 QUESTION = "What is  the picture?"
+SCRIPTS = [(0x20, 0x7F), (0xA0, 0x180), (0x370, 0x400), (0x400, 0x500), (0x590, 0x5F5), (0x600, 0x700), (0x900, 0x980)]
+SCRIPTS += [(0xE00, 0xE5C), (0x10A0, 0x1100), (0x3040, 0x3100), (0x4E00, 0x5200), (0xAC00, 0xB000), (0x1F300, 0x1F650)]
 
 
 def counterpart(tiny: Tiny) -> Tiny:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.families.original import TOWER, write_json
+from tests.support.families.original import SCRIPTS, TOWER, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -223,10 +223,6 @@ def test_prompts_are_those_of_the_original(name: str, wanted: str) -> None:
     values = {"bos_token": "<s>", "eos_token": "</s>", "image_token": "<image>"}
     template = ImmutableSandboxedEnvironment().from_string(TEMPLATES[name])
     assert template.render(messages=messages, add_generation_prompt=True, **values) == wanted
-
-
-SCRIPTS = [(0x20, 0x7F), (0xA0, 0x180), (0x370, 0x400), (0x400, 0x500), (0x590, 0x5F5), (0x600, 0x700), (0x900, 0x980)]
-SCRIPTS += [(0xE00, 0xE5C), (0x10A0, 0x1100), (0x3040, 0x3100), (0x4E00, 0x5200), (0xAC00, 0xB000), (0x1F300, 0x1F650)]
 
 
 def many_scripts(seed: int, words: int) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.exporter.checkpoint.original.test_original import SCRIPTS
-from tests.support.families.original import PIECES, WORDS, write_json
+from tests.support.families.original import PIECES, SCRIPTS, WORDS, write_json
 from tests.support.published.places import published
 from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer, sentencepiece_tokenizer
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
