@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.exporter.checkpoint.families.test_qwen import PUBLISHED
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.openvla import TinyOpenVLA, config_of, processor_of, with_towers
+from tests.support.families.qwen import PUBLISHED
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.openvla import FAMILY as OPENVLA

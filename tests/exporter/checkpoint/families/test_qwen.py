@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.families.qwen import PUBLISHED
 from tests.support.families.qwen import image_settings as processor_settings
 from tests.support.tiny import Tiny, make
 from vtx.exporter.checkpoint.config import ModelConfig
@@ -19,45 +20,6 @@ from vtx.exporter.checkpoint.spec import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate.sizes import KNOWN
-
-# As they are published: the text model's settings stand beside the tower's.
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "qwen2-vl-2b": {
-        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_size": 1536,
-        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-        "vocab_size": 151936, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32768,
-        "max_window_layers": 28, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "hidden_act": "silu",
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "image_token_id": 151655,
-        "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
-                          "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
-                          "temporal_patch_size": 2},
-    },
-    "qwen2.5-vl-7b": {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584,
-        "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "vocab_size": 152064, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 32768,
-        "max_window_layers": 28, "max_position_embeddings": 128000, "rope_theta": 1000000.0, "hidden_act": "silu",
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "image_token_id": 151655,
-        "vision_config": {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420,
-                          "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14,
-                          "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
-                          "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2},
-    },
-    "qwen3-vl-4b": {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": True,
-        "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
-        "text_config": {"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560,
-                        "intermediate_size": 9728, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
-                        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
-                        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "vocab_size": 151936,
-                        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20],
-                                         "rope_type": "default"}},
-        "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_act": "gelu_pytorch_tanh",
-                          "hidden_size": 1024, "in_channels": 3, "intermediate_size": 4096, "model_type": "qwen3_vl",
-                          "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 2560, "patch_size": 16,
-                          "spatial_merge_size": 2, "temporal_patch_size": 2},
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
