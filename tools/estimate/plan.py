@@ -261,10 +261,17 @@ class CostPlan:
             "text_tokens": self.workload.text, "vision_tokens": self.workload.vision, "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
             "max_new_tokens": self.workload.new_tokens, "parameters": self.model.parameters,
-            "parts": {name: asdict(p) for name, p in self.parts.items()}, "weights_bytes": dict(self.weights_bytes),
+            "parts": {name: _precisions(p) for name, p in self.parts.items()}, "weights_bytes": dict(self.weights_bytes),
             "vision_flops": self.vision_flops, "depths": [depth.to_dict() for depth in self.depths], "profile": profile,
             "estimate": None if self.profile is None else ESTIMATE,
         }  # fmt: skip
+
+
+def _precisions(parts: Precisions) -> dict[str, Any]:
+    """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's."""
+    fields = asdict(parts)
+    del fields["own"]
+    return fields
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:
