@@ -261,7 +261,8 @@ class CostPlan:
             "text_tokens": self.workload.text, "vision_tokens": self.workload.vision, "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
             "max_new_tokens": self.workload.new_tokens, "parameters": self.model.parameters,
-            "parts": {name: _precisions(p) for name, p in self.parts.items()}, "weights_bytes": dict(self.weights_bytes),
+            "parts": {name: _precisions(p) for name, p in self.parts.items()},
+            "weights_bytes": dict(self.weights_bytes),
             "vision_flops": self.vision_flops, "depths": [depth.to_dict() for depth in self.depths], "profile": profile,
             "estimate": None if self.profile is None else ESTIMATE,
         }  # fmt: skip
