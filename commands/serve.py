@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import click
 
@@ -240,14 +240,25 @@ def reload(engines: Engines, keys: Keys, file: Path | None) -> None:
         note(line)
 
 
+def descriptor_of(stream: TextIO | None) -> int | None:
+    """The descriptor of a standard stream; None if it is closed, or a program has put another object in its place."""
+    if stream is None:
+        return None
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
 @contextmanager
 def access_output() -> Iterator[Output]:
     """The access log's way to stdout. Raises RequestError if there is no stdout."""
     from vtx.runtime.server.delivery import Output, writer
 
-    if sys.stdout is None:
+    descriptor = descriptor_of(sys.stdout)
+    if descriptor is None:
         raise RequestError("--access-log writes to stdout, which is closed; redirect it to a file")
-    output = Output("the access log", writer(sys.stdout.fileno()))
+    output = Output("the access log", writer(descriptor))
     try:
         yield output
     finally:
@@ -259,10 +270,11 @@ def queued_stderr() -> Iterator[None]:
     """Write what is logged to stderr in a thread of its own, so that the server answers although nobody reads it."""
     from vtx.runtime.server.delivery import Output, QueuedLog, writer
 
-    if sys.stderr is None:
+    descriptor = descriptor_of(sys.stderr)
+    if descriptor is None:
         yield
         return
-    output = Output("stderr", writer(sys.stderr.fileno()))
+    output = Output("stderr", writer(descriptor))
     handler = QueuedLog(output)
     logging.getLogger().addHandler(handler)
     try:

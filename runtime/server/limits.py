@@ -26,8 +26,8 @@ class Limits(Capacity):
 
     body: int = 32 << 20
     bodies: int = 8
-    uploads: int = 64
-    client_uploads: int = 16
+    uploads: int = 256
+    client_uploads: int = 64
     pixels: int = 32 << 20
     images: int = 8
     new_tokens: int = 1024

@@ -98,12 +98,11 @@ Whole whole_number(const std::string& option, const char* text) {
   return value;
 }
 
-// That number of threads, and a word if there are fewer cores.
-int threads_at_most_cores(int threads) {
+// A word if there are more threads than cores: libvtx then uses the cores.
+void note_threads(int threads) {
   auto cores = static_cast<int>(std::thread::hardware_concurrency());
   if (cores > 0 && threads > cores)
     std::cerr << threads << " threads are more than the " << cores << " cores of this machine, which are used\n";
-  return threads;
 }
 
 std::string json_text(const std::string& text) {
@@ -213,7 +212,7 @@ Arguments parse(int count, char** values) {
     else if (word == "--library")
       out.load.library = next();
     else if (word == "--threads")
-      out.load.threads = threads_at_most_cores(whole_number<int>(word, next()));
+      out.load.threads = whole_number<int>(word, next());
     else if (word == "--repeat")
       out.repeat = whole_number<long>(word, next());
     else if (word == "--video")
@@ -284,6 +283,7 @@ void act(const Arguments& arguments) {
   vtx::ActOptions options = arguments.acting;
   std::vector<vtx::Image> images;
   vtx::Model model(arguments.bundle, arguments.load);
+  note_threads(arguments.load.threads);
   auto named = [](const std::string& image) { return image.find('=') != std::string::npos; };
   bool all = std::all_of(arguments.images.begin(), arguments.images.end(), named);
   for (const std::string& image : arguments.images) {
@@ -364,6 +364,7 @@ void run(const Arguments& arguments) {
   if (!videos && (arguments.frames != 0 || arguments.fps != 0))
     throw std::runtime_error("--frames and --fps have no effect: there is no video; leave them out");
   vtx::Model model(arguments.bundle, arguments.load);
+  note_threads(arguments.load.threads);
   vtx::Conversation conversation = model.open(images);
   vtx::OnText show = [](std::string_view text) {
     std::cout << text << std::flush;

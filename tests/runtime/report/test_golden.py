@@ -118,7 +118,7 @@ def test_a_vector_that_is_no_number_fails(folder: Path) -> None:
 
 def test_altered_weights_fail_even_with_checksums_to_match(folder: Path) -> None:
     shard = "weights/00001-of-00001.safetensors"
-    name = "language_model.model.layers.6.mlp.down_proj.weight"
+    name = "text.layers.6.mlp.down_proj.weight"
     info = read_header(folder / shard).tensors[name]
     content = bytearray((folder / shard).read_bytes())
     values = np.frombuffer(content, np.float32, info.nbytes // 4, info.offset)

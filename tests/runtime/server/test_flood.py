@@ -39,7 +39,9 @@ def test_of_a_flood_of_clients_half_of_whom_leave_the_others_get_their_own_answe
 ) -> None:
     bodies = [asking(user(question, image), k=3) for question in QUESTIONS for image in IMAGES]
     wanted = [list(local.generate(body["messages"], 3, max_new_tokens=8, ignore_eos=True).token_ids) for body in bodies]
-    with serving({"tiny": tiny_bundle}, Limits(queue=CLIENTS, kv=ROOM)) as served:
+    with serving(
+        {"tiny": tiny_bundle}, Limits(queue=CLIENTS, kv=ROOM, uploads=CLIENTS, client_uploads=CLIENTS)
+    ) as served:
         with held(served):
             engine = served.engines.loaded[0]
             begun = engine.pool.hits + engine.pool.misses
