@@ -82,7 +82,8 @@ def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "before [2.0, 2.0]", "loaded [2.0, 2.0]", "while answering [2.0, 2.0]", "the one from before [2.0, 2.0]",
-        f"threads {min(2, cores())} 1", "alike True", "alike True", "closed [2.0, 2.0]", "the one from before [2.0, 2.0]",
+        f"threads {min(2, cores())} 1",
+        "alike True", "alike True", "closed [2.0, 2.0]", "the one from before [2.0, 2.0]",
     ]  # fmt: skip
     assert done.stderr.count(WARNING) == 5, "the other user's warnings are still told"
     logged = [line for line in done.stderr.splitlines() if ":onnxruntime:" in line and "device_discovery" not in line]
