@@ -16,8 +16,7 @@ FUZZ_SECONDS ?= 10
 KIND ?= avx2
 TESTS ?=
 # What computes, and what chooses how.
-ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
-	tests/tools/fit/test_arithmetic.py
+ARITHMETIC := tests/runtime/backends/test_integers.py tests/runtime/backends/test_narrow.py
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
