@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 SHARE = 0.05  # of a run of all tests that are not slow
-SHARE_OF_ALL = 0.15  # of a run of all, in which few files have the slow ones
+SHARE_OF_ALL = 0.1  # of a run of all, in which few files have the slow ones
 WRITTEN = Path(__file__).parents[2] / "build/test-times.json"
 
 
