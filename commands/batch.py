@@ -12,7 +12,7 @@ import click
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import PATH, Depth, option, options
 from vtx.runtime.errors import RequestError
-from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note
+from vtx.runtime.terminal.console import INCOMPLETE, bar, command, end_on_sigterm, note
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def batch(
     A line may set its own "system" text, "k", "reduce", "about", sampling, "schema", "choices", "regex" or "grammar".
     Lines of OpenAI's batch file, {"custom_id", "method", "url", "body"}, get answers in its form. After an interrupt,
     the same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
+    With an "incomplete" answer, which was cut before its form was complete, it is 3.
     """
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
@@ -64,9 +65,16 @@ def batch(
             answer: Answers = partial(answer_on_cluster, cluster, folder.resolve(), asking)
         else:
             answer = on_this_machine(held.enter_context(loading.load(folder)), asking)
-        bad = run_batch(answer, folder, tasks, answers, asking, report=held.enter_context(bar()), warn=note)
-    if bad:
+        outcome = run_batch(answer, folder, tasks, answers, asking, report=held.enter_context(bar()), warn=note)
+    if outcome.failed:
         raise RequestError(
-            f"{bad} of {len(tasks.lines)} lines failed; their errors are in {answers}; fix these lines and run again"
+            f"{outcome.failed} of {len(tasks.lines)} lines failed; their errors are in {answers}; fix these lines and "
+            "run again"
         )
     note(f"{len(tasks.lines)} answers in {answers}")
+    if outcome.incomplete:
+        note(
+            f'{outcome.incomplete} were cut before their form was complete ("incomplete"); raise --max-new-tokens, '
+            "or bound the form's fields"
+        )
+        click.get_current_context().exit(INCOMPLETE)

@@ -153,8 +153,9 @@ def _show_calibration(report: CalibrationReport) -> None:
         f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as in the data."
     )
     for choice in report.choices:
-        click.echo(f"{choice.rule}: K = {choice.k or 'none found'}")
-        for line in choice.notes:
+        outcome, *remarks = choice.notes if choice.k is None else (f"K = {choice.k}", *choice.notes)
+        click.echo(f"{choice.rule}: {outcome}")
+        for line in remarks:
             click.echo(f"  {line}")
     for p in report.curve:
         if p.k == report.k is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @click.argument("bundle", type=click.Path(), required=False)
 @options(
-    "device", "compute", "require_signature",
+    "positional", "device", "compute", "require_signature",
     option("--compare", str, "Compare each graph between two dialects on onnxruntime (ort, ort-cuda, plain, trt, "
            "trt10) or two devices (openvino, cuda, tensorrt), and report the first difference beyond "
            "tolerance.", metavar="A,B"),
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     option("--check-traces", Path, "Check traces from another runtime or device against this one.", metavar="DIR"),
 )  # fmt: skip
 def doctor(
-    bundle: str | None, loading: Loading, compare: str | None, as_json: bool, write_traces: Path | None,
-    check_traces: Path | None,
+    bundle: str | None, named: str | None, loading: Loading, compare: str | None, as_json: bool,
+    write_traces: Path | None, check_traces: Path | None,
 ) -> None:  # fmt: skip
     """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
+    bundle = named or bundle
     if bundle is None and (write_traces or check_traces):
         raise click.UsageError("--write-traces and --check-traces need a BUNDLE")
     if bundle is None and compare is None and loading != Loading():

@@ -12,8 +12,8 @@ from vtx.tools.common.loading import Loading
 
 @command(epilog="vtx-inspect vtx-demo-k16-fp16\nvtx-inspect vtx-demo-k16-fp16 --json")
 @click.argument("bundle", type=click.Path(), required=False, envvar="VTX_BUNDLE")
-@options(option("--json as_json", bool, "Print one JSON object."), "require_signature")
-def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
+@options("positional", option("--json as_json", bool, "Print one JSON object."), "require_signature")
+def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loading) -> None:
     """Show the contents of a bundle: stages, precision, sizes, KV bytes per K [default: the last one exported]."""
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.card import read_card
@@ -22,7 +22,7 @@ def inspect(bundle: str | None, as_json: bool, loading: Loading) -> None:
     from vtx.runtime.strict import json_value
     from vtx.runtime.units import size
 
-    opened = Bundle.open(last_bundle(bundle), key=loading.key)
+    opened = Bundle.open(last_bundle(named or bundle), key=loading.key)
     facts, card = describe(opened), read_card(opened)
     if as_json:
         say_json({**facts, **({} if card is None else {"card": json_value(card)})})

@@ -11,7 +11,7 @@ import click
 
 from vtx.commands.shared.options import Depth, option, options
 from vtx.runtime.process import without_collections
-from vtx.runtime.terminal.console import command, note, say, say_json
+from vtx.runtime.terminal.console import INCOMPLETE, command, note, say, say_json
 from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vtx.runtime.vision.video import Video
 
 MAX_STATE = 1 << 20  # bytes
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm")  # ends of the names of pictures
 NO_STATE = Path("none")
 
 
@@ -82,8 +83,7 @@ def run(
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
-    if not questions:
-        raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    _check_questions(questions, arguments[0])
     with without_collections():
         from vtx.commands.export import find_bundle
         from vtx.runtime.api.options import Options
@@ -118,6 +118,7 @@ def run(
 
             check_shown(model.loaded.policy(k, options, reduce), conversation.images, model.manifest.image)
         answers: list[Stats] = []
+        incomplete = False
         turns = conversation.chat(k, reduce=reduce) if chat else None
         for question in questions:
             if turns:
@@ -129,6 +130,7 @@ def run(
             else:
                 _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
             answers.append(stream.answer.stats)
+            incomplete = incomplete or stream.answer.incomplete
         if show_tokens:
             from vtx.runtime.bundle.files import replacing
             from vtx.runtime.errors import RequestError
@@ -142,6 +144,26 @@ def run(
                 raise RequestError(
                     f"cannot write the picture {show_tokens} ({e.strerror}); name another output file"
                 ) from e
+
+    if incomplete:
+        note("an answer was cut before its form was complete; raise --max-new-tokens, or bound the form's fields")
+        click.get_current_context().exit(INCOMPLETE)
+
+
+def _check_questions(questions: Sequence[str], first: str) -> None:
+    """Raise click's UsageError without a question, or for one that is the name of a picture or a video."""
+    from vtx.runtime.vision.video import SUFFIXES
+
+    if not questions:
+        if " " in first and not Path(first).exists():
+            raise click.UsageError(f"{first!r} is not a picture; name one before it, or ask without one by --text-only")
+        raise click.UsageError('no question given: vtx-run image.jpg "question"')
+    for question in questions:
+        ending = "" if " " in question else Path(question).suffix.lower()
+        if ending in PICTURES:
+            raise click.UsageError(f"{question!r} is a picture, not a question; use --image {question}")
+        if ending in SUFFIXES:
+            raise click.UsageError(f"{question!r} is a video, not a question; use --video {question}")
 
 
 def _act(
@@ -219,7 +241,5 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     if stream.answer.choices is not None:
         odds = sorted(stream.answer.choices.items(), key=lambda choice: -choice[1])
         note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds))
-    if stream.answer.stats.forced is not None and stream.answer.stopped != "end":
-        note("the answer was cut before its form was complete; raise --max-new-tokens")
     if stream.answer.stopped == "context":
         note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")

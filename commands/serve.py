@@ -90,6 +90,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
            "http://localhost:4318.", metavar="URL"),
     option("--access-log", click.Choice(["text", "json"]), "Write one line per request to stdout."),
+    option("--no-auth", bool, "Serve other machines without a key: whoever reaches the port may ask."),
     option("--lenient", bool, "Ignore unsupported fields and values; usage.vtx.ignored lists them."),
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
@@ -100,7 +101,7 @@ def serve(
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
     max_accuracy_drop: float, image_hosts: tuple[str, ...],
     origins: tuple[str, ...], api_keys: Path | None, proxies: tuple[str, ...], unix_socket: Path | None,
-    otlp: str | None, access_log: str | None, lenient: bool, loading: Loading,
+    otlp: str | None, access_log: str | None, no_auth: bool, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over an OpenAI-compatible API and a test page.
 
@@ -121,6 +122,10 @@ def serve(
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
     keys = Keys(given_keys(api_keys))
+    if unix_socket is None and not is_local(host) and not keys and not no_auth:
+        raise RequestError(
+            f"--host {host} lets other machines ask; set {KEY} to a key that they must send, or add --no-auth"
+        )
     for origin in origins:
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
@@ -165,8 +170,6 @@ def serve(
             if card:
                 note(card.in_words)
         note(f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at)}; Ctrl-C ends")
-        if unix_socket is None and not is_local(host) and not keys:
-            note(f"warning: no authentication on {host}; set {KEY}")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
         access = opening.enter_context(access_output()) if access_log else None

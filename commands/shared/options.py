@@ -135,6 +135,7 @@ _SHARED: dict[str, Declare] = {
     "data": click.argument("data", default="scenes", metavar="[DATA]"),
     "bundle": option("--bundle", click.Path(), "Bundle directory [default: $VTX_BUNDLE, else the last one exported].",
                      envvar="VTX_BUNDLE"),
+    "positional": option("--bundle named", click.Path(), "The same as BUNDLE."),
     "hub_model": option("--model hub_model", str, "Hugging Face id, instead of a bundle; downloaded and exported on "
                         "first use, then cached (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
     "hub_precision": option("--precision", PRECISION, "With --model: precision of the decoder weights [default: "
@@ -243,7 +244,8 @@ def need_exporter() -> None:
     try:
         import vtx.exporter.bundling.export  # noqa: F401
     except ImportError as e:
-        raise DeviceError(f'exporting needs {e.name}; pip install "vtx-edge[export]"') from e
+        name = click.get_current_context().info_name
+        raise DeviceError(f'{name} needs {e.name} here; pip install "vtx-edge[export]"') from e
 
 
 def given(name: str) -> bool:

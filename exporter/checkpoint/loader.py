@@ -48,7 +48,7 @@ _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HUB_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
 # language model's head inside it, 4.5x moved all but the head under `model.`, 5 removed `vision_model.`.

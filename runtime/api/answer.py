@@ -100,6 +100,11 @@ class Answer:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def incomplete(self) -> bool:
+        """True for a guided answer that ended before its form was complete, such as JSON that `max_new_tokens` cut."""
+        return self.stats.forced is not None and self.stopped != "end"
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints, without `question`, `image` and `bundle`."""
         facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
@@ -108,6 +113,7 @@ class Answer:
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
         facts |= {} if self.choices is None else {"choices": self.choices}
+        facts |= {"incomplete": True} if self.incomplete else {}
         facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
         unasked = {name for name in ("gate", "drafted", "accepted", "forced", "seg_states") if facts[name] is None}
         return {name: value for name, value in facts.items() if name not in unasked}

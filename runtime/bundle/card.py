@@ -137,10 +137,12 @@ class Card:
     def in_words(self) -> str:
         """One line for people who use the bundle."""
         estimated = "" if self.planned is None else f"; times are estimates for {self.planned}, not measured"
-        return (
-            f"card.json of vtx-fit: {self.chosen.configuration.name}; at most {100 * self.guarantee.limit:.3g}% of the "
-            f"answers {self.guarantee.loss} ({self.guarantee.confidence:.0%} confidence){estimated}"
-        )
+        name, guarantee = self.chosen.configuration.name, self.guarantee
+        limit = f"at most {100 * guarantee.limit:.3g}% of the answers {guarantee.loss}"
+        promise = f"{limit} ({guarantee.confidence:.0%} confidence)"
+        if f"{self.chosen.bundle}: {name}" == self.reference:
+            promise = "the full model, so no answer changes"
+        return f"card.json of vtx-fit: {name}; {promise}{estimated}"
 
 
 def manifest_digest(bundle: Bundle) -> str:

@@ -25,6 +25,7 @@ from vtx.runtime.terminal.streams import prepare_streams
 from vtx.runtime.units import Progress, duration, size
 
 COLUMN_GAP = 3  # of blanks
+INCOMPLETE = 3  # the exit code of an answer that was cut before its form was complete
 LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 

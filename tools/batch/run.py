@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
@@ -62,13 +62,20 @@ def journal_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.journal")
 
 
+class Outcome(NamedTuple):
+    """Numbers of lines: those that failed, and those whose answer was cut before its form was complete."""
+
+    failed: int
+    incomplete: int
+
+
 def run_batch(
     answer: Answers, folder: Path, tasks: Tasks, out: Path, asking: Asking, *, report: Progress,
     warn: Callable[[str], None],
-) -> int:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
-    Returns the number of bad lines. Each answer is on disk at once. What an earlier run of the same lines, model and
+    Each answer is on disk at once. What an earlier run of the same lines, model and
     options has answered is not asked again, unless an image of the line has changed since. `warn` gets a message for
     each bad line. Raises RequestError for too many bad lines, or a journal of another batch; ExportError if the
     output cannot be written.
@@ -105,7 +112,7 @@ def run_batch(
             raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
     with suppress(OSError):
         journal_of(out).unlink()
-    return len(reasons)
+    return Outcome(len(reasons), sum("incomplete" in journal.results[key] for key in keys.values()))
 
 
 def on_this_machine(model: Model, asking: Asking) -> Answers:

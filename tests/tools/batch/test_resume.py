@@ -88,9 +88,9 @@ def run(
 
     told: list[str] = []
     tasks = read_tasks(file, images)
-    bad = run_batch(dying, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
+    outcome = run_batch(dying, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert bad == sum("error" in result for result in results)
+    assert outcome.failed == sum("error" in result for result in results)
     assert [result["line"] for result in results] == [line.number for line in tasks.lines]
     assert not journal_of(out).exists()
     return results, asked
