@@ -156,7 +156,7 @@ def form_of(
         return Form("F32")
     form = Form(*precisions.stored(name, info.shape, info.dtype))
     matrix = info.source
-    if not isinstance(matrix, Matrix) or matrix.scheme is None or not matrix.fits:
+    if not isinstance(matrix, Matrix) or matrix.scheme is None:
         return form
     wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
     if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
@@ -166,8 +166,7 @@ def form_of(
 
 def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
     """The precision of the integers of quantised matrices, by the part that they belong to."""
-    matrices = ((name, info.source) for name, info in checkpoint.tensors.items() if isinstance(info.source, Matrix))
-    schemes = ((name, matrix.scheme) for name, matrix in matrices if matrix.fits)
+    schemes = ((name, getattr(info.source, "scheme", None)) for name, info in checkpoint.tensors.items())
     return {part_of(name): STORED[scheme.dtype].name for name, scheme in schemes if scheme}
 
 

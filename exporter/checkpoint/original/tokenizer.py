@@ -12,7 +12,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from vtx.exporter.checkpoint.published_ids import UNK_ID, published_tokens, texts_of, token_settings
+from vtx.exporter.checkpoint.published_ids import (
+    UNK_ID,
+    PublishedToken,
+    published_tokens,
+    texts_of,
+    token_settings,
+)
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError
 from vtx.runtime.prompt.tokenizer import rust_errors
 
@@ -81,9 +87,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
         after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
         backend.post_processor = processors.TemplateProcessing(
-            [*before, "$A", *after],
-            [*before, "$A", "$B:1", *after],
-            [(token, vocab[token]) for token in before + after],
+            [*before, "$A", *after], special_tokens=[(token, vocab[token]) for token in before + after]
         )
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
@@ -122,12 +126,11 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
     published = published_tokens(folder)
     if image_token:
         unknown = proto.pieces[UNK_ID].piece
-        published = {content: token for content, token in published.items() if token["id"] != UNK_ID}
-        published[image_token] = {"id": UNK_ID, "special": True}
+        published = {content: token for content, token in published.items() if token.id != UNK_ID}
+        published[image_token] = PublishedToken(UNK_ID, {"special": True})
         vocab[image_token] = vocab.pop(unknown)
         del added[unknown]
-    for content, token in published.items():
-        id = token["id"]
+    for content, (id, options) in published.items():
         piece = proto.pieces[id] if id < len(proto.pieces) else None
         if content not in vocab and piece is not None:
             if piece.type not in (CONTROL, USER_DEFINED):
@@ -137,11 +140,8 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
                 )
             del vocab[piece.piece], added[piece.piece]
         vocab.setdefault(content, id)
-        added[content] = AddedToken(
-            content, single_word=token.get("single_word", False), lstrip=token.get("lstrip", False),
-            rstrip=token.get("rstrip", False), normalized=content in marked and not token["special"],
-            special=token["special"],
-        )  # fmt: skip
+        normalized = content in marked and not options["special"]
+        added[content] = AddedToken(content, **{**options, "normalized": normalized})
     return vocab, list(added.values())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.quantised.matrix import (
     FLOATS,
+    WEIGHT,
     Matrix,
     MatrixParts,
     QuantisedFormat,
@@ -22,10 +23,12 @@ from vtx.runtime.bundle.safetensors import read_bits
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 LAYOUT = WordLayout(
-    "weight_packed", "weight_scale", "weight_zero_point", turned=False, zeroed=False, order="weight_g_idx"
+    ".weight_packed", ".weight_scale", ".weight_zero_point", turned=False, zeroed=False, order=".weight_g_idx"
 )
-SHAPE = "weight_shape"
-ACTIVATIONS = tuple(f"{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
+SHAPE = ".weight_shape"
+ACTIVATIONS = tuple(
+    f".{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")
+)
 
 
 def _check(settings: Settings) -> None:
@@ -62,6 +65,6 @@ def _check_modelopt(settings: Settings) -> None:
     check_setting(settings, "quant_algo", ("fp8",))
 
 
-_ENDS = ("weight", LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
+_ENDS = (WEIGHT, LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
 COMPRESSED = QuantisedFormat(_check, _matrix, (LAYOUT.codes, LAYOUT.scales), _ENDS, ACTIVATIONS)
-MODELOPT = QuantisedFormat(_check_modelopt, _matrix, (LAYOUT.scales,), ("weight", LAYOUT.scales), ACTIVATIONS)
+MODELOPT = QuantisedFormat(_check_modelopt, _matrix, (LAYOUT.scales,), (WEIGHT, LAYOUT.scales), ACTIVATIONS)

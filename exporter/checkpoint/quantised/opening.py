@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vtx.exporter.checkpoint.quantised.awq import AWQ
 from vtx.exporter.checkpoint.quantised.bitsandbytes import BITSANDBYTES
 from vtx.exporter.checkpoint.quantised.compressed import COMPRESSED, MODELOPT
-from vtx.exporter.checkpoint.quantised.fp8 import FP8
-from vtx.exporter.checkpoint.quantised.gptq import GPTQ
-from vtx.exporter.checkpoint.quantised.matrix import MatrixParts, QuantisedFormat, Settings
+from vtx.exporter.checkpoint.quantised.matrix import WEIGHT, MatrixParts, QuantisedFormat, Settings
+from vtx.exporter.checkpoint.quantised.octets import FP8
+from vtx.exporter.checkpoint.quantised.qweight import AWQ, GPTQ
 from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -19,26 +18,24 @@ METHODS: Mapping[str, QuantisedFormat] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
     "modelopt": MODELOPT,
 }  # fmt: skip
+PARTS = ("text_config", "llm_config", "vision_config")
 # Files beside config.json that older tools wrote, and the method that each is of.
 FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
 
 
-def stated_settings(config: Mapping[str, Any]) -> Settings | None:
-    """The checked settings of the quantisation that a configuration states, None if it states none."""
-    for part in (config, config.get("text_config"), config.get("llm_config"), config.get("vision_config")):
-        settings = part.get(KEY) if isinstance(part, dict) else None
-        if settings:
-            return _checked(settings)
-    return None
+def stated_settings(config: Mapping[str, Any], *files: Mapping[str, Any]) -> Settings | None:
+    """The checked settings of the quantisation that a configuration states, or else one of `FILES`, in their order.
 
-
-def filed_settings(name: str, content: Mapping[str, Any]) -> Settings:
-    """The checked settings of one of `FILES`."""
-    inner = content.get("quantization")
-    return _checked({METHOD: FILES[name], **(inner if isinstance(inner, dict) else content)})
-
-
-def _checked(settings: Mapping[str, Any]) -> Settings:
+    None if none does: `files` may be empty, or left out.
+    """
+    parts = (config, *(config.get(name) for name in PARTS))
+    stated = [part.get(KEY) for part in parts if isinstance(part, dict)]
+    for method, content in zip(FILES.values(), files, strict=False):
+        inner = content.get("quantization", content)
+        stated.append({METHOD: method, **inner} if isinstance(inner, dict) and inner else None)
+    settings = next(filter(None, stated), None)
+    if settings is None:
+        return None
     method = settings.get(METHOD, KEY) if isinstance(settings, dict) else KEY
     if str(method) not in METHODS:
         raise UnsupportedModelError(
@@ -56,18 +53,14 @@ def with_matrices(tensors: Mapping[str, TensorInfo], settings: Settings) -> dict
     """
     method = settings[METHOD]
     form = METHODS[method]
-    markers, unused = (tuple(f".{end}" for end in ends) for ends in (form.markers, form.unused))
-    made = {name: info for name, info in tensors.items() if not name.endswith(unused)}
-    stems = [name.removesuffix(end) for name in tensors for end in markers if name.endswith(end)]
-    for stem in dict.fromkeys(stems):
-        parts = {end: tensors[f"{stem}.{end}"] for end in form.ends if f"{stem}.{end}" in tensors}
-        matrix = form.matrix(settings, MatrixParts(method, stem, parts))
-        for end in parts:
-            del made[f"{stem}.{end}"]
-        name = f"{stem}.weight"
+    made = {name: info for name, info in tensors.items() if not name.endswith(form.unused)}
+    stems = {name.removesuffix(end): None for end in form.markers for name in tensors if name.endswith(end)}
+    for stem in stems:
+        parts = {end: made.pop(stem + end) for end in form.ends if stem + end in made}
+        name = stem + WEIGHT
         if name in made:
             raise CheckpointError(f"tensor {shown(name)} is both quantised and not; keep one of them")
-        made[name] = matrix.info(name)
+        made[name] = form.matrix(settings, MatrixParts(method, stem, parts)).info(name)
     if not stems:
         raise CheckpointError(
             f"the configuration says {method}, but no tensor is quantised so; remove quantization_config from it, or "

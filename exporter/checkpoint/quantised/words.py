@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, floats, stored_scheme
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
-from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.precision import PRECISIONS
 
 WORDS = ("I32",)
@@ -43,7 +42,8 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
     (height, width), each = shape, 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
-        return parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
+        info = parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
+        return replace(info, shape=(rows, columns), transposed=layout.turned)
 
     groups, tall = -(-width // group), -(-height // each)
     even = np.arange(width) // group
@@ -54,34 +54,28 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
     if layout.zeroed or layout.zeros in parts.tensors:
         zeros = need(layout.zeros, WORDS, tall, groups)
 
-    def cut(info: TensorInfo, first: int, last: int) -> NDArray[Any]:
-        return read_bits(info).T[first:last] if layout.turned else read_bits(info, slice(first, last))
-
     def of_rows(info: TensorInfo, first: int, last: int, shift: int = 0) -> NDArray[np.int8]:
-        words = cut(info, first // each, -(-last // each)).astype(np.uint32) + np.uint32(shift)
-        neighbours = _unpacked(words[..., None], bits)[..., layout.places or slice(None)]
-        return _signed(neighbours.transpose(0, 2, 1).reshape(-1, words.shape[1])[: last - first], bits)
+        words = read_bits(info, slice(first // each, -(-last // each))) + np.int32(shift)
+        neighbours = _unpacked(words, bits)[..., layout.places or slice(None)].transpose(0, 2, 1)
+        return neighbours.reshape(-1, words.shape[1])[first % each :][: last - first]
 
     def part(first: int, last: int) -> Rows:
         if layout.by_rows:
             integers = of_rows(codes, first, last)
         else:
-            integers = _signed(_unpacked(cut(codes, first, last), bits)[:, :width], bits)
-        points = None if zeros is None else of_rows(zeros, first, last, layout.shift)
-        return Rows(integers, widened(scales, cut(scales, first, last)), points, columns)
+            integers = _unpacked(read_bits(codes, slice(first, last)), bits).reshape(last - first, -1)[:, :width]
+        if zeros is None:
+            points = np.zeros((last - first, groups), np.int8)
+        else:
+            points = of_rows(zeros, first, last, layout.shift)
+        return Rows(integers, floats(scales, slice(first, last)), points, columns)
 
-    scheme = Scheme(PRECISIONS[f"int{bits}"].stored, group) if columns is None else None
-    return Matrix(shape, (codes, scales), part, each, scheme, zeros is not None and not layout.symmetric)
-
-
-def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """The unsigned integers in the last axis of words, from the lowest bits on."""
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return octets
-    return np.stack((octets & 15, octets >> 4), -1).reshape(*octets.shape[:-1], -1)
+    scheme = stored_scheme(PRECISIONS[f"int{bits}"].stored, width, group) if columns is None else None
+    return Matrix(shape, (codes, scales), part, scheme, zeros is not None and not layout.symmetric)
 
 
-def _signed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int8]:
-    """Integers less the middle of their range."""
-    return np.ascontiguousarray(codes - np.uint8(1 << (bits - 1))).view(np.int8)
+def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.int8]:
+    """The integers in words, from the lowest bits on, less the middle of their range; they are a last axis."""
+    shifted = words.astype(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
+    octets = shifted.astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return (octets - np.uint8(1 << (bits - 1))).view(np.int8)

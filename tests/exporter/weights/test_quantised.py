@@ -245,9 +245,9 @@ CUTS: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], s
     "another shape": ("packed-int4", "weight_shape", lambda t: t * 2, r"weight_packed is I32 \[128, 16\], not"),
     "no shape": ("packed-int4", "weight_shape", lambda t: None, r"weight_shape is missing"),
     "scales of no block": ("fp8-block", "weight_scale", lambda t: t[:1].repeat(3, 1), r"weight_scale is \[3, 4\], not"),
-    "no state": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: None, r"bitsandbytes__nf4 or its weight is"),
+    "no state": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: None, "bitsandbytes__nf4 is missing, or"),
     "a state cut off": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:-4], "not sound JSON"),
-    "half of the codes": ("nf4", "weight", lambda t: t[::2], r"weight has 4,096 bytes"),
+    "half of the codes": ("nf4", "weight", lambda t: t[::2], "weight does not hold 128 x 128 weights"),
     "few scales": ("nf4-nested", "weight.absmax", lambda t: t[1:], r"absmax is U8 \[255\], not U8 \[256\]"),
 }  # fmt: skip
 
