@@ -24,7 +24,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, in_cache, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
-from vtx.exporter.checkpoint.quantised.opening import FILES, stated_settings, with_matrices
+from vtx.exporter.checkpoint.quantised.opening import GPTQ_FILE, stated_settings, with_matrices
 from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
@@ -267,7 +267,7 @@ def check_model(config: Mapping[str, Any]) -> None:
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Every tensor of the checkpoint by its name in the file, quantised matrices computed, and notes for the user."""
     tensors, notes = _stored_tensors(folder, allow_pickle=allow_pickle)
-    settings = stated_settings(*(read_settings(folder, name) for name in ("config.json", *FILES)))
+    settings = stated_settings(*(read_settings(folder, name) for name in ("config.json", GPTQ_FILE)))
     return tensors if settings is None else with_matrices(tensors, settings), notes
 
 

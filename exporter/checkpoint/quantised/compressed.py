@@ -1,4 +1,4 @@
-"""compressed-tensors: integers packed into words, or a byte a weight (int8, FP8); ModelOpt's FP8 is stored alike.
+"""compressed-tensors: integers packed into words, or a byte a weight (int8, FP8).
 
 Packed: `weight_packed` [out, in * bits / 32], `weight_scale` [out, groups], `weight_shape` [2], of schemes that are not
 symmetric `weight_zero_point` [out * bits / 32, groups], and with an order of activations `weight_g_idx` [in].
@@ -61,10 +61,5 @@ def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     return word_matrix(parts, LAYOUT, (rows, width), bits, width // groups)
 
 
-def _check_modelopt(settings: Settings) -> None:
-    check_setting(settings, "quant_algo", ("fp8",))
-
-
 _ENDS = (WEIGHT, LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
 COMPRESSED = QuantisedFormat(_check, _matrix, (LAYOUT.codes, LAYOUT.scales), _ENDS, ACTIVATIONS)
-MODELOPT = QuantisedFormat(_check_modelopt, _matrix, (LAYOUT.scales,), (WEIGHT, LAYOUT.scales), ACTIVATIONS)

@@ -25,25 +25,20 @@ WEIGHT = ".weight"
 class Rows:
     """Rows of a quantised matrix, [n, in]: a weight is (code - zero) * scale, in float32.
 
-    `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks]. `columns` [in]: the
-    block of each column; None: blocks have one size and follow each other.
+    `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks of one size].
     """
 
     codes: NDArray[Any]
     scales: Floats
     zeros: NDArray[np.int8]
-    columns: Numbers | None = None
 
     def __getitem__(self, rows: Numbers) -> Rows:
-        return Rows(self.codes[rows], self.scales[rows], self.zeros[rows], self.columns)
+        return Rows(self.codes[rows], self.scales[rows], self.zeros[rows])
 
     def values(self) -> Floats:
-        scales, zeros = self.scales, self.zeros
-        if self.columns is not None:
-            scales, zeros = scales[:, self.columns], zeros[:, self.columns]
-        codes = self.codes.astype(np.float32).reshape(*scales.shape, -1)
-        codes -= zeros[..., None]
-        codes *= scales[..., None]
+        codes = self.codes.astype(np.float32).reshape(*self.scales.shape, -1)
+        codes -= self.zeros[..., None]
+        codes *= self.scales[..., None]
         return codes.reshape(len(codes), -1)
 
 
@@ -139,11 +134,11 @@ def check_setting(settings: Settings, name: str, known: Sequence[Any]) -> None:
         raise UnsupportedModelError(f"quantization_config: {name} is {value!r:.60}; vtx reads {names}")
 
 
-def group_of(settings: Settings, name: str, width: int) -> int:
+def group_of(settings: Settings, width: int) -> int:
     """The number of neighbouring weights of a row with one scale: -1 or none says all of them."""
-    size = settings.get(name, -1)
+    size = settings.get("group_size", -1)
     if type(size) is not int or size == 0 or size < -1:
-        raise CheckpointError(f"quantization_config: {name} is {size!r:.40}; it must be -1 or at least 1")
+        raise CheckpointError(f"quantization_config: group_size is {size!r:.40}; it must be -1 or at least 1")
     return width if size == -1 else min(size, width)
 
 

@@ -45,7 +45,7 @@ def octet_matrix(parts: MatrixParts, scale_end: str, blocks: tuple[int, int] | N
     zeros = None
     if zero_end in parts.tensors:
         zeros = replace(parts.need(zero_end, (INT8,), stored), shape=shape)
-    columns = None if width % wide == 0 else np.arange(width) // wide
+    columns = slice(None) if width % wide == 0 else np.arange(width) // wide
 
     def part(first: int, last: int) -> Rows:
         numbers = read_bits(replace(codes, dtype=INT8), slice(first, last))
@@ -54,11 +54,11 @@ def octet_matrix(parts: MatrixParts, scale_end: str, blocks: tuple[int, int] | N
 
             numbers = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float().numpy()
         blocks, of_rows = slice(first // tall, -(-last // tall)), np.arange(first, last) // tall - first // tall
-        steps = floats(scales, blocks)[of_rows]
-        points = np.zeros(steps.shape, np.int8) if zeros is None else read_bits(zeros, blocks)[of_rows]
-        return Rows(numbers, steps, points, columns)
+        steps = floats(scales, blocks)[of_rows][:, columns]
+        points = np.zeros(steps.shape, np.int8) if zeros is None else read_bits(zeros, blocks)[of_rows][:, columns]
+        return Rows(numbers, steps, points)
 
-    scheme = stored_scheme(INT8, width, wide) if codes.dtype == INT8 and columns is None else None
+    scheme = stored_scheme(INT8, width, wide) if codes.dtype == INT8 and width % wide == 0 else None
     return Matrix((rows, width), (codes, scales), part, scheme, zeros is not None)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtx.exporter.checkpoint.quantised.bitsandbytes import BITSANDBYTES
-from vtx.exporter.checkpoint.quantised.compressed import COMPRESSED, MODELOPT
+from vtx.exporter.checkpoint.quantised.compressed import COMPRESSED
 from vtx.exporter.checkpoint.quantised.matrix import WEIGHT, MatrixParts, QuantisedFormat, Settings
 from vtx.exporter.checkpoint.quantised.octets import FP8
 from vtx.exporter.checkpoint.quantised.qweight import AWQ, GPTQ
@@ -16,23 +16,16 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 KEY, METHOD = "quantization_config", "quant_method"
 METHODS: Mapping[str, QuantisedFormat] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
-    "modelopt": MODELOPT,
 }  # fmt: skip
 PARTS = ("text_config", "llm_config", "vision_config")
-# Files beside config.json that older tools wrote, and the method that each is of.
-FILES = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
+GPTQ_FILE = "quantize_config.json"  # that older tools wrote beside config.json
 
 
-def stated_settings(config: Mapping[str, Any], *files: Mapping[str, Any]) -> Settings | None:
-    """The checked settings of the quantisation that a configuration states, or else one of `FILES`, in their order.
-
-    None if none does: `files` may be empty, or left out.
-    """
+def stated_settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Settings | None:
+    """The checked settings of the quantisation that a configuration states, or else `GPTQ_FILE`; None if none does."""
     parts = (config, *(config.get(name) for name in PARTS))
     stated = [part.get(KEY) for part in parts if isinstance(part, dict)]
-    for method, content in zip(FILES.values(), files, strict=False):
-        inner = content.get("quantization", content)
-        stated.append({METHOD: method, **inner} if isinstance(inner, dict) and inner else None)
+    stated += [{METHOD: "gptq", **beside}] if beside else []
     settings = next(filter(None, stated), None)
     if settings is None:
         return None

@@ -36,7 +36,7 @@ def _check_awq(settings: Settings) -> None:
 
 def _awq_matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     width, words = parts.need(CODES, WORDS).shape
-    return word_matrix(parts, IN_ROWS, (8 * words, width), BITS, group_of(settings, "group_size", width))
+    return word_matrix(parts, IN_ROWS, (8 * words, width), BITS, group_of(settings, width))
 
 
 def _check_gptq(settings: Settings) -> None:
@@ -53,7 +53,7 @@ def _gptq_matrix(settings: Settings, parts: MatrixParts) -> Matrix:
         parts.need(ORDER, WORDS, (width,))
     shift = 0 if settings.get(FORMAT) == "gptq_v2" else ONES[bits]
     layout = replace(IN_WORDS, shift=shift, symmetric=settings.get("sym") is True)
-    return word_matrix(parts, layout, (rows, width), bits, group_of(settings, "group_size", width))
+    return word_matrix(parts, layout, (rows, width), bits, group_of(settings, width))
 
 
 AWQ = QuantisedFormat(_check_awq, _awq_matrix, (CODES,), ENDS[:3])

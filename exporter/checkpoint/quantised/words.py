@@ -48,7 +48,8 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
     groups, tall = -(-width // group), -(-height // each)
     even = np.arange(width) // group
     order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
-    columns = None if width % group == 0 and np.array_equal(order, even) else order
+    in_turn = width % group == 0 and np.array_equal(order, even)
+    columns = slice(None) if in_turn else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
     scales, zeros = need(layout.scales, FLOATS, height, groups), None
     if layout.zeroed or layout.zeros in parts.tensors:
@@ -68,9 +69,9 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
             points = np.zeros((last - first, groups), np.int8)
         else:
             points = of_rows(zeros, first, last, layout.shift)
-        return Rows(integers, floats(scales, slice(first, last)), points, columns)
+        return Rows(integers, floats(scales, slice(first, last))[:, columns], points[:, columns])
 
-    scheme = stored_scheme(PRECISIONS[f"int{bits}"].stored, width, group) if columns is None else None
+    scheme = stored_scheme(PRECISIONS[f"int{bits}"].stored, width, group) if in_turn else None
     return Matrix(shape, (codes, scales), part, scheme, zeros is not None and not layout.symmetric)
 
 
