@@ -211,7 +211,7 @@ def _write_weights(folder: Path, config: dict[str, Any], file: Path) -> None:
 
 def _parts(file: Path) -> Iterator[dict[str, torch.Tensor]]:
     """The decoder's tensors by published names, as many at a time as have `SHARD` bytes."""
-    part = dict[str, torch.Tensor]()
+    part: dict[str, torch.Tensor] = {}
     for name, tensor in tensors(file):
         part[f"language_model.model.{name}"] = tensor
         if sum(weight.nbytes for weight in part.values()) >= SHARD:
