@@ -20,6 +20,7 @@ from vtx.exporter.checkpoint.quantised.matrix import (
 from vtx.exporter.checkpoint.quantised.octets import block_of, octet_matrix
 from vtx.exporter.checkpoint.quantised.words import WORDS, WordLayout, word_matrix
 from vtx.runtime.bundle.safetensors import read_bits
+from vtx.runtime.errors import UnsupportedModelError
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 LAYOUT = WordLayout(
@@ -34,8 +35,9 @@ ACTIVATIONS = tuple(
 def _check(settings: Settings) -> None:
     check_setting(settings, "format", FORMATS)
     check_setting(settings, "transform_config", (None, {}))
-    if (settings.get("sparsity_config") or {"format": "dense"}) != {"format": "dense"}:
-        check_setting(settings["sparsity_config"], "format", ("dense",))
+    sparsity = settings.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise UnsupportedModelError(f"quantization_config: sparsity_config is {sparsity!r:.60}; vtx reads dense ones")
     for weights in _weights(settings):
         check_setting(weights, "num_bits", (4, 8))
 

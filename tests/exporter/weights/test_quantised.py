@@ -23,12 +23,14 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
+from vtx.exporter.checkpoint.quantised.matrix import stored_scheme
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.backends.openvino import backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import CheckpointError, VtxError
 from vtx.runtime.report.golden import check_golden
 
@@ -139,6 +141,14 @@ def test_towers_and_projectors_may_be_quantised_and_so_may_heads(tiny_checkpoint
     made = bundles.export_with(plan.options, tmp_path / "b")
     assert_equal_weights(made, plan, plain)
     assert all(check.passed for check in check_golden(load(made.folder, device="cpu", threads=1)))
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "fits"),
+    [(128, 128, True), (48, 48, True), (96, 32, True), (96, 24, False), (320, 40, False), (64, 8, False)],
+)
+def test_integers_stay_in_blocks_that_engines_read(width: int, block: int, fits: bool) -> None:
+    assert (stored_scheme("I4", width, block) == Scheme("I4", block)) is fits
 
 
 def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path) -> None:
@@ -306,7 +316,15 @@ def test_numbers_that_are_none_leave_nothing_behind(
         ("gptq-v1", {"dynamic": {"x": {}}}, "dynamic is"),
         ("packed-int4", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; vtx reads pack-quant"),
         ("packed-int4", {"transform_config": {"config_groups": {}}}, "transform_config is"),
-        ("packed-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format is 'sparse-24-bitmask'"),
+        (
+            "packed-int4",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config is .*; vtx reads dense ones",
+        ),
+        ("packed-int4", {"sparsity_config": 7}, "sparsity_config is 7; vtx reads dense ones"),
+        ("packed-int4", {"config_groups": {"0": {"weights": {"num_bits": 2}}}}, "num_bits is 2; vtx reads 4, 8"),
+        ("awq-128", {"quant_method": ["awq"]}, r"is quantised \(\['awq'\]\); vtx reads awq"),
+        ("awq-128", {"bits": [4]}, r"bits is \[4\]; vtx reads 4"),
         ("fp8-inverse", {"weight_block_size": [0, 1]}, r"a block is \[0, 1\]; vtx reads \[rows, columns\]"),
         ("fp8-inverse", {"fmt": "e5m2"}, "fmt is 'e5m2'"),
         ("nf4", {"load_in_4bit": False}, "load_in_4bit is not set"),
