@@ -21,8 +21,7 @@ class WordLayout:
 
     `by_rows`: a word holds neighbouring rows of a matrix, else neighbouring inputs; of zero points always rows.
     `places`: those of neighbours in a word, from its lowest bits on, if they are not in their order. `zeroed`: there
-    are zero points, else there may be; `shift` is added to a word of them, and if `symmetric` they are 0 then. `order`:
-    the tensor of the columns' groups.
+    are zero points, else there may be; `shift` is added to a word of them. `order`: the tensor of the columns' groups.
     """
 
     codes: str
@@ -34,7 +33,6 @@ class WordLayout:
     zeroed: bool = True
     order: str = ""
     shift: int = 0
-    symmetric: bool = False
 
 
 def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
@@ -72,7 +70,8 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
         return Rows(integers, floats(scales, slice(first, last))[:, columns], points[:, columns])
 
     scheme = stored_scheme(PRECISIONS[f"int{bits}"].stored, width, group) if in_turn else None
-    return Matrix(shape, (codes, scales), part, scheme, zeros is not None and not layout.symmetric)
+    zeroed = zeros is not None and bool(of_rows(zeros, 0, height, layout.shift).any())
+    return Matrix(shape, (codes, scales), part, scheme, zeroed)
 
 
 def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.int8]:

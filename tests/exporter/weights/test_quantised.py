@@ -272,6 +272,14 @@ def test_parts_that_do_not_fit_are_named(
     assert str(caught.value).isprintable()
 
 
+def test_zero_points_are_stored_where_they_are_not_all_0(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """Whatever the settings say: `sym` is true of both."""
+    folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
+    assert all(weight.zeros is None for weight in planned(folder).weights.stored.values())
+    stored = planned(altered(folder, "qzeros", lambda t: t + 1)).weights.stored
+    assert [name for name, weight in stored.items() if weight.zeros is not None] == [Q_PROJ]
+
+
 def nan_at_the_end(tensor: torch.Tensor) -> torch.Tensor:
     tensor.view(-1)[-1] = float("nan")
     return tensor
@@ -288,7 +296,6 @@ def all_nan(tensor: torch.Tensor) -> torch.Tensor:
         ("packed-int4", "weight_scale", lambda t: t * float("inf"), r"weight\.scales holds NaN or infinity"),
         ("packed-int4", "weight_scale", lambda t: t * 1e8, r"scales of tensor .* are beyond float16; export with"),
         ("packed-int4", "weight_scale", lambda t: t * 1e-6, r"scales of tensor .* are beyond float16; export with"),
-        ("gptq-v1", "qzeros", lambda t: t + 1, r"q_proj\.weight has zero points, and quantization_config says sym"),
         ("fp8-tensor", "weight", all_nan, r"holds NaN or infinity in 16,384"),
         ("nf4", "weight.absmax", nan_at_the_end, r"holds NaN or infinity in 64 of"),
     ],
