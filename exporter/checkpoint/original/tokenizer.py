@@ -91,8 +91,8 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         )
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
-    symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED and piece.piece in vocab]
-    for sample in (*_SAMPLES, *(f"a {symbol}{symbol}b" for symbol in symbols[-1:])):
+    symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
+    for sample in (*_SAMPLES, *symbols):
         text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
         wanted, ids = judge.encode(text), tokenizer.encode(text, add_special_tokens=False)
         if wanted != ids:

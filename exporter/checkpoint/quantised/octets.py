@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.quantised.matrix import (
     floats,
     stored_scheme,
 )
-from vtx.runtime.bundle.safetensors import read_bits
+from vtx.runtime.bundle.safetensors import is_sizes, read_bits
 from vtx.runtime.errors import UnsupportedModelError
 
 E4M3, INT8 = "F8_E4M3", "I8"
@@ -66,7 +66,7 @@ def block_of(sizes: object) -> tuple[int, int] | None:
     """The rows and columns of a block as a quantization_config states them; None if it does not."""
     if sizes is None:
         return None
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+    if not is_sizes(sizes) or len(sizes) != 2 or 0 in sizes:
         raise UnsupportedModelError(f"quantization_config: a block is {sizes!r:.40}; vtx reads [rows, columns]")
     return sizes[0], sizes[1]
 
