@@ -26,7 +26,7 @@ def turn_ends(tokenizer: Tokenizer, template: str, settings: TextSettings) -> di
         printed = ShapingTemplate(template, settings).render(turns, add_generation_prompt=False)
     except TemplateError:  # a template without answers
         printed = ""
-    after = printed.rpartition(_ANSWER)[2].lstrip() if _ANSWER in printed else ""
+    after = printed.partition(_ANSWER)[2].lstrip()
     closing = max((token for token in added if after.startswith(token)), key=len, default=None)
     ends = {settings.eos_token, closing} - {settings.bos_token, settings.image_token}
     return {token: added[token] for token in added if token in ends}

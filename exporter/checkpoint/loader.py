@@ -268,7 +268,7 @@ def check_model(config: Mapping[str, Any]) -> None:
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Every tensor of the checkpoint by its name in the file, quantised matrices computed, and notes for the user."""
     tensors, notes = _stored_tensors(folder, allow_pickle=allow_pickle)
-    settings = stated_settings(*(read_settings(folder, name) for name in ("config.json", GPTQ_FILE)))
+    settings = stated_settings(read_settings(folder, "config.json"), read_settings(folder, GPTQ_FILE))
     return tensors if settings is None else with_matrices(tensors, settings), notes
 
 

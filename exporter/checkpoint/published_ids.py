@@ -89,15 +89,12 @@ def check_ids(
                 f"{CONFIG} or {ADDED} gives {content!r:.40} the id {token.id}, and the tokenizer "
                 f"{'has no such token' if id is None else id}; {_FIX}"
             )
-    for id, added in tokenizer.get_added_tokens_decoder().items():
-        if id >= vocab and id not in pictures and not added.special:
-            raise CheckpointError(
-                f"the tokenizer's token {added.content!r:.40} has the id {id}, and the model has {vocab:,} tokens, "
-                f"numbered from 0; {_FIX}"
-            )
-    if beyond := [id for id in ends if id >= vocab]:
+    ordinary = [id for id, added in tokenizer.get_added_tokens_decoder().items() if not added.special]
+    beyond = [id for id in (*ordinary, *ends) if id >= vocab and id not in pictures]
+    if beyond:
         raise CheckpointError(
-            f"eos_token_id is {beyond[0]}, and the model has {vocab:,} tokens, numbered from 0; {_FIX}"
+            f"an added token or eos_token_id has the id {beyond[0]} ({tokenizer.id_to_token(beyond[0])!r:.40}), and "
+            f"the model has {vocab:,} tokens, numbered from 0; {_FIX}"
         )
 
 

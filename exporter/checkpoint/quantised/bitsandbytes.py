@@ -18,7 +18,7 @@ from vtx.tools.common.files import json_object
 
 SCALES, OUTER = ".weight.absmax", ".weight.nested_absmax"
 TABLE, OUTER_TABLE = ".weight.quant_map", ".weight.nested_quant_map"
-STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE = 4096  # bytes; published ones have 150
 F32 = ("F32",)
 
@@ -68,10 +68,11 @@ def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     def part(first: int, last: int) -> Rows:
         begin, end = first * width, last * width
         octets = read_bits(codes, slice(begin // 2, end // 2))
-        numbers = np.arange(begin // block, -(-end // block))
-        steps = read_bits(scales, slice(begin // block, -(-end // block)))
+        of_rows = slice(begin // block, -(-end // block))
+        steps = read_bits(scales, of_rows)
         if nested:
-            steps = outer_table[steps] * largest[numbers // state.nested_blocksize] + np.float32(state.nested_offset)
+            outer = np.arange(of_rows.start, of_rows.stop) // state.nested_blocksize
+            steps = outer_table[steps] * largest[outer] + np.float32(state.nested_offset)
         of_weights = steps[np.arange(begin, end) // block - begin // block].reshape(-1, width)
         entries = table[np.stack((octets >> 4, octets & 15), -1)].reshape(-1, width)
         return Rows(entries, of_weights, np.zeros(entries.shape, np.int8))

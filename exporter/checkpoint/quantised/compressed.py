@@ -56,7 +56,7 @@ def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
         return octet_matrix(parts, LAYOUT.scales, block_of(block), LAYOUT.zeros)
     _, words = parts.need(LAYOUT.codes, WORDS).shape
     _, groups = parts.need(LAYOUT.scales, FLOATS).shape
-    rows, width = (int(size) for size in read_bits(parts.need(SHAPE, ("I64", "I32"), (2,))))
+    rows, width = read_bits(parts.need(SHAPE, ("I64", "I32"), (2,))).tolist()
     bits = 8 if words > -(-width // 8) else 4
     if rows < 1 or width < 1 or width % groups:
         raise parts.error(LAYOUT.scales, f"has {groups} groups for {width} inputs, not equal ones")

@@ -25,7 +25,7 @@ def stated_settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
     """The checked settings of the quantisation that a configuration states, or else `GPTQ_FILE`; None if none does."""
     parts = (config, *(config.get(name) for name in PARTS))
     stated = [part.get(KEY) for part in parts if isinstance(part, dict)]
-    stated += [{METHOD: "gptq", **beside}] if beside else []
+    stated.append(beside and {METHOD: "gptq", **beside})
     settings = next(filter(None, stated), None)
     if settings is None:
         return None

@@ -52,8 +52,7 @@ def _gptq_matrix(settings: Settings, parts: MatrixParts) -> Matrix:
     if settings.get("desc_act"):
         parts.need(ORDER, WORDS, (width,))
     shift = 0 if settings.get(FORMAT) == "gptq_v2" else ONES[bits]
-    layout = replace(IN_WORDS, shift=shift)
-    return word_matrix(parts, layout, (rows, width), bits, group_of(settings, width))
+    return word_matrix(parts, replace(IN_WORDS, shift=shift), (rows, width), bits, group_of(settings, width))
 
 
 AWQ = QuantisedFormat(_check_awq, _awq_matrix, (CODES,), ENDS[:3])

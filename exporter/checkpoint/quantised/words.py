@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, floats, stored_scheme
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
-from vtx.runtime.precision import PRECISIONS
 
 WORDS = ("I32",)
 
@@ -69,7 +68,7 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
             points = of_rows(zeros, first, last, layout.shift)
         return Rows(integers, floats(scales, slice(first, last))[:, columns], points[:, columns])
 
-    scheme = stored_scheme(PRECISIONS[f"int{bits}"].stored, width, group) if in_turn else None
+    scheme = stored_scheme(f"I{bits}", width, group) if in_turn else None
     zeroed = zeros is not None and bool(of_rows(zeros, 0, height, layout.shift).any())
     return Matrix(shape, (codes, scales), part, scheme, zeroed)
 

@@ -49,7 +49,11 @@ VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("generation_config.json", {"eos_token_id": [[2]]}, r"eos_token_id must be .* not \[\[2\]\]"),
     ("generation_config.json", {"eos_token_id": -1}, "eos_token_id must be .* not -1"),
     ("generation_config.json", {"eos_token_id": 1 << 40}, "eos_token_id must be .* not 1099511627776"),
-    ("generation_config.json", {"eos_token_id": 9_999_999}, "eos_token_id is 9999999, and the model has 320 tokens"),
+    (
+        "generation_config.json",
+        {"eos_token_id": 9_999_999},
+        r"the id 9999999 \(None\), and the model has 320",
+    ),
     ("quantize_config.json", {"bits": "x"}, "bits is 'x'; vtx reads 4, 8"),
     ("quantize_config.json", {"bits": 4}, "says gptq, but no tensor is quantised so"),
 ]
