@@ -7,6 +7,7 @@ tokens, as transformers' legacy Llama tokenizer did.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     if image_token and proto.pieces[UNK_ID].type != UNKNOWN:
         raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is not the unknown one; use the -hf checkpoint")
     vocab, added = _tokens(proto, folder, image_token)
-    unknown = None if image_token else next((p.piece for p in proto.pieces if p.type == UNKNOWN), None)
+    unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN and p.piece in vocab), None)
     settings, kinds = token_settings(folder), ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
     usual = {"bos": proto.trainer_spec.bos_piece, "eos": proto.trainer_spec.eos_piece, "unk": unknown}
     names = {kind: next(texts_of(settings.get(f"{kind}_token", usual.get(kind))), None) for kind in kinds}
@@ -84,11 +85,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         backend.add_tokens(added)
         prefix = prefix if proto.normalizer_spec.add_dummy_prefix else "never"
         _add_spaces(backend, prefix)
-        before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
-        after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
-        backend.post_processor = processors.TemplateProcessing(
-            [*before, "$A", *after], special_tokens=[(token, vocab[token]) for token in before + after]
-        )
+        _add_ends(backend, vocab, names, settings)
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
     symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
@@ -166,3 +163,14 @@ def _add_spaces(backend: Tokenizer, prefix: str) -> None:
     if prefix != "never":
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
+
+
+def _add_ends(
+    backend: Tokenizer, vocab: Mapping[str, int], names: Mapping[str, str | None], settings: Mapping[str, Any]
+) -> None:
+    """Let a tokenizer put the tokens around a text that the settings ask for."""
+    before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
+    after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
+    backend.post_processor = processors.TemplateProcessing(
+        [*before, "$A", *after], special_tokens=[(token, vocab[token]) for token in before + after]
+    )
