@@ -75,6 +75,6 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
 
 def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.int8]:
     """The integers in words, from the lowest bits on, less the middle of their range; they are a last axis."""
-    shifted = words.astype(np.uint32)[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)
-    octets = shifted.astype(np.uint8) & np.uint8((1 << bits) - 1)
-    return (octets - np.uint8(1 << (bits - 1))).view(np.int8)
+    octets = np.ascontiguousarray(words[..., None]).view(np.uint8)
+    codes = np.stack([octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1)
+    return (codes.reshape(*words.shape, -1) - np.uint8(1 << (bits - 1))).view(np.int8)
