@@ -30,7 +30,7 @@ def _check(settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a quant_state says, as far as it is needed."""
+    """The facts of a quant_state that are needed."""
 
     shape: tuple[int, int]
     blocksize: int
