@@ -7,7 +7,7 @@ tensor, without what no graph uses. The plan needs no weights, so graphs can be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -194,7 +194,7 @@ def _laid_out(
     return header, entries
 
 
-def _specs(name: str, shape: tuple[int, ...], form: Form) -> list[tuple[str, str, tuple[int, ...]]]:
+def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each tensor that is written for one of a checkpoint."""
     if form.scheme is None:
         return [(name, form.dtype, shape)]

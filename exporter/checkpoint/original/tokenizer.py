@@ -166,7 +166,7 @@ def _add_spaces(backend: Tokenizer, prefix: str) -> None:
 
 
 def _add_ends(
-    backend: Tokenizer, vocab: Mapping[str, int], names: Mapping[str, str | None], settings: Mapping[str, Any]
+    backend: Tokenizer, vocab: Mapping[str, int], names: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
     """Let a tokenizer put the tokens around a text that the settings ask for."""
     before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []

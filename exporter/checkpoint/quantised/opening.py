@@ -26,7 +26,7 @@ def stated_settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
     parts = (config, *(config.get(name) for name in PARTS))
     stated = [part.get(KEY) for part in parts if isinstance(part, dict)]
     stated.append(beside and {METHOD: "gptq", **beside})
-    settings = next(filter(None, stated), None)
+    settings: Settings | None = next(filter(None, stated), None)
     if settings is None:
         return None
     method = settings.get(METHOD, KEY) if isinstance(settings, dict) else KEY
