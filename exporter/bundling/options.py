@@ -96,13 +96,13 @@ class ExportOptions:
 
     def precisions(self, own: Mapping[str, str] | None = None) -> Precisions:
         """The precisions of the parts; `own`: those of a quantised checkpoint, of parts for which none is named."""
-        if self.precision is not None or not own:
-            parts = self.precision or PRECISION, self.vision_precision, self.head_precision, self.kv_precision
-            return Precisions.choose(*parts, block=self.int4_block)
-        named = {"vision": self.vision_precision, "head": self.head_precision}
-        chosen = {part: named.get(part) or own.get(part, PRECISION) for part in ("decoder", "vision", "head")}
-        precisions = Precisions.choose(**chosen, kv=self.kv_precision, block=self.int4_block)
-        return replace(precisions, own=tuple(part for part in chosen if named.get(part) is None))
+        parts = {"decoder": self.precision, "vision": self.vision_precision, "head": self.head_precision}
+        own = own if self.precision is None else None
+        unnamed = [part for part, precision in parts.items() if own and precision is None]
+        parts |= {part: own.get(part, PRECISION) for part in unnamed if own}
+        decoder = parts.pop("decoder") or PRECISION
+        precisions = Precisions.choose(decoder, **parts, kv=self.kv_precision, block=self.int4_block)
+        return replace(precisions, own=tuple(unnamed))
 
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:
         """Approximate number of tokens of each prompt whose activations are measured."""

@@ -201,7 +201,8 @@ def plan_export(options: ExportOptions) -> Plan:
     family, original = find_family(checkpoint.config), checkpoint.original
     for spec in options.reductions:
         parse(spec)  # what needs no more than this, before transformers is loaded to read the rest
-    layers = (checkpoint.config.get("text_config") or checkpoint.config).get("num_hidden_layers")
+    part = checkpoint.config.get("text_config")
+    layers = (part if isinstance(part, dict) else checkpoint.config).get("num_hidden_layers")
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)
     chosen = _downsampling(options, family)

@@ -26,7 +26,7 @@ def turn_ends(tokenizer: Tokenizer, template: str, settings: TextSettings) -> di
         printed = ShapingTemplate(template, settings).render(turns, add_generation_prompt=False)
     except TemplateError:  # a template without answers
         printed = ""
-    after = printed.rpartition(_ANSWER)[2].lstrip() if _ANSWER in printed else ""
+    after = printed.partition(_ANSWER)[2].lstrip()
     closing = max((token for token in added if after.startswith(token)), key=len, default=None)
     ends = {settings.eos_token, closing} - {settings.bos_token, settings.image_token}
     return {token: added[token] for token in added if token in ends}
@@ -36,13 +36,11 @@ def generation_warnings(
     generation: Mapping[str, Any], tokenizer: Tokenizer, template: str, settings: TextSettings
 ) -> list[str]:
     """Warnings of ends that generation_config.json lacks, and of its sampling, which is left to each request."""
-    missing = {
-        token: id for token, id in turn_ends(tokenizer, template, settings).items() if id not in settings.end_ids
-    }
     warnings = [
         f"{token} ({id}) ends a turn or a text, and is not among eos_token_id of {FILE}, {list(settings.end_ids)}: "
         f"answers go on after it; add it there if they should not"
-        for token, id in missing.items()
+        for token, id in turn_ends(tokenizer, template, settings).items()
+        if id not in settings.end_ids
     ]
     wanted = [name for name in _SAMPLING if generation.get("do_sample") is True and generation.get("top_k") != 1]
     wanted += [_PENALTY] * (generation.get(_PENALTY) != 1)

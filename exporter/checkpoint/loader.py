@@ -24,7 +24,7 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, find_family
 from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, in_cache, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
-from vtx.exporter.checkpoint.quantised.opening import FILES, filed_settings, stated_settings, with_matrices
+from vtx.exporter.checkpoint.quantised.opening import GPTQ_FILE, stated_settings, with_matrices
 from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
@@ -60,7 +60,7 @@ _CANONICAL = [
     (re.compile(r"^(model\.)?language_model\.(model\.)?"), "text."),
 ]
 # What peft, DistributedDataParallel and torch.compile put before the names of a model that they wrap.
-_WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")
 _COMPILED = "._orig_mod."  # between the names of a model of which a part is compiled
 # Exponent bits all ones is infinity or NaN, in the integers that share the floats' bits.
 _EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "uint16": (np.uint16, 0x7F80)}
@@ -207,7 +207,8 @@ def open_model(
         sources |= {f"{name}.{tensor}": info for tensor, info in found.items()}
         notes += more
     tensors: dict[str, TensorInfo] = {}
-    wrapper = _wrapper(sources)
+    wrappers = {name.removesuffix(_WRAPPERS.sub("", name)) for name in sources}
+    wrapper = wrappers.pop() if len(wrappers) == 1 else ""
     for source, info in sources.items():
         name = rename(source.removeprefix(wrapper).replace(_COMPILED, "."))
         if name in tensors:
@@ -267,11 +268,7 @@ def check_model(config: Mapping[str, Any]) -> None:
 def _source_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
     """Every tensor of the checkpoint by its name in the file, quantised matrices computed, and notes for the user."""
     tensors, notes = _stored_tensors(folder, allow_pickle=allow_pickle)
-    files = checkpoint_files(folder)
-    settings = stated_settings(read_settings(folder, "config.json"))
-    for name in FILES:
-        if settings is None and files.exists(name):
-            settings = filed_settings(name, read_settings(folder, name))
+    settings = stated_settings(read_settings(folder, "config.json"), read_settings(folder, GPTQ_FILE))
     return tensors if settings is None else with_matrices(tensors, settings), notes
 
 
@@ -323,14 +320,6 @@ def _refuse_gguf(path: Path) -> None:
             f"{path} is in GGUF, a format of llama.cpp that vtx does not read; use the Hugging Face checkpoint that it "
             "was made from"
         )
-
-
-def _wrapper(names: Collection[str]) -> str:
-    """The prefix that wrappers of the whole model put before each of the tensors' names."""
-    prefix = ""
-    while more := [part for part in _WRAPPERS if names and all(name.startswith(prefix + part) for name in names)]:
-        prefix += more[0]
-    return prefix
 
 
 def _tensors(files: Folder, name: str) -> dict[str, TensorInfo]:

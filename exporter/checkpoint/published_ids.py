@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -14,7 +14,7 @@ from vtx.runtime.errors import CheckpointError
 
 CONFIG, ADDED, NAMED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 UNK_ID = 0  # of <unk>, which original LLaVA's image token replaces
-_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
+_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _FIX = "use the files that belong to the model"
 
 
@@ -33,8 +33,15 @@ def texts_of(value: Any) -> Iterator[str]:
         yield from texts_of(item)
 
 
-def published_tokens(folder: Path) -> dict[str, dict[str, Any]]:
-    """The tokens to which the files give ids, by their text: `id` and the options of an AddedToken.
+class PublishedToken(NamedTuple):
+    """The id of a token, and the options of its AddedToken."""
+
+    id: int
+    options: Mapping[str, bool]
+
+
+def published_tokens(folder: Path) -> dict[str, PublishedToken]:
+    """The tokens to which the files give ids, by their text.
 
     Raises CheckpointError for ids and texts of wrong types, two ids of a token and two tokens of an id.
     """
@@ -43,33 +50,30 @@ def published_tokens(folder: Path) -> dict[str, dict[str, Any]]:
     listed = settings.get("added_tokens_decoder") or {}
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{CONFIG}: added_tokens_decoder is a {type(listed).__name__}, not an object; {_FIX}")
-    entries = [
-        (CONFIG, id, token if isinstance(token, Mapping) else {"content": token}) for id, token in listed.items()
-    ]
+    entries = [(CONFIG, id, token) for id, token in listed.items()]
     entries += [(ADDED, id, {"content": text, "special": text in special}) for text, id in _read(folder, ADDED).items()]
-    tokens: dict[str, dict[str, Any]] = {}
+    tokens: dict[str, PublishedToken] = {}
     texts: dict[int, str] = {}
     for file, id, token in entries:
-        text = token.get("content")
-        if not isinstance(text, str) or not text:
-            raise CheckpointError(f"{file}: token {id!r:.40} is {token!r:.60}, which has no text; {_FIX}")
-        if not str(id).isdecimal() or int(str(id)[:20]) > MAX_ID:
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if not isinstance(text, str) or not text or not str(id).isdecimal() or int(str(id)[:20]) > MAX_ID:
             raise CheckpointError(
-                f"{file}: the id of token {text!r:.40} is {id!r:.40}; it must be a whole number from 0 to "
-                f"{MAX_ID:,}; {_FIX}"
+                f"{file}: the id of token {text!r:.40} is {id!r:.40}; a token must have a text and a whole number "
+                f"from 0 to {MAX_ID:,}; {_FIX}"
             )
-        options = {name: token.get(name) is True for name in (*_OPTIONS, "special")}
-        known = tokens.setdefault(text, {"id": int(str(id)), **options})["id"]
-        other = texts.setdefault(int(str(id)), text)
-        if known != int(str(id)):
-            raise CheckpointError(f"{file}: token {text!r:.40} has the ids {known} and {id}; {_FIX}")
-        if other != text:
-            raise CheckpointError(f"{file}: tokens {other!r:.40} and {text!r:.40} have the same id {id}; {_FIX}")
+        number = int(str(id))
+        options = {name: isinstance(token, Mapping) and token.get(name) is True for name in _OPTIONS}
+        known = tokens.setdefault(text, PublishedToken(number, options)).id
+        other = texts.setdefault(number, text)
+        if (known, other) != (number, text):
+            raise CheckpointError(
+                f"{file} gives {text!r:.40} the id {number}, beside {other!r:.40} with the id {known}; {_FIX}"
+            )
     return tokens
 
 
 def check_ids(
-    published: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, vocab: int, pictures: Collection[int],
+    published: Mapping[str, PublishedToken], tokenizer: Tokenizer, vocab: int, pictures: Collection[int],
     ends: Collection[int],
 ) -> None:  # fmt: skip
     """Raise CheckpointError if the tokenizer has other ids than `published`, or text and ends may have others.
@@ -79,21 +83,18 @@ def check_ids(
     """
     for content, token in published.items():
         id = tokenizer.token_to_id(content)
-        replaced = token["id"] == UNK_ID in pictures
-        if id != token["id"] and not replaced:
+        replaced = token.id == UNK_ID in pictures
+        if id != token.id and not replaced:
             raise CheckpointError(
-                f"{CONFIG} or {ADDED} gives {content!r:.40} the id {token['id']}, and the tokenizer "
+                f"{CONFIG} or {ADDED} gives {content!r:.40} the id {token.id}, and the tokenizer "
                 f"{'has no such token' if id is None else id}; {_FIX}"
             )
-    for id, added in tokenizer.get_added_tokens_decoder().items():
-        if id >= vocab and id not in pictures and not added.special:
-            raise CheckpointError(
-                f"the tokenizer's token {added.content!r:.40} has the id {id}, and the model has {vocab:,} tokens, "
-                f"numbered from 0; {_FIX}"
-            )
-    if beyond := [id for id in ends if id >= vocab]:
+    ordinary = [id for id, added in tokenizer.get_added_tokens_decoder().items() if not added.special]
+    beyond = [id for id in (*ordinary, *ends) if id >= vocab and id not in pictures]
+    if beyond:
         raise CheckpointError(
-            f"eos_token_id is {beyond[0]}, and the model has {vocab:,} tokens, numbered from 0; {_FIX}"
+            f"an added token or eos_token_id has the id {beyond[0]} ({tokenizer.id_to_token(beyond[0])!r:.40}), and "
+            f"the model has {vocab:,} tokens, numbered from 0; {_FIX}"
         )
 
 

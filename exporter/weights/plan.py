@@ -7,8 +7,9 @@ tensor, without what no graph uses. The plan needs no weights, so graphs can be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -51,31 +52,32 @@ class Form:
     scheme: Scheme | None = None
     matrix: Matrix | None = None
 
-    @property
-    def zeroed(self) -> bool:
-        return self.matrix is not None and self.matrix.zeroed
-
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor to copy from `source` to `target` in the form `form`; a quantised one has `scales`, and `zeros`.
+    """One tensor to copy from `source` in the form `form`.
 
-    Its values are multiplied by `factor`, then `shift` is added.
+    `parts`: the tensors that are written: the weights, and of a quantised matrix the scales, and zero points if it has
+    any. Its values are multiplied by `factor`, then `shift` is added.
     """
 
     name: str
     source: TensorInfo
     form: Form
-    target: TensorInfo
-    scales: TensorInfo | None = None
-    zeros: TensorInfo | None = None
+    parts: tuple[TensorInfo, ...]
     factor: float = 1.0
     shift: float = 0.0
 
     @property
     def end(self) -> int:
-        last = self.zeros or self.scales or self.target
+        last = self.parts[-1]
         return last.offset + last.nbytes
+
+    def stored(self, file: str) -> StoredTensor:
+        """Its location in `file`."""
+        weights, shape = self.parts[0], self.source.shape
+        others = [StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape) for part in self.parts[1:]]
+        return StoredTensor(file, weights.offset, weights.nbytes, self.form.dtype, shape, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +136,12 @@ def plan_weights(
                 for tensor, info in tensors
             )
         ):
-            entries = tuple(WeightEntry(tensor, info, Form(info.dtype), info) for tensor, info in tensors)
+            entries = tuple(WeightEntry(tensor, info, Form(info.dtype), (info,)) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
             header, entries = _laid_out(name, tensors, forms, checkpoint)
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
-        for entry in entries:
-            scales, zeros = (_stored(name, part) for part in (entry.scales, entry.zeros))
-            target, shape = entry.target, entry.source.shape
-            stored[entry.name] = StoredTensor(
-                name, target.offset, target.nbytes, entry.form.dtype, shape, scales, zeros
-            )
+        stored |= {entry.name: entry.stored(name) for entry in entries}
     return WeightPlan(tuple(files), stored)
 
 
@@ -156,7 +153,7 @@ def form_of(
         return Form("F32")
     form = Form(*precisions.stored(name, info.shape, info.dtype))
     matrix = info.source
-    if not isinstance(matrix, Matrix) or matrix.scheme is None or not matrix.fits:
+    if not isinstance(matrix, Matrix) or matrix.scheme is None:
         return form
     wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
     if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
@@ -166,51 +163,47 @@ def form_of(
 
 def own_precisions(checkpoint: Checkpoint) -> dict[str, str]:
     """The precision of the integers of quantised matrices, by the part that they belong to."""
-    matrices = ((name, info.source) for name, info in checkpoint.tensors.items() if isinstance(info.source, Matrix))
-    schemes = ((name, matrix.scheme) for name, matrix in matrices if matrix.fits)
+    schemes = ((name, getattr(info.source, "scheme", None)) for name, info in checkpoint.tensors.items())
     return {part_of(name): STORED[scheme.dtype].name for name, scheme in schemes if scheme}
 
 
 def quantised_note(plan: WeightPlan) -> str | None:
     """A line about the matrices of a quantised checkpoint, None for any other."""
     forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
-    counts = Counter((form.matrix is None, STORED[form.dtype].name) for form in forms)
-    parts = [
-        f"{count} matrices {'are dequantised and stored as' if anew else 'keep their integers and scales,'} {name}"
-        for (anew, name), count in counts.items()
-    ]
+    counts = Counter(
+        f"{'keep their integers and scales,' if form.matrix else 'are dequantised and stored as'} "
+        f"{STORED[form.dtype].name}" for form in forms
+    )  # fmt: skip
+    parts = [f"{count} matrices {state}" for state, count in counts.items()]
     return f"the checkpoint is quantised: {', '.join(parts)}" if parts else None
-
-
-def _stored(file: str, part: TensorInfo | None) -> StoredTensor | None:
-    return None if part is None else StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape)
 
 
 def _laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[Form], checkpoint: Checkpoint
 ) -> tuple[bytes, tuple[WeightEntry, ...]]:
     """The header of a rewritten file and its entries; a matrix's scales and zero points follow its integers."""
-    specs: list[tuple[str, str, tuple[int, ...]]] = []
-    for (name, info), form in zip(tensors, forms, strict=True):
-        if form.scheme is None:
-            specs.append((name, form.dtype, info.shape))
-            continue
-        rows, width = info.shape
-        blocks = rows, form.scheme.scales(width)
-        specs.append((name, form.scheme.held, (rows, form.scheme.nbytes(width))))
-        specs.append((name + SCALES, "F16", blocks))
-        if form.zeroed:
-            specs.append((name + ZEROS, "I8", blocks))
-    header, targets = layout(Path(file), specs)
-    by_name = {target.name: target for target in targets}
+    groups = [_specs(name, info.shape, form) for (name, info), form in zip(tensors, forms, strict=True)]
+    header, targets = layout(Path(file), chain.from_iterable(groups))
+    places = iter(targets)
     entries = tuple(
         WeightEntry(
-            name, info, form, by_name[name], by_name[name + SCALES] if form.scheme else None,
-            by_name[name + ZEROS] if form.zeroed else None, checkpoint.factor(name), checkpoint.shift(name),
+            name, info, form, tuple(islice(places, len(group))), checkpoint.factor(name), checkpoint.shift(name)
         )
-        for (name, info), form in zip(tensors, forms, strict=True)
-    )  # fmt: skip
+        for (name, info), form, group in zip(tensors, forms, groups, strict=True)
+    )
     return header, entries
+
+
+def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor that is written for one of a checkpoint."""
+    if form.scheme is None:
+        return [(name, form.dtype, shape)]
+    rows, width = shape
+    blocks = rows, form.scheme.scales(width)
+    specs = [(name, form.scheme.held, (rows, form.scheme.nbytes(width))), (name + SCALES, "F16", blocks)]
+    if form.matrix is not None and form.matrix.zeroed:
+        specs.append((name + ZEROS, "I8", blocks))
+    return specs
 
 
 UNTIED = (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.weights.plan import StoredTensor
-from vtx.exporter.weights.quantize import dequantise
+from vtx.exporter.weights.quantize import Floats, dequantise
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex, TensorInfo, read_bits, widen_bf16
 from vtx.runtime.bundle.spec.stored import Scheme
 
@@ -67,18 +67,15 @@ class BundleWeights:
             return _widened(self._info(stored, stored.dtype, stored.shape), rows)
         count, width = stored.shape
         scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
-        integers = self._info(stored, scheme.held, (count, scheme.nbytes(width)))
-        scales = self._info(stored.scales, "F16", stored.scales.shape)
-        zeros = None if stored.zeros is None else self._info(stored.zeros, "I8", stored.zeros.shape)
+        infos = [self._info(stored, scheme.held, (count, scheme.nbytes(width)))]
+        infos += [self._info(part, part.dtype, part.shape) for part in (stored.scales, stored.zeros) if part]
+
+        def values(part: RowIndex) -> Floats:
+            integers, scales, *zeros = (read_bits(info, part) for info in infos)
+            return dequantise(integers, scales, scheme, *zeros)
+
         wanted = _parts(rows, count, max(1, CHUNK // width))
-        parts = (
-            dequantise(
-                read_bits(integers, part), read_bits(scales, part), scheme,
-                None if zeros is None else read_bits(zeros, part),
-            )
-            for part in wanted
-        )  # fmt: skip
-        return _stacked(parts, (_count(rows, count), width))
+        return _stacked(map(values, wanted), (_count(rows, count), width))
 
     def _info(self, stored: StoredTensor, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
         return TensorInfo("", dtype, shape, self._folder / stored.file, stored.offset, stored.nbytes)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.loader import check_finite
+from vtx.exporter.checkpoint.quantised.matrix import Matrix
 from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
 from vtx.exporter.weights.quantize import pack, quantise
@@ -40,7 +42,7 @@ BLOCK = 1 << 23  # bytes that are read at a time
 FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
 COMPUTED = 1 << 22  # the same of a quantised checkpoint: each chunk is read from several places
-Converted = tuple[bytes, bytes, bytes, int]  # a chunk, its scales, its zero points, and the source bytes it came from
+Converted = tuple[list[bytes], int]  # a chunk, its scales and zero points if it has any; the source bytes it came from
 NONE: Mapping[str, Scaling] = {}
 
 
@@ -167,18 +169,18 @@ def _rewrite(
             computed = entry.source.source is not None
             by_rows = entry.form.scheme or scaling or entry.source.transposed or computed  # they stay whole
             tensor = entry.source if by_rows else entry.source.flat
-            convert = partial(_taken, entry) if entry.form.matrix else partial(_converted, entry, scaling, tensor)
+            matrix = entry.form.matrix
+            convert = partial(_taken, entry, matrix) if matrix else partial(_converted, entry, scaling, tensor)
             length, step = tensor.shape[0], max(1, (COMPUTED if computed else CHUNK) // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
-            crc, scales, zeros = 0, list[bytes](), list[bytes]()
-            for data, chunk_scales, chunk_zeros, nbytes in in_order(pool, convert, spans):
+            crc, following = 0, list[list[bytes]]()
+            for (data, *more), nbytes in in_order(pool, convert, spans):
                 out.write(data)
                 digest.update(data)
                 crc = zlib.crc32(data, crc)
-                scales.append(chunk_scales)
-                zeros.append(chunk_zeros)
+                following.append(more)
                 report(nbytes)
-            data = b"".join(scales + zeros)
+            data = b"".join(chain.from_iterable(zip(*following, strict=True)))
             out.write(data)
             digest.update(data)
             out.flush()
@@ -202,23 +204,20 @@ def in_order(
         yield ahead.popleft().result()
 
 
-def _taken(entry: WeightEntry, span: slice) -> Converted:
+def _taken(entry: WeightEntry, matrix: Matrix, span: slice) -> Converted:
     """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points. Raises `CheckpointError`."""
-    matrix, scheme, name = entry.form.matrix, entry.form.scheme, entry.name
-    assert matrix is not None
-    assert scheme is not None
-    rows = matrix.rows(source_rows(entry.source, span))
+    rows, name = matrix.rows(source_rows(entry.source, span)), entry.name
     check_finite(rows.scales, f"{name}{SCALES}")
     exact = rows.scales * np.float32(entry.factor)
     with np.errstate(over="ignore"):
         scales = exact.astype(np.float16)
     if (np.abs(scales - exact) > ROUNDED * np.abs(exact)).any():
         raise CheckpointError(f"the scales of tensor {name} are beyond float16; export with --precision fp16 or fp32")
-    if rows.zeros is not None and not matrix.zeroed and rows.zeros.any():
-        raise CheckpointError(f"tensor {name} has zero points, and quantization_config says sym; correct one of them")
-    zeros = rows.zeros.tobytes() if rows.zeros is not None and matrix.zeroed else b""
-    codes = pack(rows.codes) if scheme.bits == 4 else rows.codes
-    return codes.tobytes(), scales.tobytes(), zeros, 4 * rows.codes.size
+    codes = pack(rows.codes) if entry.form.dtype == "I4" else rows.codes
+    parts = [codes.tobytes(), scales.tobytes()]
+    if matrix.zeroed:
+        parts.append(rows.zeros.tobytes())
+    return parts, 4 * rows.codes.size
 
 
 def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, span: slice) -> Converted:
@@ -227,7 +226,7 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     check_finite(stored, entry.name)
     dtype, scheme = entry.form.dtype, entry.form.scheme
     if entry.source.dtype == dtype and not scaling and entry.factor == 1 and not entry.shift:
-        return stored.tobytes(), b"", b"", stored.nbytes
+        return [stored.tobytes()], stored.nbytes
     narrow = entry.source.dtype == "BF16"
     values: NDArray[np.float32] = widen_bf16(stored) if narrow else stored.astype(np.float32, copy=False)
     if entry.factor != 1:
@@ -238,7 +237,7 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
         values = scaling.apply(values, span.start)
     if scheme:
         integers, scales = quantise(values, scheme, entry.name)
-        return integers.tobytes(), scales.tobytes(), b"", stored.nbytes
+        return [integers.tobytes(), scales.tobytes()], stored.nbytes
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])
     if dtype in LARGEST and values.size:
@@ -248,7 +247,7 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
                 f"tensor {entry.name} holds {largest:g}, {STORED[dtype].name} reaches {most:g} at most; export "
                 "with --precision fp32"
             )
-    return out.tobytes(), b"", b"", stored.nbytes
+    return [out.tobytes()], stored.nbytes
 
 
 def narrow_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

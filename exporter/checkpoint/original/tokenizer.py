@@ -7,12 +7,19 @@ tokens, as transformers' legacy Llama tokenizer did.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from vtx.exporter.checkpoint.published_ids import UNK_ID, published_tokens, texts_of, token_settings
+from vtx.exporter.checkpoint.published_ids import (
+    UNK_ID,
+    PublishedToken,
+    published_tokens,
+    texts_of,
+    token_settings,
+)
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError
 from vtx.runtime.prompt.tokenizer import rust_errors
 
@@ -68,7 +75,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     if image_token and proto.pieces[UNK_ID].type != UNKNOWN:
         raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is not the unknown one; use the -hf checkpoint")
     vocab, added = _tokens(proto, folder, image_token)
-    unknown = None if image_token else next((p.piece for p in proto.pieces if p.type == UNKNOWN), None)
+    unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN and p.piece in vocab), None)
     settings, kinds = token_settings(folder), ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
     usual = {"bos": proto.trainer_spec.bos_piece, "eos": proto.trainer_spec.eos_piece, "unk": unknown}
     names = {kind: next(texts_of(settings.get(f"{kind}_token", usual.get(kind))), None) for kind in kinds}
@@ -78,17 +85,11 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         backend.add_tokens(added)
         prefix = prefix if proto.normalizer_spec.add_dummy_prefix else "never"
         _add_spaces(backend, prefix)
-        before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
-        after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
-        backend.post_processor = processors.TemplateProcessing(
-            [*before, "$A", *after],
-            [*before, "$A", "$B:1", *after],
-            [(token, vocab[token]) for token in before + after],
-        )
+        _add_ends(backend, vocab, names, settings)
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
-    symbols = [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED and piece.piece in vocab]
-    for sample in (*_SAMPLES, *(f"a {symbol}{symbol}b" for symbol in symbols[-1:])):
+    symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
+    for sample in (*_SAMPLES, *symbols):
         text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
         wanted, ids = judge.encode(text), tokenizer.encode(text, add_special_tokens=False)
         if wanted != ids:
@@ -122,12 +123,11 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
     published = published_tokens(folder)
     if image_token:
         unknown = proto.pieces[UNK_ID].piece
-        published = {content: token for content, token in published.items() if token["id"] != UNK_ID}
-        published[image_token] = {"id": UNK_ID, "special": True}
+        published = {content: token for content, token in published.items() if token.id != UNK_ID}
+        published[image_token] = PublishedToken(UNK_ID, {"special": True})
         vocab[image_token] = vocab.pop(unknown)
         del added[unknown]
-    for content, token in published.items():
-        id = token["id"]
+    for content, (id, options) in published.items():
         piece = proto.pieces[id] if id < len(proto.pieces) else None
         if content not in vocab and piece is not None:
             if piece.type not in (CONTROL, USER_DEFINED):
@@ -137,11 +137,8 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
                 )
             del vocab[piece.piece], added[piece.piece]
         vocab.setdefault(content, id)
-        added[content] = AddedToken(
-            content, single_word=token.get("single_word", False), lstrip=token.get("lstrip", False),
-            rstrip=token.get("rstrip", False), normalized=content in marked and not token["special"],
-            special=token["special"],
-        )  # fmt: skip
+        normalized = content in marked and not options["special"]
+        added[content] = AddedToken(content, **{**options, "normalized": normalized})
     return vocab, list(added.values())
 
 
@@ -166,3 +163,14 @@ def _add_spaces(backend: Tokenizer, prefix: str) -> None:
     if prefix != "never":
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
+
+
+def _add_ends(
+    backend: Tokenizer, vocab: Mapping[str, int], names: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Let a tokenizer put the tokens around a text that the settings ask for."""
+    before = [names["bos"]] if names["bos"] in vocab and settings.get("add_bos_token") is not False else []
+    after = [names["eos"]] if names["eos"] in vocab and settings.get("add_eos_token") is True else []
+    backend.post_processor = processors.TemplateProcessing(
+        [*before, "$A", *after], special_tokens=[(token, vocab[token]) for token in before + after]
+    )

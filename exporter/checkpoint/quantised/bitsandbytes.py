@@ -6,19 +6,20 @@ are bytes, entries of `nested_quant_map` in blocks with `nested_absmax`, plus an
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vtx.exporter.checkpoint.quantised.matrix import Matrix, MatrixParts, QuantisedFormat, Rows, Settings
-from vtx.runtime.bundle.safetensors import is_sizes, parse_json, read_bits
-from vtx.runtime.errors import UnsupportedModelError
+from vtx.exporter.checkpoint.quantised.matrix import WEIGHT, Matrix, MatrixParts, QuantisedFormat, Rows, Settings
+from vtx.runtime.bundle.safetensors import read_bits
+from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.strict import Strict, optional
+from vtx.tools.common.files import json_object
 
-CODES, SCALES, OUTER = "weight", "weight.absmax", "weight.nested_absmax"
-TABLE, OUTER_TABLE = "weight.quant_map", "weight.nested_quant_map"
-STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+SCALES, OUTER = ".weight.absmax", ".weight.nested_absmax"
+TABLE, OUTER_TABLE = ".weight.quant_map", ".weight.nested_quant_map"
+STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE = 4096  # bytes; published ones have 150
-BYTES = ("U8", "I8", "BF16", "F16", "F32")  # the types that the codes' bytes may be declared as
 F32 = ("F32",)
 
 
@@ -27,41 +28,56 @@ def _check(settings: Settings) -> None:
         raise UnsupportedModelError("quantization_config: load_in_4bit is not set; vtx reads bitsandbytes of 4 bits")
 
 
-def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
+@dataclass(frozen=True, slots=True)
+class State:
+    """The facts of a quant_state that are needed."""
+
+    shape: tuple[int, int]
+    blocksize: int
+    nested_blocksize: int = optional(1)
+    nested_offset: float = optional(0.0)
+
+
+def _state(parts: MatrixParts) -> State:
     end = next((state for state in STATES if state in parts.tensors), STATES[0])
-    state, codes = (parts.tensors.get(name) for name in (end, CODES))
-    if state is None or state.nbytes > MAX_STATE or codes is None or codes.dtype not in BYTES:
-        raise parts.error(end, f"or its weight is missing, or larger than {MAX_STATE:,} bytes")
-    facts = parse_json(read_bits(state).tobytes(), f"tensor {parts.name}.{end}")
-    shape, block, outer_block, offset = (
-        facts.get(name) for name in ("shape", "blocksize", "nested_blocksize", "nested_offset")
-    )
-    nested = OUTER in parts.tensors
-    sizes = [*(shape if isinstance(shape, list) else ()), block, *[outer_block] * nested]
-    if len(sizes) != 3 + nested or not is_sizes(sizes) or 0 in sizes or sizes[1] % 2:
+    info = parts.tensors.get(end)
+    if info is None or info.nbytes > MAX_STATE:
+        raise parts.error(end, f"is missing, or larger than {MAX_STATE:,} bytes")
+    name = f"tensor {parts.name}{end}"
+    facts = json_object(read_bits(info).tobytes(), name)
+    known = {key: facts[key] for key in State.__slots__ if key in facts}
+    state = Strict(CheckpointError, "download the checkpoint again").read(State, known, name)
+    if min(*state.shape, state.blocksize, state.nested_blocksize) < 1 or state.shape[1] % 2:
         raise parts.error(end, "has no sizes of a matrix and of blocks")
-    rows, width = sizes[:2]
-    if 2 * codes.nbytes != rows * width or (nested and not isinstance(offset, int | float)):
-        raise parts.error(CODES, f"has {codes.nbytes:,} bytes, or no nested_offset, not those of {shape} weights")
+    return state
+
+
+def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
+    state, codes = _state(parts), parts.tensors.get(WEIGHT)
+    (rows, width), block = state.shape, state.blocksize
+    if codes is None or 2 * codes.nbytes != rows * width:
+        raise parts.error(WEIGHT, f"does not hold {rows} x {width} weights")
+    nested = OUTER in parts.tensors
     codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
     blocks = -(-rows * width // block)
     scales, table = parts.need(SCALES, ("U8",) if nested else F32, (blocks,)), read_bits(parts.need(TABLE, F32, (16,)))
     if nested:
-        largest = read_bits(parts.need(OUTER, F32, (-(-blocks // outer_block),)))
+        largest = read_bits(parts.need(OUTER, F32, (-(-blocks // state.nested_blocksize),)))
         outer_table = read_bits(parts.need(OUTER_TABLE, F32, (256,)))
 
     def part(first: int, last: int) -> Rows:
         begin, end = first * width, last * width
         octets = read_bits(codes, slice(begin // 2, end // 2))
-        numbers = np.arange(begin // block, -(-end // block))
-        steps = read_bits(scales, slice(begin // block, -(-end // block)))
+        of_rows = slice(begin // block, -(-end // block))
+        steps = read_bits(scales, of_rows)
         if nested:
-            steps = outer_table[steps] * largest[numbers // outer_block] + np.float32(offset)
-        of_weights = steps[np.arange(begin, end) // block - begin // block]
-        entries = table[np.stack((octets >> 4, octets & 15), -1)]
-        return Rows(entries.reshape(-1, width), of_weights.reshape(-1, width))
+            outer = np.arange(of_rows.start, of_rows.stop) // state.nested_blocksize
+            steps = outer_table[steps] * largest[outer] + np.float32(state.nested_offset)
+        of_weights = steps[np.arange(begin, end) // block - begin // block].reshape(-1, width)
+        entries = table[np.stack((octets >> 4, octets & 15), -1)].reshape(-1, width)
+        return Rows(entries, of_weights, np.zeros(entries.shape, np.int8))
 
     return Matrix((rows, width), (codes, scales), part)
 
 
-BITSANDBYTES = QuantisedFormat(_check, _matrix, (SCALES,), (CODES, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))
+BITSANDBYTES = QuantisedFormat(_check, _matrix, (SCALES,), (WEIGHT, SCALES, OUTER, TABLE, OUTER_TABLE, *STATES))

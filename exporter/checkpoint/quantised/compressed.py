@@ -1,4 +1,4 @@
-"""compressed-tensors: integers packed into words, or a byte a weight (int8, FP8); ModelOpt's FP8 is stored alike.
+"""compressed-tensors: integers packed into words, or a byte a weight (int8, FP8).
 
 Packed: `weight_packed` [out, in * bits / 32], `weight_scale` [out, groups], `weight_shape` [2], of schemes that are not
 symmetric `weight_zero_point` [out * bits / 32, groups], and with an order of activations `weight_g_idx` [in].
@@ -10,6 +10,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.quantised.matrix import (
     FLOATS,
+    WEIGHT,
     Matrix,
     MatrixParts,
     QuantisedFormat,
@@ -19,20 +20,24 @@ from vtx.exporter.checkpoint.quantised.matrix import (
 from vtx.exporter.checkpoint.quantised.octets import block_of, octet_matrix
 from vtx.exporter.checkpoint.quantised.words import WORDS, WordLayout, word_matrix
 from vtx.runtime.bundle.safetensors import read_bits
+from vtx.runtime.errors import UnsupportedModelError
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 LAYOUT = WordLayout(
-    "weight_packed", "weight_scale", "weight_zero_point", turned=False, zeroed=False, order="weight_g_idx"
+    ".weight_packed", ".weight_scale", ".weight_zero_point", turned=False, zeroed=False, order=".weight_g_idx"
 )
-SHAPE = "weight_shape"
-ACTIVATIONS = tuple(f"{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point"))
+SHAPE = ".weight_shape"
+ACTIVATIONS = tuple(
+    f".{part}_{kind}" for part in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point")
+)
 
 
 def _check(settings: Settings) -> None:
     check_setting(settings, "format", FORMATS)
     check_setting(settings, "transform_config", (None, {}))
-    if (settings.get("sparsity_config") or {"format": "dense"}) != {"format": "dense"}:
-        check_setting(settings["sparsity_config"], "format", ("dense",))
+    sparsity = settings.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise UnsupportedModelError(f"quantization_config: sparsity_config is {sparsity!r:.60}; vtx reads dense ones")
     for weights in _weights(settings):
         check_setting(weights, "num_bits", (4, 8))
 
@@ -51,17 +56,12 @@ def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
         return octet_matrix(parts, LAYOUT.scales, block_of(block), LAYOUT.zeros)
     _, words = parts.need(LAYOUT.codes, WORDS).shape
     _, groups = parts.need(LAYOUT.scales, FLOATS).shape
-    rows, width = (int(size) for size in read_bits(parts.need(SHAPE, ("I64", "I32"), (2,))))
+    rows, width = read_bits(parts.need(SHAPE, ("I64", "I32"), (2,))).tolist()
     bits = 8 if words > -(-width // 8) else 4
     if rows < 1 or width < 1 or width % groups:
         raise parts.error(LAYOUT.scales, f"has {groups} groups for {width} inputs, not equal ones")
     return word_matrix(parts, LAYOUT, (rows, width), bits, width // groups)
 
 
-def _check_modelopt(settings: Settings) -> None:
-    check_setting(settings, "quant_algo", ("fp8",))
-
-
-_ENDS = ("weight", LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
+_ENDS = (WEIGHT, LAYOUT.codes, LAYOUT.scales, LAYOUT.zeros, SHAPE, LAYOUT.order)
 COMPRESSED = QuantisedFormat(_check, _matrix, (LAYOUT.codes, LAYOUT.scales), _ENDS, ACTIVATIONS)
-MODELOPT = QuantisedFormat(_check_modelopt, _matrix, (LAYOUT.scales,), ("weight", LAYOUT.scales), ACTIVATIONS)

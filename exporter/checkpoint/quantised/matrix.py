@@ -11,40 +11,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits, widen_bf16
-from vtx.runtime.bundle.spec.stored import MIN_BLOCK, Scheme, power_of_two_in
+from vtx.runtime.bundle.spec.stored import MIN_BLOCK, Scheme
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
 Floats = NDArray[np.float32]
+Numbers = NDArray[np.int64]
 Settings = Mapping[str, Any]  # of a quantization_config
 FLOATS = ("F16", "BF16", "F32")
+WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of a quantised matrix, [n, in]: a weight is (code - zero) * scale, in float32.
 
-    `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks]. `columns` [in]: the
-    block of each column; None: blocks have one size and follow each other.
+    `codes`: integers, or the values that a table has for them. `scales` and `zeros`: [n, blocks of one size].
     """
 
     codes: NDArray[Any]
     scales: Floats
-    zeros: NDArray[np.int8] | None = None
-    columns: NDArray[np.int64] | None = None
+    zeros: NDArray[np.int8]
 
-    def __getitem__(self, rows: NDArray[np.int64]) -> Rows:
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return Rows(self.codes[rows], self.scales[rows], zeros, self.columns)
+    def __getitem__(self, rows: Numbers) -> Rows:
+        return Rows(self.codes[rows], self.scales[rows], self.zeros[rows])
 
     def values(self) -> Floats:
-        scales, zeros = self.scales, self.zeros
-        if self.columns is not None:
-            scales = scales[:, self.columns]
-            zeros = None if zeros is None else zeros[:, self.columns]
-        codes = self.codes.astype(np.float32).reshape(*scales.shape, -1)
-        if zeros is not None:
-            codes -= zeros[..., None]
-        codes *= scales[..., None]
+        codes = self.codes.astype(np.float32).reshape(*self.scales.shape, -1)
+        codes -= self.zeros[..., None]
+        codes *= self.scales[..., None]
         return codes.reshape(len(codes), -1)
 
 
@@ -52,15 +46,14 @@ class Rows:
 class Matrix:
     """A quantised matrix [out, in].
 
-    `part` reads the rows from a first one up to another; both are multiples of `align`, or the end. `parts` are its
-    tensors, the codes first. `scheme`: the storage of a bundle that takes such codes; None if they are not integers, or
-    not in blocks of one size. `zeroed`: zero points are not all 0.
+    `part` reads the rows from a first one up to another. `parts` are its tensors, the codes first. `scheme`: the
+    storage of a bundle that takes the codes and scales as they are, None if none does. `zeroed`: zero points are not
+    all 0.
     """
 
     shape: tuple[int, int]
     parts: tuple[TensorInfo, ...]
     part: Callable[[int, int], Rows] = field(repr=False)
-    align: int = 1
     scheme: Scheme | None = None
     zeroed: bool = False
 
@@ -69,23 +62,19 @@ class Matrix:
         codes = self.parts[0]
         return TensorInfo(name, "F32", self.shape, codes.file, 0, 4 * prod(self.shape), codes.identity, source=self)
 
-    def rows(self, numbers: NDArray[np.int64]) -> Rows:
+    def rows(self, numbers: Numbers) -> Rows:
         """The rows of these numbers; those between them are read, too."""
         first = int(numbers.min(initial=self.shape[0]))
-        first -= first % self.align
-        last = int(numbers.max(initial=first - 1)) + 1
-        return self.part(first, min(last + -last % self.align, self.shape[0]))[numbers - first]
+        return self.part(first, int(numbers.max(initial=first - 1)) + 1)[numbers - first]
 
-    def read(self, rows: NDArray[np.int64]) -> Floats:
+    def read(self, rows: Numbers) -> Floats:
         return self.rows(rows).values()
 
-    @property
-    def fits(self) -> bool:
-        """True if a bundle takes the codes and scales as they are: engines read a row, or blocks of a power of two."""
-        if self.scheme is None or self.shape[1] % MIN_BLOCK:
-            return False
-        block = self.scheme.block
-        return block == self.shape[1] or (block >= MIN_BLOCK and power_of_two_in(self.shape[1], block) == block)
+
+def stored_scheme(dtype: str, width: int, block: int) -> Scheme | None:
+    """The storage of integers in blocks of equal size: engines read a whole row, or blocks of a power of two."""
+    fits = block >= MIN_BLOCK and width % MIN_BLOCK == 0 and block in (width, block & -block)
+    return Scheme(dtype, block) if fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +98,13 @@ class MatrixParts:
 
     def error(self, end: str, fault: str) -> CheckpointError:
         return CheckpointError(
-            f"tensor {self.name}.{end} {fault}, as {self.method} needs; correct quantization_config, or download the "
+            f"tensor {self.name}{end} {fault}, as {self.method} needs; correct quantization_config, or download the "
             "checkpoint again"
         )
 
-    def columns(self, end: str, width: int, groups: int) -> NDArray[np.int64]:
+    def columns(self, end: str, width: int, groups: int) -> Numbers:
         """The group of each column, which a tensor names."""
-        order: NDArray[np.int64] = read_bits(self.need(end, ("I32", "I64"), (width,))).astype(np.int64)
+        order: Numbers = read_bits(self.need(end, ("I32", "I64"), (width,))).astype(np.int64)
         if order.min() < 0 or order.max() >= groups:
             raise self.error(end, f"names groups {order.min()} to {order.max()}, not 0 to {groups - 1}")
         return order
@@ -145,14 +134,15 @@ def check_setting(settings: Settings, name: str, known: Sequence[Any]) -> None:
         raise UnsupportedModelError(f"quantization_config: {name} is {value!r:.60}; vtx reads {names}")
 
 
-def group_of(settings: Settings, name: str, width: int) -> int:
+def group_of(settings: Settings, width: int) -> int:
     """The number of neighbouring weights of a row with one scale: -1 or none says all of them."""
-    size = settings.get(name, -1)
+    size = settings.get("group_size", -1)
     if type(size) is not int or size == 0 or size < -1:
-        raise CheckpointError(f"quantization_config: {name} is {size!r:.40}; it must be -1 or at least 1")
+        raise CheckpointError(f"quantization_config: group_size is {size!r:.40}; it must be -1 or at least 1")
     return width if size == -1 else min(size, width)
 
 
-def widened(info: TensorInfo, bits: NDArray[Any]) -> Floats:
-    """Stored bits of a tensor of floats as float32."""
+def floats(info: TensorInfo, rows: slice) -> Floats:
+    """Rows of a tensor of floats as float32."""
+    bits = read_bits(info, rows)
     return widen_bf16(bits) if info.dtype == "BF16" else bits.astype(np.float32)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, widened
+from vtx.exporter.checkpoint.quantised.matrix import FLOATS, Matrix, MatrixParts, Rows, floats, stored_scheme
 from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
-from vtx.runtime.bundle.spec.stored import Scheme
-from vtx.runtime.precision import PRECISIONS
 
 WORDS = ("I32",)
 
@@ -22,8 +20,7 @@ class WordLayout:
 
     `by_rows`: a word holds neighbouring rows of a matrix, else neighbouring inputs; of zero points always rows.
     `places`: those of neighbours in a word, from its lowest bits on, if they are not in their order. `zeroed`: there
-    are zero points, else there may be; `shift` is added to a word of them, and if `symmetric` they are 0 then. `order`:
-    the tensor of the columns' groups.
+    are zero points, else there may be; `shift` is added to a word of them. `order`: the tensor of the columns' groups.
     """
 
     codes: str
@@ -35,7 +32,6 @@ class WordLayout:
     zeroed: bool = True
     order: str = ""
     shift: int = 0
-    symmetric: bool = False
 
 
 def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
@@ -43,45 +39,42 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
     (height, width), each = shape, 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
-        return parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
+        info = parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
+        return replace(info, shape=(rows, columns), transposed=layout.turned)
 
     groups, tall = -(-width // group), -(-height // each)
     even = np.arange(width) // group
     order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
-    columns = None if width % group == 0 and np.array_equal(order, even) else order
+    in_turn = width % group == 0 and np.array_equal(order, even)
+    columns = slice(None) if in_turn else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
     scales, zeros = need(layout.scales, FLOATS, height, groups), None
     if layout.zeroed or layout.zeros in parts.tensors:
         zeros = need(layout.zeros, WORDS, tall, groups)
 
-    def cut(info: TensorInfo, first: int, last: int) -> NDArray[Any]:
-        return read_bits(info).T[first:last] if layout.turned else read_bits(info, slice(first, last))
-
     def of_rows(info: TensorInfo, first: int, last: int, shift: int = 0) -> NDArray[np.int8]:
-        words = cut(info, first // each, -(-last // each)).astype(np.uint32) + np.uint32(shift)
-        neighbours = _unpacked(words[..., None], bits)[..., layout.places or slice(None)]
-        return _signed(neighbours.transpose(0, 2, 1).reshape(-1, words.shape[1])[: last - first], bits)
+        words = read_bits(info, slice(first // each, -(-last // each))) + np.int32(shift)
+        neighbours = _unpacked(words, bits)[..., layout.places or slice(None)].transpose(0, 2, 1)
+        return neighbours.reshape(-1, words.shape[1])[first % each :][: last - first]
 
     def part(first: int, last: int) -> Rows:
         if layout.by_rows:
             integers = of_rows(codes, first, last)
         else:
-            integers = _signed(_unpacked(cut(codes, first, last), bits)[:, :width], bits)
-        points = None if zeros is None else of_rows(zeros, first, last, layout.shift)
-        return Rows(integers, widened(scales, cut(scales, first, last)), points, columns)
+            integers = _unpacked(read_bits(codes, slice(first, last)), bits).reshape(last - first, -1)[:, :width]
+        if zeros is None:
+            points = np.zeros((last - first, groups), np.int8)
+        else:
+            points = of_rows(zeros, first, last, layout.shift)
+        return Rows(integers, floats(scales, slice(first, last))[:, columns], points[:, columns])
 
-    scheme = Scheme(PRECISIONS[f"int{bits}"].stored, group) if columns is None else None
-    return Matrix(shape, (codes, scales), part, each, scheme, zeros is not None and not layout.symmetric)
-
-
-def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """The unsigned integers in the last axis of words, from the lowest bits on."""
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return octets
-    return np.stack((octets & 15, octets >> 4), -1).reshape(*octets.shape[:-1], -1)
+    scheme = stored_scheme(f"I{bits}", width, group) if in_turn else None
+    zeroed = zeros is not None and bool(of_rows(zeros, 0, height, layout.shift).any())
+    return Matrix(shape, (codes, scales), part, scheme, zeroed)
 
 
-def _signed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int8]:
-    """Integers less the middle of their range."""
-    return np.ascontiguousarray(codes - np.uint8(1 << (bits - 1))).view(np.int8)
+def _unpacked(words: NDArray[Any], bits: int) -> NDArray[np.int8]:
+    """The integers in words, from the lowest bits on, less the middle of their range; they are a last axis."""
+    octets = np.ascontiguousarray(words[..., None]).view(np.uint8)
+    codes = np.stack([octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1)
+    return (codes.reshape(*words.shape, -1) - np.uint8(1 << (bits - 1))).view(np.int8)

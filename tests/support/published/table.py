@@ -28,7 +28,7 @@ def tried(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By family the models without a fault, and today's date."""
     families = dict[str, list[str]]()
     faulty = {row["model"] for row in rows if faults_of(row)}
-    for name in sorted({row["model"] for row in rows} - faulty):
+    for name in sorted({row["model"] for row in rows} & models().keys() - faulty):
         config = read(models()[name] / "config.json")
         families.setdefault(layout_of(config) or config["model_type"], []).append(name)
     return {"date": datetime.now(UTC).date().isoformat(), "families": families}
