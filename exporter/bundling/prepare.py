@@ -29,7 +29,6 @@ from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -254,7 +253,7 @@ def plan_export(options: ExportOptions) -> Plan:
     precisions = options.precisions(own_precisions(checkpoint))
     sources = checkpoint
     needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
-    needed += decoder_tensors(config.text)
+    needed += config.text.tensors()
     if config.action is not None:
         needed += expert_tensors(config.text, config.action)
     if config.text.tied and config.action is None:

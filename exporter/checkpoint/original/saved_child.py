@@ -79,5 +79,6 @@ def _row(name: object, tensor: object) -> list[Any]:
         raise ValueError(f"{name!r} is not the name of a tensor")  # noqa: TRY004  the file's fault
     if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
         raise ValueError(f"{name!r} is not a contiguous tensor of a known dtype")
-    offset = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.itemsize
+    start: Any = tensor.untyped_storage()._checkpoint_offset
+    offset = start + tensor.storage_offset() * tensor.itemsize
     return [name, DTYPES[tensor.dtype], list(tensor.shape), offset]
