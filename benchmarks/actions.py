@@ -27,7 +27,6 @@ from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
@@ -58,7 +57,7 @@ def checkpoint(folder: Path, layers: int, tower_layers: int) -> Path:
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": {}}))
     model = read_config(config)
     assert model.action is not None
-    needed = [*vision_tensors(model), *decoder_tensors(model.text), *expert_tensors(model.text, model.action)]
+    needed = [*vision_tensors(model), *model.text.tensors(), *expert_tensors(model.text, model.action)]
     write_random(folder / "model.safetensors", needed)
     return folder
 

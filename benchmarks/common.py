@@ -92,7 +92,6 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     """The demo checkpoint with a larger text model of random float32 weights, written a block at a time."""
     from vtx.exporter.bundling.prepare import demo_checkpoint
     from vtx.exporter.checkpoint.families.registry import read_config
-    from vtx.exporter.graphs.decoder import decoder_tensors
     from vtx.exporter.graphs.vision import vision_tensors
 
     shutil.copytree(demo_checkpoint(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -104,7 +103,7 @@ def random_checkpoint(folder: Path, *, layers: int, hidden: int, heads: int, ffn
     text |= {"vocab_size": vocab} if vocab else {}
     path.write_text(json.dumps(config), encoding="utf-8")
     model = read_config(config)
-    needed = [(_hub_name(name), shape) for name, shape in (*vision_tensors(model), *decoder_tensors(model.text))]
+    needed = [(_hub_name(name), shape) for name, shape in (*vision_tensors(model), *model.text.tensors())]
     write_random(folder / "model.safetensors", needed, "F32", lambda name, _: (0.02, float("norm" in name)))
     return folder
 

@@ -24,7 +24,6 @@ from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -68,7 +67,7 @@ def checkpoint(folder: Path, layers: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma4ImageProcessor"}))
     model = read_config(config)
-    needed = [*vision_tensors(model), *decoder_tensors(model.text)]
+    needed = [*vision_tensors(model), *model.text.tensors()]
     write_random(folder / "model.safetensors", needed)
     return folder
 

@@ -123,10 +123,10 @@ def text_tensors(s: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def canonical_tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor that an export of the written configuration needs."""
     from vtx.exporter.checkpoint.families.registry import read_config
-    from vtx.exporter.graphs import decoder, vision
+    from vtx.exporter.graphs import vision
 
     config = read_config(json.loads((folder / "config.json").read_text()))
-    return [*vision.vision_tensors(config), *vision.video_tensors(config), *decoder.decoder_tensors(config.text)]
+    return [*vision.vision_tensors(config), *vision.video_tensors(config), *config.text.tensors()]
 
 
 def blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Iterator[NDArray[np.float16]]:

@@ -3,7 +3,7 @@
     python benchmarks/reductions.py --out build/reductions            # both, on a quiet machine
     python benchmarks/reductions.py --out build/reductions --write    # and the tables of docs/measurements
 
-`selection.py` at 576 and 2,928 tokens in both runtimes, then `vtx-bench --methods` on random weights in int8 on
+`selection.py` at 576 and 2,928 tokens in both runtimes, then the answers of each method on random weights in int8 on
 OpenVINO: the first token, the second question and the KV cache. What is there already is not measured again. --write
 replaces the rows of both tables. `make cpp` before it.
 """
@@ -14,9 +14,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from common import parser
+
+from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.tools.bench.methods import Method, find_methods
+from vtx.tools.bench.stopwatch import timed
+from vtx.tools.bench.work import WorkCounter
+from vtx.tools.data.items import SCENES, read_data
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/measurements"
@@ -26,6 +35,8 @@ SPECS = (
     "visionzip:dominant=244,contextual=44", "hiprune:keep=0.5", "cdpruner:keep=0.5", "dart:keep=0.5,k=0",
     "dart:keep=243", "fastv:k=2,ratio=0.571", "pyramiddrop:layers=4/8/12",
 )  # fmt: skip
+QUESTIONS = 6
+SECOND = "What else is in the picture?"
 
 
 def run(*command: object) -> None:
@@ -41,7 +52,7 @@ def measured(path: Path, *command: object) -> dict[str, Any]:
     return figures
 
 
-def answers(path: Path) -> dict[str, Any]:
+def answers_of(path: Path) -> dict[str, Any]:
     """Each method at about equal cost and with K = 9 behind it, on the shape of 1B."""
     vtx = Path(sys.executable).parent
     if not path.exists() and not BUNDLE.exists():
@@ -52,10 +63,45 @@ def answers(path: Path) -> dict[str, Any]:
             vtx / "vtx-export", "--model", MODEL, "--k", "9", "--precision", "int8", *specs, "--arithmetic", "f32",
             "--out", BUNDLE,
         )  # fmt: skip
-    return measured(
-        path, vtx / "vtx-bench", "--methods", "--bundle", BUNDLE, "--device", "openvino", "--compute", "bf16",
-        "--threads", "2", "--samples", "6", "--new-tokens", "8", "--out",
-    )  # fmt: skip
+    if not path.exists():
+        path.write_text(json.dumps({"methods": asked()}), encoding="utf-8")
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return figures
+
+
+def asked() -> list[dict[str, Any]]:
+    """Each method's answers to six questions in turn, and to a second question about the same image."""
+    with load(BUNDLE, device="openvino", compute="bf16", threads=2) as model:
+        manifest = model.manifest
+        methods = find_methods(manifest, (None, *manifest.variants))
+        backend, calls = timed(model.backend)
+        watched = Model(model.bundle, backend, model.loaded.load_ms)
+        counter = WorkCounter(model.bundle, backend.compute, backend.kv_slot_bytes)
+        rows = dict[Method, list[dict[str, float]]]((method, []) for method in methods)
+        for item in read_data(SCENES, None, QUESTIONS).items:
+            images = watched.loaded.prepare_all(item.images)
+            for method in methods:
+                calls.clear()
+                with Conversation(watched.loaded, images) as conversation:
+                    settings = {"reduce": method.reduce, "max_new_tokens": 8}
+                    first = conversation.ask(item.question, method.k, **settings).stats
+                    flops = counter.first_token(first, calls)
+                    second = conversation.ask(SECOND, method.k, **settings).stats
+                rows[method].append({
+                    "first_token": first.timings_ms["first_token"], "kv_bytes": first.kv_bytes, "flops": flops,
+                    "second_question": second.timings_ms["first_token"], "reused_layers": second.reused_layers,
+                })  # fmt: skip
+    unreduced = fmean(row["flops"] for row in rows[methods[0]])
+    return [
+        {
+            "name": method.name, "reduce": method.reduce,
+            "flops_ratio": fmean(row["flops"] for row in answers) / unreduced,
+            "kv_bytes": fmean(row["kv_bytes"] for row in answers),
+            "reused_layers": fmean(row["reused_layers"] for row in answers),
+            "ms": {key: {"median": median(row[key] for row in answers)} for key in ("first_token", "second_question")},
+        }
+        for method, answers in rows.items()
+    ]  # fmt: skip
 
 
 def cell(series: dict[str, Any]) -> list[str]:
@@ -86,7 +132,7 @@ def main() -> None:
     selection = measured(
         out / "selection.json", sys.executable, "benchmarks/selection.py", "--tokens", "576,2928", "--json"
     )
-    methods = answers(out / "methods-1b.json")
+    methods = answers_of(out / "methods-1b.json")
     if not given.write:
         return
     chosen = [

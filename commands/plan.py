@@ -15,7 +15,7 @@ from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say, say_json, table
 
 if TYPE_CHECKING:
-    from vtx.tools.estimate.plan import CostPlan
+    from vtx.tools.estimate.plan import CostPlan, PrecisionCost
     from vtx.tools.estimate.sizes import ModelSize
     from vtx.tools.tensorrt.support import EngineSupport
 
@@ -111,10 +111,31 @@ def _show_plan(
     counted: EngineSupport | None,
 ) -> None:  # fmt: skip
     from vtx.runtime.units import size
-    from vtx.tools.estimate.flops import full_schedule, total_flops, with_exit
     from vtx.tools.estimate.plan import ESTIMATE
 
-    work, device = costs.workload, costs.profile
+    _say_prompt(costs, picture, whole)
+    for engine in engines:
+        _say_engine(engine)
+    say("weights: " + ", ".join(f"{name} {size(count)}" for name, count in costs.weights_bytes.items()))
+    _show_arithmetic(costs)
+    device = costs.profile
+    action = costs.model.action
+    if action is not None:
+        say(f"an answer: {action.cameras} cameras, all pictures new, and {action.steps} steps of the expert")
+        if device:
+            say("counted as the device could do it, weights as stored; which engine answers is not looked up")
+    if tokens := costs.model.action_tokens:
+        say(f"an answer: a new picture and {tokens} tokens, one for each number of an action")
+    if counted is not None:
+        say(f"counted below for {counted.software}: {counted.cost.note}")
+    _show_memory(costs, counted)
+    if device:
+        say(f"{device.power_mode}, {size(device.usable_bytes)} usable; times are {ESTIMATE}")
+
+
+def _say_prompt(costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSize) -> None:
+    """The model, the tokens of the prompt, and what a reduction leaves of those of the image."""
+    work = costs.workload
     say(
         f"{costs.model.name}: {costs.model.parameters / 1e9:.3g} billion parameters; a prompt of "
         f"{work.text} text and {work.vision} vision tokens, {work.new_tokens} new ones"
@@ -124,68 +145,78 @@ def _show_plan(
         most = whole.vision.image_tokens
         larger = f"; the largest takes {most:,}" if work.vision < most else ""
         say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
-    if costs.reduced is not None:
-        say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
-        paper = costs.reduced.paper_ratio
-        published = "" if paper is None else f", {paper:.1%} as its paper counts"
-        say(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{published}")
-        for line in costs.reduced.assumed:
-            say(f"assumed: {line}")
-    for engine in engines:
-        if engine.answered:
-            only = "" if not engine.refusals else f", {' '.join(engine.answered)} only"
-            say(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
-        for reason in dict.fromkeys(engine.refusals.values()):
-            refused = " ".join(name for name, why in engine.refusals.items() if why == reason)
-            say(f"not {refused if engine.answered else engine.device} with {engine.software}: {reason}")
-    say("weights: " + ", ".join(f"{name} {size(count)}" for name, count in costs.weights_bytes.items()))
-    rows = [
-        [str(d.k or "none"), str(d.full_layers), f"{d.calflops / 1e12:.3g} T ({d.calflops_ratio:.1%})",
-         f"{d.total_flops / 1e12:.3g} T ({d.total_ratio:.1%})"]
-        for d in costs.depths
-    ]  # fmt: skip
+    if costs.reduced is None:
+        return
+    say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
+    paper = costs.reduced.paper_ratio
+    published = "" if paper is None else f", {paper:.1%} as its paper counts"
+    say(f"the image alone in the decoder: {costs.reduced.image_ratio:.1%} of the arithmetic{published}")
+    for line in costs.reduced.assumed:
+        say(f"assumed: {line}")
+
+
+def _say_engine(engine: EngineSupport) -> None:
+    """The precisions that an engine answers in, and why it refuses the others."""
+    if engine.answered:
+        only = f", {' '.join(engine.answered)} only" if engine.refusals else ""
+        say(f"answers with --device {engine.device}: {engine.software}, {engine.dialect} graphs{only}")
+    for reason in dict.fromkeys(engine.refusals.values()):
+        precisions = " ".join(name for name, why in engine.refusals.items() if why == reason)
+        subject = precisions if engine.answered else engine.device
+        say(f"not {subject} with {engine.software}: {reason}")
+
+
+def _show_arithmetic(costs: CostPlan) -> None:
+    """The arithmetic of the prompt at each K, and the share that the last layers spare."""
+    from vtx.tools.estimate.flops import full_schedule, total_flops, with_exit
+
     decoder = costs.model.decoder
     if decoder.shared is not None:
-        every = full_schedule(decoder.layers, text=work.text, vision=work.vision)
+        every = full_schedule(decoder.layers, text=costs.workload.text, vision=costs.workload.vision)
         share = total_flops(decoder, with_exit(decoder, every)) / total_flops(decoder, every)
         say(
             f"layers from {decoder.shared} on run for the prompt's last token alone, without loss: {share:.1%} of the "
             "decoder's arithmetic, which the rows count"
         )
+    rows = []
+    for depth in costs.depths:
+        calflops = f"{depth.calflops / 1e12:.3g} T ({depth.calflops_ratio:.1%})"
+        total = f"{depth.total_flops / 1e12:.3g} T ({depth.total_ratio:.1%})"
+        rows.append([str(depth.k or "none"), str(depth.full_layers), calflops, total])
     table("arithmetic of the prompt", ["K", "full layers", "calflops", "total"], rows)
-    if costs.model.action is not None:
-        action = costs.model.action
-        say(f"an answer: {action.cameras} cameras, all pictures new, and {action.steps} steps of the expert")
-        if device:
-            say("counted as the device could do it, weights as stored; which engine answers is not looked up")
-    if tokens := costs.model.action_tokens:
-        say(f"an answer: a new picture and {tokens} tokens, one for each number of an action")
-    if counted is not None:
-        say(f"counted below for {counted.software}: {counted.cost.note}")
-    heads = ["K", "precision", "KV cache", "peak"]
+
+
+def _show_memory(costs: CostPlan, counted: EngineSupport | None) -> None:
+    """Memory at each K and precision, with a profile also the times of each phase."""
+    device = costs.profile
     acts = costs.model.action is not None
-    heads += ["fits", "vision", "prefill", "expert" if acts else "per token"] if device else []
-    heads += ["Hz"] if device and (acts or costs.model.action_tokens) else []
-    able = {*costs.parts} if acts else set() if counted is None else set(counted.answered)
+    heads = ["K", "precision", "KV cache", "peak"]
+    if device:
+        heads += ["fits", "vision", "prefill", "expert" if acts else "per token"]
+        heads += ["Hz"] if acts or costs.model.action_tokens else []
+    able = set() if counted is None else set(counted.answered)
+    if acts:
+        able = {*costs.parts}
     rows = []
     for depth in costs.depths:
         for name, cost in depth.precisions.items():
-            row = [
-                str(depth.k or "none"),
-                name,
-                size(cost.kv_held_bytes if device else cost.kv_bytes),
-                size(cost.peak_bytes),
-            ]
-            if cost.phases is not None and name not in able:
-                row += ["no engine"] + ["-"] * (len(heads) - len(row) - 1)
-            elif cost.phases is not None:
-                row.append("yes" if cost.fits else "NO")
-                row += [f"{p.ms:.0f} ms" if p.ms >= 10 else f"{p.ms:.3g} ms" for p in cost.phases.values()]
-                row += [] if cost.hertz is None else [f"{cost.hertz:.3g}"]
-            rows.append(row)
+            row = [str(depth.k or "none"), name, *_memory_cells(cost, name in able)]
+            rows.append([*row, *["-"] * (len(heads) - len(row))])
     table(f"memory on {device.name}" if device else "memory", heads, rows)
-    if device:
-        say(f"{device.power_mode}, {size(device.usable_bytes)} usable; times are {ESTIMATE}")
+
+
+def _memory_cells(cost: PrecisionCost, able: bool) -> list[str]:
+    """KV cache and peak; with the times of a profile, whether it fits, the times and the rate, or "no engine"."""
+    from vtx.runtime.units import size
+
+    if cost.phases is None:
+        return [size(cost.kv_bytes), size(cost.peak_bytes)]
+    cells = [size(cost.kv_held_bytes), size(cost.peak_bytes)]
+    if not able:
+        return [*cells, "no engine"]
+    times = [f"{phase.ms:.0f} ms" if phase.ms >= 10 else f"{phase.ms:.3g} ms" for phase in cost.phases.values()]
+    rate = [] if cost.hertz is None else [f"{cost.hertz:.3g}"]
+    return [*cells, "yes" if cost.fits else "NO", *times, *rate]
 
 
 def _spans(counts: Sequence[int]) -> str:

@@ -157,7 +157,7 @@ _SHARED: dict[str, Declare] = {
                              "int8 for int8 and int4]."),
     "tower": option("--tower", str, "Directory or Hugging Face id of the vision tower, if the checkpoint only names "
                     "it.", metavar="PATH"),
-    "allow_pickle": option("--allow-pickle", bool, "Also read the tensors in pickle files; nothing is unpickled."),
+    "allow_pickle": option("--allow-pickle", bool, "Also read the tensors in pickle files; no code in them runs."),
     "chat_template": option("--chat-template", Path, "Jinja file, or name of an original LLaVA template, e.g. "
                             "llava_v1; for checkpoints without a template."),
     "items": option("--items", 1000, "Items to train on, sampled from DATA."),

@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.decoder import PER_LAYER, layer_tensors
 from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
@@ -20,6 +19,7 @@ from vtx.runtime.errors import ExportError
 from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
+from vtx.tools.model.decoder import PER_LAYER
 
 EXPORT_BASE = 385 << 20  # bytes: Python, PyTorch, transformers and onnx_ir, before any weight is touched
 GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whether or not there is one
@@ -77,7 +77,7 @@ def predict(
     # matrix, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
-    layers = [[prod(shape) for _, shape in layer_tensors(text, layer + 1)] for layer in range(text.layers)]
+    layers = [[prod(shape) for _, shape in text.layer_tensors(layer + 1)] for layer in range(text.layers)]
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
     # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.

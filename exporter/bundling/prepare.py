@@ -29,7 +29,6 @@ from vtx.exporter.checkpoint.text import read_template, read_text
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -206,41 +205,17 @@ def plan_export(options: ExportOptions) -> Plan:
     if isinstance(layers, int) and options.ks != "auto":
         _check_ks(options.ks, layers)
     chosen = _downsampling(options, family)
-    stated = read_config({**checkpoint.config, **chosen})
-    downsample = _patches_of_a_token(checkpoint, family, chosen)
-    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts, downsample=downsample)
-    if family.adjust is not None:
-        stated = family.adjust(stated, {**read_image_processor(checkpoint.folder), **chosen})
-    if family.statistics is not None:
-        stated = family.statistics(stated, read_settings(checkpoint.folder, "processor_config.json"))
-    stated = _acting(stated, options)
-    for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
-        check_activation(activation)
+    checkpoint, stated = _configured(checkpoint, family, options, chosen)
     config, unprinted = replace(stated, text=with_own_head(stated.text, checkpoint)), False
     if config.video is not None and (family.video_template or not isinstance(config.video.layout, Frames)):
         unprinted = "video" not in (options.template or family.video_template or read_template(checkpoint.folder))
         config = replace(config, video=None) if unprinted else config
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
-    text_tower = None
-    if options.text_tower:
-        text_tower = open_text_tower(options.text_tower, checkpoint, config, allow_pickle=options.allow_pickle)
-        check_activation(text_tower.spec.activation)
-    elif reductions.needs.text_tower:
-        raise RequestError(f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}")
+    text_tower = _text_tower(options, checkpoint, config, reductions)
     if options.retain is not None:
         options.retain.check(options.reductions)
-    most, must_fit = config.text.max_positions, spec_of(config.layout).must_fit
-    of_longrope = config.text.rope.kind == "longrope"
-    usual = min(max(DEFAULT_CONTEXT, config.layout.max_tokens + ASKED), most)
-    context = usual if options.max_context is None else options.max_context
-    if context > most:
-        beyond = ", beyond which its longrope rotates all tokens by other factors" if of_longrope else ""
-        raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")
-    if context <= must_fit + 1:
-        raise RequestError(
-            f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"
-        )
+    context = _context(options, config)
     image = _image_settings(checkpoint, config, family)
     tokenizer, template, text = read_text(
         original.text_folder if original else checkpoint.folder,
@@ -252,34 +227,15 @@ def plan_export(options: ExportOptions) -> Plan:
     parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:
         family.check(Text(parsed, template, text))
-    precisions = options.precisions(own_precisions(checkpoint))
-    sources = checkpoint
-    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
-    needed += decoder_tensors(config.text)
-    if config.action is not None:
-        needed += expert_tensors(config.text, config.action)
-    if config.text.tied and config.action is None:
-        shape = (config.text.vocab, config.text.hidden)
-        table = checkpoint.require(EMBEDDING, shape)
-        precisions = tied_head(precisions, options.head_precision, shape, table.dtype)
-        if precisions.head_apart:
-            needed.append((HEAD, shape))
-            sources = replace(sources, tensors={**sources.tensors, HEAD: table})
-    if text_tower is not None:
-        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
-        sources = replace(sources, tensors={**sources.tensors, **text_tower.checkpoint.tensors})
-    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
-    weights = plan_weights(sources, needed, precisions, scaled)
+    weights, precisions = _placed(checkpoint, config, options, reductions, text_tower)
     if (told := quantised_note(weights)) is not None:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, told))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
     written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
-    layers = config.text.layers + max(config.feature_layers) * (1 if config.frames is None else 2)
-    layers += text_tower.spec.layers if text_tower else 0
-    layers += sum(max(tower.layers, sum(tower.stage_blocks)) for tower in config.vision.towers)
     written += constant_bytes(config.vision) * len(options.dialects)
-    small = small_files(config, context, len(ks), layers * len(options.dialects), written)
+    layers = _graph_layers(config, text_tower) * len(options.dialects)
+    small = small_files(config, context, len(ks), layers, written)
     unused = unused_weights(checkpoint, weights.stored, tied=config.text.tied)
     disagreements = ([UNTIED] if stated.text.tied != config.text.tied else []) + ([unused] if unused else [])
     disagreements += [UNPRINTED] * unprinted
@@ -290,6 +246,88 @@ def plan_export(options: ExportOptions) -> Plan:
         predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
         precisions, text_tower, reductions, _video(checkpoint, config, family, chosen), tuple(disagreements),
     )  # fmt: skip
+
+
+def _configured(
+    checkpoint: Checkpoint, family: Family, options: ExportOptions, chosen: dict[str, str]
+) -> tuple[Checkpoint, ModelConfig]:
+    """The configuration with what other files of the checkpoint and the options state, and how to read its weights."""
+    stated = read_config({**checkpoint.config, **chosen})
+    downsample = _patches_of_a_token(checkpoint, family, chosen)
+    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts, downsample=downsample)
+    if family.adjust is not None:
+        stated = family.adjust(stated, {**read_image_processor(checkpoint.folder), **chosen})
+    if family.statistics is not None:
+        stated = family.statistics(stated, read_settings(checkpoint.folder, "processor_config.json"))
+    stated = _acting(stated, options)
+    for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
+        check_activation(activation)
+    return checkpoint, stated
+
+
+def _text_tower(
+    options: ExportOptions, checkpoint: Checkpoint, config: ModelConfig, reductions: Reductions
+) -> TextTowerCheckpoint | None:
+    """CLIP's text tower if the options name one. Raises RequestError if a reduction needs it and they do not."""
+    if not options.text_tower:
+        if reductions.needs.text_tower:
+            raise RequestError(
+                f"cdpruner:text=tower needs CLIP's text tower, which no LLaVA holds; add {TEXT_TOWER_FIX}"
+            )
+        return None
+    text_tower = open_text_tower(options.text_tower, checkpoint, config, allow_pickle=options.allow_pickle)
+    check_activation(text_tower.spec.activation)
+    return text_tower
+
+
+def _context(options: ExportOptions, config: ModelConfig) -> int:
+    """The slots of the bundle: --max-context, else enough for an image, a question and an answer."""
+    most = config.text.max_positions
+    must_fit = spec_of(config.layout).must_fit
+    context = options.max_context
+    if context is None:
+        context = min(max(DEFAULT_CONTEXT, config.layout.max_tokens + ASKED), most)
+    if context > most:
+        longrope = config.text.rope.kind == "longrope"
+        beyond = ", beyond which its longrope rotates all tokens by other factors" if longrope else ""
+        raise RequestError(f"--max-context is {context}; the model has {most} positions{beyond}; lower it")
+    if context <= must_fit + 1:
+        raise RequestError(
+            f"--max-context is {context}; one image takes up to {must_fit} tokens and a question more; raise it"
+        )
+    return context
+
+
+def _placed(
+    checkpoint: Checkpoint, config: ModelConfig, options: ExportOptions, reductions: Reductions,
+    text_tower: TextTowerCheckpoint | None,
+) -> tuple[WeightPlan, Precisions]:  # fmt: skip
+    """The plan of all weights, from their sources to their files, and the precisions."""
+    precisions = options.precisions(own_precisions(checkpoint))
+    tensors = dict(checkpoint.tensors)
+    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
+    needed += config.text.tensors()
+    if config.action is not None:
+        needed += expert_tensors(config.text, config.action)
+    elif config.text.tied:
+        shape = (config.text.vocab, config.text.hidden)
+        table = checkpoint.require(EMBEDDING, shape)
+        precisions = tied_head(precisions, options.head_precision, shape, table.dtype)
+        if precisions.head_apart:
+            needed.append((HEAD, shape))
+            tensors[HEAD] = table
+    if text_tower is not None:
+        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
+        tensors |= text_tower.checkpoint.tensors
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    return plan_weights(replace(checkpoint, tensors=tensors), needed, precisions, scaled), precisions
+
+
+def _graph_layers(config: ModelConfig, text_tower: TextTowerCheckpoint | None) -> int:
+    """The layers and blocks of all graphs of one dialect, which their sizes grow with."""
+    layers = config.text.layers + max(config.feature_layers) * (1 if config.frames is None else 2)
+    layers += text_tower.spec.layers if text_tower else 0
+    return layers + sum(max(tower.layers, sum(tower.stage_blocks)) for tower in config.vision.towers)
 
 
 def _chat_template(options: ExportOptions, checkpoint: Checkpoint, family: Family, config: ModelConfig) -> str | None:

@@ -14,7 +14,6 @@ from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name
 from vtx.exporter.checkpoint.spec import config_of
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.model import Reference
@@ -116,7 +115,7 @@ def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
             tensors |= {canonical_name(name): info for name, info in stored.items()}
     checkpoint, model = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None), config_of(manifest)
     _check_answers(manifest.model.name, model)
-    for name, shape in (*vision_tensors(model), *decoder_tensors(model.text)) if engine is None else ():
+    for name, shape in (*vision_tensors(model), *model.text.tensors()) if engine is None else ():
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None

@@ -1,6 +1,6 @@
 """Opening a Hugging Face checkpoint: a directory or a hub id, checked before any weight is read.
 
-Nothing in a checkpoint is executed or unpickled; tensors in pickled files are read if the user allows it. Each tensor
+Nothing in a checkpoint is executed; tensors in pickled files are read if the user allows it. Each tensor
 has one canonical name, whichever release of transformers wrote it: `vision.`, `projector.`, `text.` or `head.`, then
 the name inside that part.
 """
@@ -284,8 +284,8 @@ def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
         shards = sorted(set(weight_map.values())) or [PICKLE]
         found = pickled_tensors(files, shards)
         note = (
-            f"the weights are {counted(len(shards), 'pickled file')} in {files.path}; only their tensors are read, and "
-            "nothing is unpickled"
+            f"the weights are {counted(len(shards), 'pickled file')} in {files.path}; only their tensors are read, in "
+            "a confined process"
         )
         return _sharded_tensors(files, weight_map, PICKLE_INDEX, found) if weight_map else found[PICKLE], (note,)
     _refuse_gguf(folder)

@@ -8,7 +8,7 @@ from typing import Any
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, original_positions, read_rope, size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, DeltaSpec, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
-from vtx.tools.estimate.sizes import DecoderShape
+from vtx.tools.model.decoder import Decoder
 
 MAX_POSITIONS = (1 << 24) - 1
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5")
@@ -24,10 +24,10 @@ MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextConfig(DecoderShape):
+class TextConfig(Decoder):
     """A decoder of the llama family with what its graphs compute.
 
-    `v_norm`: an RMS norm without weights over each head of values. `conv_bias`: convolutions have biases.
+    `v_norm`: an RMS norm without weights over each head of values.
     `rotates_first`: of a head only the first numbers rotate, twice as many as there are frequencies other than 0.
     `two_way` and the numbers from `padding_id` on as in `ModelSpec`.
 
@@ -45,7 +45,6 @@ class TextConfig(DecoderShape):
     shifts: tuple[tuple[str, float], ...] = ()
     scaled_embedding: bool = False
     two_way: str | None = None
-    conv_bias: bool = False
     v_norm: bool = False
     rotates_first: bool = False
     sliding: SlidingSpec | None = None

@@ -7,9 +7,11 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes
-from vtx.exporter.graphs.decoder import PER_LAYER, add_layer_inputs
+from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.decoder import add_layer_inputs
 from vtx.runtime.bundle.spec import names
+from vtx.tools.model.decoder import PER_LAYER
+from vtx.tools.model.tensors import Shapes
 
 THETA = 100.0
 PATCHES, POSITIONS, PROJECTION = "vision.patch_embed.weight", "vision.position_embedding_table", "projector.linear_1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,21 +23,6 @@ ELEMENT_TYPES = {
     "I4": ir.DataType.INT4,
 }  # fmt: skip
 Shape = Sequence[int | str]
-
-
-Shapes = Iterator[tuple[str, tuple[int, ...]]]  # names of weights and their shapes
-
-
-def linear_tensors(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
-    yield f"{name}.weight", (out, into)
-    if bias:
-        yield f"{name}.bias", (out,)
-
-
-def norm_tensors(name: str, width: int, *, bias: bool = True) -> Shapes:
-    yield f"{name}.weight", (width,)
-    if bias:
-        yield f"{name}.bias", (width,)
 
 
 class Builder:

@@ -14,67 +14,15 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, StageAttention, linear_tensors
-from vtx.exporter.graphs.gated_delta import delta_tensors, mix_by_delta_rule
-from vtx.exporter.graphs.short_convolution import convolution_tensors, mix_by_convolution
+from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
+from vtx.exporter.graphs.gated_delta import mix_by_delta_rule
+from vtx.exporter.graphs.short_convolution import mix_by_convolution
 from vtx.exporter.graphs.states import States
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.precision import KV_DTYPES
-
-# Of inputs to each layer: a token's own, side by side, and the matrix and the norm of those made from its embedding.
-# The matrix is part of the embedding and of the vision graph, and not quantised, as the table.
-PER_LAYER = "text.embed_tokens_per_layer.weight"
-PER_LAYER_PROJECTION, PER_LAYER_NORM = "text.embed_projection.weight", "text.per_layer_projection_norm.weight"
-
-
-def layer_tensors(c: TextConfig, layer: int) -> Shapes:
-    """Canonical names and shapes of the weights of `layer`, counted from 1."""
-    p, width, ffn = f"text.layers.{layer - 1}", c.heads_of(layer), c.ffn_of(layer)
-    q, kv, own = c.heads * width, c.kv_heads * width, c.source(layer) == layer
-    convolved = layer in c.conv_layers
-    further = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.post_norms else ()
-    for name in ("input_layernorm", "post_attention_layernorm", *further):
-        yield f"{p}.{name}.weight", (c.hidden,)
-    mixers = (
-        ("self_attn.q_proj", q * (1 + c.gated), c.hidden, c.qkv_bias),
-        ("self_attn.k_proj", kv * own, c.hidden, c.qkv_bias),
-        ("self_attn.v_proj", kv * own, c.hidden, c.qkv_bias), ("self_attn.o_proj", c.hidden, q, c.o_bias),
-    )  # fmt: skip
-    for name, out, into, bias in (
-        *(() if convolved else mixers),
-        ("mlp.gate_proj", ffn, c.hidden, c.mlp_bias), ("mlp.up_proj", ffn, c.hidden, c.mlp_bias),
-        ("mlp.down_proj", c.hidden, ffn, c.mlp_bias),
-    ):  # fmt: skip
-        if out:
-            yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
-    if convolved and c.delta is None:
-        yield from convolution_tensors(c, f"{p}.conv")
-    elif convolved:
-        yield from delta_tensors(c, f"{p}.linear_attn")
-    for name in ("q_norm", *["k_norm"] * own) if c.qk_norm and not convolved else ():
-        yield f"{p}.self_attn.{name}.weight", (width,)
-    if c.per_layer is not None:
-        yield from linear_tensors(f"{p}.per_layer_input_gate", c.per_layer, c.hidden, bias=False)
-        yield from linear_tensors(f"{p}.per_layer_projection", c.hidden, c.per_layer, bias=False)
-        yield f"{p}.post_per_layer_input_norm.weight", (c.hidden,)
-    if c.layer_scale:
-        yield f"{p}.layer_scalar", (1,)
-
-
-def decoder_tensors(c: TextConfig) -> Shapes:
-    """Canonical names and shapes of all weights of the decoder, in the order the graphs use them."""
-    yield EMBEDDING, (c.vocab, c.hidden)
-    if c.per_layer is not None:
-        yield PER_LAYER, (c.vocab, c.layers * c.per_layer)
-        yield PER_LAYER_PROJECTION, (c.layers * c.per_layer, c.hidden)
-        yield PER_LAYER_NORM, (c.per_layer,)
-    for layer in range(1, c.layers + 1):
-        yield from layer_tensors(c, layer)
-    yield "text.norm.weight", (c.hidden,)
-    if not c.tied:
-        yield HEAD, (c.vocab, c.hidden)
+from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
 
 
 def build_embed(b: Builder, c: TextConfig) -> None:

@@ -15,25 +15,14 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shape, Shapes, linear_tensors
+from vtx.exporter.graphs.builder import FLOAT, Builder, Shape
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
+from vtx.tools.estimate.sizes import ActionSize
+from vtx.tools.model.tensors import Shapes, linear_tensors
 
 MASKED = -65504.0  # a masked product, 0 after the softmax; float16 holds it
 END = 1 << 30
-
-
-def expert_layer_tensors(c: TextConfig, a: ActionSpec, layer: int) -> Shapes:
-    """Canonical names and shapes of the weights of the expert's `layer`, counted from 1."""
-    p, q, kv = f"head.layers.{layer - 1}", a.heads * c.head_dim, c.kv_heads * c.head_dim
-    yield f"{p}.input_layernorm.weight", (a.hidden,)
-    yield f"{p}.post_attention_layernorm.weight", (a.hidden,)
-    for name, out, into in (
-        ("self_attn.q_proj", q, a.hidden), ("self_attn.k_proj", kv, a.hidden), ("self_attn.v_proj", kv, a.hidden),
-        ("self_attn.o_proj", a.hidden, q), ("mlp.gate_proj", a.intermediate, a.hidden),
-        ("mlp.up_proj", a.intermediate, a.hidden), ("mlp.down_proj", a.hidden, a.intermediate),
-    ):  # fmt: skip
-        yield from linear_tensors(f"{p}.{name}", out, into, bias=False)
 
 
 def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
@@ -44,8 +33,10 @@ def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
         ("action_out_proj", a.width, a.hidden),
     ):  # fmt: skip
         yield from linear_tensors(f"head.{name}", out, into)
-    for layer in range(1, c.layers + 1):
-        yield from expert_layer_tensors(c, a, layer)
+    expert = ActionSize.of(a).beside(c)
+    for layer in expert.every:
+        for name, shape in expert.layer_tensors(layer):
+            yield name.replace("text.", "head.", 1), shape
     yield "head.norm.weight", (a.hidden,)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors
+from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.states import END, States
 from vtx.runtime.bundle.spec.graphs import DELTA_RUN
 from vtx.runtime.bundle.spec.model_spec import DeltaSpec
@@ -27,18 +27,6 @@ from vtx.runtime.bundle.spec.model_spec import DeltaSpec
 CHUNK = 64  # a power of two
 NORM = np.array(1e-6, np.float32)  # added to the square of a query's or key's length
 NEVER = np.array(-1e30, np.float32)  # whose exponential is 0
-
-
-def delta_tensors(c: TextConfig, name: str) -> Shapes:
-    assert c.delta is not None
-    d = c.delta
-    for part, width in (("qkv", d.channels), ("z", d.values), ("b", d.value_heads), ("a", d.value_heads)):
-        yield from linear_tensors(f"{name}.in_proj_{part}", width, c.hidden, bias=False)
-    yield f"{name}.conv1d.weight", (d.channels, 1, c.conv_taps)
-    yield f"{name}.A_log", (d.value_heads,)
-    yield f"{name}.dt_bias", (d.value_heads,)
-    yield f"{name}.norm.weight", (d.value_dim,)
-    yield from linear_tensors(f"{name}.out_proj", c.hidden, d.values, bias=False)
 
 
 def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, name: str, layer: int) -> ir.Value:

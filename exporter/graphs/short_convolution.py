@@ -9,16 +9,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import Builder, Shapes, linear_tensors
+from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.states import States
-
-
-def convolution_tensors(c: TextConfig, name: str) -> Shapes:
-    yield from linear_tensors(f"{name}.in_proj", 3 * c.hidden, c.hidden, bias=c.conv_bias)
-    yield f"{name}.conv.weight", (c.hidden, 1, c.conv_taps)
-    if c.conv_bias:
-        yield f"{name}.conv.bias", (c.hidden,)
-    yield from linear_tensors(f"{name}.out_proj", c.hidden, c.hidden, bias=c.conv_bias)
 
 
 def mix_by_convolution(b: Builder, c: TextConfig, states: States, x: ir.Value, name: str, layer: int) -> ir.Value:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.axial import axial_tensors, build_axial
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shapes, linear_tensors, norm_tensors
+from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
 from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
 from vtx.exporter.graphs.joined import build_joined, joined_tensors
@@ -20,6 +20,7 @@ from vtx.exporter.graphs.naflex import merge_squares, merger_tensors, naflex_emb
 from vtx.exporter.graphs.native import Grid, build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
+from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
 
 IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
 TOWER, BESIDE = "vision", "vision.beside"  # the first parts of their names in a graph

@@ -21,13 +21,6 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.decoder import (
-    PER_LAYER,
-    PER_LAYER_NORM,
-    PER_LAYER_PROJECTION,
-    decoder_tensors,
-    layer_tensors,
-)
 from vtx.exporter.graphs.encoder import LAYER_SCALES
 from vtx.exporter.graphs.vision import BESIDE, NEWLINE, TOWER, projector_layers, vision_tensors
 from vtx.exporter.reference.axial import AxialTower
@@ -41,6 +34,7 @@ from vtx.runtime.bundle.spec.model_spec import MERGED, PARTS
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
+from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 FINAL_NORM = "text.norm.weight"
@@ -177,7 +171,7 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: WeightSource | None = None) -> None:
         self._weights, self.config = weights or CheckpointWeights(checkpoint), config
-        self._names = {name for name, _ in (*vision_tensors(config), *decoder_tensors(config.text))}
+        self._names = {name for name, _ in (*vision_tensors(config), *config.text.tensors())}
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
         tokens, maps = self.image_tokens(images, settings)
@@ -517,7 +511,7 @@ class Reference:
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""
         prefix = f"text.layers.{layer - 1}."
-        names = {n.removeprefix(prefix): n for n, _ in layer_tensors(self.config.text, layer)}
+        names = {n.removeprefix(prefix): n for n, _ in self.config.text.layer_tensors(layer)}
         if keep:
             return {name: self._weights.read(full) for name, full in names.items()}.get
         return lambda name: self._weights.read(names[name]) if name in names else None

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.decoder import decoder_tensors, layer_tensors
 from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.tuning.options import Learning
@@ -69,14 +68,14 @@ def load_text_model(
     def read(shapes: Iterable[tuple[str, Any]], place: torch.device, kind: torch.dtype) -> dict[str, Tensor]:
         return {module_name(name): weights.read(name).to(device=place, dtype=kind) for name, _ in shapes}
 
-    state = read([pair for pair in decoder_tensors(c) if ".layers." not in pair[0]], device, dtype)
+    state = read([pair for pair in c.tensors() if ".layers." not in pair[0]], device, dtype)
     if c.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True, strict=False)
     exact = learning.chosen(c.layers) if learning.full else ()
     for number, layer in enumerate(model.model.layers, 1):  # a layer is on the CPU until it is in 4 bits, or shared
         place = torch.device("cpu") if learning.qlora or mesh is not None else device
-        state = read(layer_tensors(c, number), place, torch.float32 if number in exact else dtype)
+        state = read(c.layer_tensors(number), place, torch.float32 if number in exact else dtype)
         layer.load_state_dict({name.split(".", 3)[3]: weight for name, weight in state.items()}, assign=True)
         layer.requires_grad_(False)
         if learning.qlora:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.units import counted, size
-from vtx.tools.bench.compare import COSTS, PHASES, Comparison
 from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series, shown
-from vtx.tools.data.intervals import MeanInterval, ShareInterval
 
 
 def report_tables(report: BenchReport) -> list[str | WideTable]:
@@ -81,77 +79,3 @@ def _digits(median: float) -> int:
 
 def _median(series: Series | None) -> str:
     return "-" if series is None else f"{series.median:.{_digits(series.median)}f}"
-
-
-def _shown(series: Series | None) -> str:
-    return shown(series) if series else "-"
-
-
-def comparison_tables(report: Comparison) -> list[str | WideTable]:
-    """The comparison as paragraphs and tables: machine, model and data, the methods, how they compare, the verdict."""
-    model, data = report.model, report.data
-    skipped = f", {len(data['skipped'])} skipped" if data["skipped"] else ""
-    cut_short = " INTERRUPTED: fewer questions than requested." if report.interrupted else ""
-    table = [
-        [m.name, _percent(m.right), _percent(m.same), f"{m.full_layers:.1f}", f"{m.vision_rows:.1f}",
-         f"{m.flops / 1e9:.3g}", f"{m.flops_ratio:.0%}", *(_shown(m.ms[phase]) for phase in PHASES),
-         f"{m.reused_layers:.1f}", size(m.kv_bytes)]
-        for m in report.methods
-    ]  # fmt: skip
-    parts: list[str | WideTable] = [
-        report.machine.in_words(),
-        f"{model['name']}, {model['layers']} layers, {model['vision_tokens']} vision tokens an image, "
-        f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
-        f"{counted(model['threads'], 'thread')}; {counted(data['items'], 'question')} of "
-        f"{data['source']}{skipped}.{cut_short} Milliseconds are medians with quartiles, the rest means.",
-        WideTable("", METHOD_HEADS, table),
-    ]
-    if report.compared:
-        compared = [
-            [row.method, row.withdrawal, f"{row.flops_ratio:.0%}", _points(row.difference, "+"), row.verdict,
-             *([one["withdrawal"], f"{one['flops_ratio']:.0%}"] if (one := row.as_accurate) else ["none of them", "-"])]
-            for row in report.compared
-        ]  # fmt: skip
-        parts += [
-            "Each pruning method, the withdrawal of nearest FLOPs, and the cheapest withdrawal that answers at least "
-            "as many questions:",
-            WideTable("", COMPARED_HEADS, compared),
-        ]
-    methods = {method.name: method for method in report.methods}
-    for cost, rows in report.budgets.items():
-        parts += [
-            f"Each method's best setting within a share of {COSTS[cost]} without any, chosen by half of the questions "
-            "and judged by the other half:",
-            WideTable("", BUDGET_HEADS, [
-                [
-                    f"{row.budget:.0%}", row.method, f"{row.cost:.0%}", _percent(row.score), _points(row.behind),
-                    *(_shown(method.ms[phase]) for phase in ("first_token", "second_question", "decode_per_token")),
-                    f"{method.reused_layers:.1f}", size(method.kv_bytes),
-                ]
-                for row, method in ((row, methods[row.method]) for row in rows)
-            ]),
-        ]  # fmt: skip
-    return [*parts, "\n".join(report.verdict)]
-
-
-METHOD_HEADS = (
-    "method", "right, %", "as none, %", "full layers", "vision tokens", "GFLOPs", "relative GFLOPs", "vision",
-    "prefill", "first token", "second question", "per token", "layers reused", "KV cache",
-)  # fmt: skip
-COMPARED_HEADS = (
-    "method", "withdrawal at its cost", "FLOPs, of the method's", "method better by, points", "the method is",
-    "withdrawal as accurate", "FLOPs, of the method's",
-)  # fmt: skip
-BUDGET_HEADS = (
-    "within", "best setting", "cost", "good answers, %", "behind, points", "first token", "second question",
-    "per token", "layers reused", "KV cache",
-)  # fmt: skip
-
-
-def _percent(share: ShareInterval | None) -> str:
-    return "-" if share is None else f"{100 * share.share:.1f} ({100 * share.low:.1f} to {100 * share.high:.1f})"
-
-
-def _points(interval: MeanInterval, sign: str = "") -> str:
-    mean, low, high = (f"{100 * points:{sign}.1f}" for points in (interval.mean, interval.low, interval.high))
-    return f"{mean} ({low} to {high})"

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import RequestError
-from vtx.tools.estimate.sizes import DecoderSize
 from vtx.tools.estimate.towers import VisionSize
+from vtx.tools.model.decoder import Decoder
 
 MAX_TOKENS = 1 << 24
 
@@ -44,7 +44,7 @@ def make_schedule(kept: Sequence[int], *, text: int) -> tuple[int, ...]:
     return tuple(text + count for count in kept)
 
 
-def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
+def calflops(size: Decoder, tokens: Sequence[int]) -> float:
     """VTW's convention, in FLOPs.
 
     As in the tables, a layer's share of F(s) = 2s[N(4h^2 + 3hm) + vocab h] depends on the tokens of that layer, and
@@ -55,7 +55,7 @@ def calflops(size: DecoderSize, tokens: Sequence[int]) -> float:
     return 2 * (sum(count * size.macs_of([layer]) for layer, count in enumerate(tokens, 1)) + head)
 
 
-def total_flops(size: DecoderSize, tokens: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
+def total_flops(size: Decoder, tokens: Sequence[int], vision: VisionSize | None = None, views: int = 0) -> int:
     """DyVTE's convention, in FLOPs: `views` passes of the whole tower and the projector, then the decoder."""
     return encode_flops(vision, views, whole=True) + 2 * decoder_macs(size, tokens)
 
@@ -79,26 +79,26 @@ def text_tower_flops(tower: TextTowerSpec, tokens: int) -> int:
     return 2 * (tower.layers * tokens * layer + tower.hidden * tower.width)
 
 
-def prefill_flops(size: DecoderSize, tokens: Sequence[int]) -> int:
+def prefill_flops(size: Decoder, tokens: Sequence[int]) -> int:
     """FLOPs of the decoder's graphs for a prompt in one chunk: all tokens, and the head on the last one."""
     return 2 * (decoder_macs(size, tokens) + size.head_macs)
 
 
-def decode_flops(size: DecoderSize, slots: Sequence[int]) -> int:
+def decode_flops(size: Decoder, slots: Sequence[int]) -> int:
     """FLOPs of one more token when `slots` KV slots are filled per layer; the token attends to itself as well."""
     _check_layers(size, slots)
     attention = sum(attention_macs(size, 1, slots[size.source(layer) - 1] + 1, layer) for layer in size.every)
     return 2 * (size.macs_of(size.every) + size.input_macs + attention + size.head_macs)
 
 
-def append_flops(size: DecoderSize, layers: Iterable[int], tokens: int, filled: int) -> int:
+def append_flops(size: Decoder, layers: Iterable[int], tokens: int, filled: int) -> int:
     """FLOPs of the `layers`, by their numbers, for `tokens` more tokens after `filled` ones, without the head."""
     return 2 * sum(
         tokens * size.macs_of([layer]) + attention_macs(size, tokens, filled + tokens, layer) for layer in layers
     )
 
 
-def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *, text: int) -> int:
+def ahead_flops(size: Decoder, kept: Sequence[int], ahead: Iterable[int], *, text: int) -> int:
     """FLOPs of running the layers `ahead` once more, over the tokens before image tokens leave there.
 
     `kept` are the image tokens of each layer. A layer where none leave, or all of them at a withdrawal, runs once.
@@ -107,7 +107,7 @@ def ahead_flops(size: DecoderSize, kept: Sequence[int], ahead: Iterable[int], *,
     return sum(append_flops(size, [layer], text + kept[layer - 2], 0) for layer in again)
 
 
-def attention_macs(size: DecoderSize, tokens: int, slots: int, layer: int = 0) -> int:
+def attention_macs(size: Decoder, tokens: int, slots: int, layer: int = 0) -> int:
     """The two products of a layer's attention, if it has any: `tokens` queries on `slots` keys, no causal saving.
 
     In a layer that slides, on as many as its window at most; of the gated delta rule the products with its matrices,
@@ -119,7 +119,7 @@ def attention_macs(size: DecoderSize, tokens: int, slots: int, layer: int = 0) -
     return 2 * tokens * seen * size.heads * size.heads_of(layer)
 
 
-def decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
+def decoder_macs(size: Decoder, tokens: Sequence[int]) -> int:
     _check_layers(size, tokens)
     return tokens[0] * size.input_macs + sum(
         count * size.macs_of([layer]) + attention_macs(size, count, tokens[size.source(layer) - 1], layer)
@@ -127,14 +127,14 @@ def decoder_macs(size: DecoderSize, tokens: Sequence[int]) -> int:
     )
 
 
-def _check_layers(size: DecoderSize, tokens: Sequence[int]) -> None:
+def _check_layers(size: Decoder, tokens: Sequence[int]) -> None:
     if len(tokens) != size.layers:
         raise RequestError(
             f"a schedule of {len(tokens)} layers does not fit a model of {size.layers}; give one count per layer"
         )
 
 
-def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
+def kv_bytes(size: Decoder, slots: Sequence[int], element_bytes: int) -> tuple[int, ...]:
     """Bytes of the KV cache per layer when `slots` are filled: after a prefill, its tokens per layer.
 
     None in layers that keep a state, which has one size, however many tokens there are, and in those that share the K
@@ -144,7 +144,7 @@ def kv_bytes(size: DecoderSize, slots: Sequence[int], element_bytes: int) -> tup
     return tuple(count * size.slot_elements(layer) * element_bytes for layer, count in enumerate(slots, 1))
 
 
-def with_exit(size: DecoderSize, tokens: Sequence[int]) -> tuple[int, ...]:
+def with_exit(size: Decoder, tokens: Sequence[int]) -> tuple[int, ...]:
     """`tokens` of each layer at prefill, one in those that share K and V: no other token of a prompt is read there."""
     shared = size.shared or size.layers + 1
     return (*tokens[: shared - 1], *(min(1, count) for count in tokens[shared - 1 :]))

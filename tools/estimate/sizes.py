@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, ModelSpec, SlidingLayers, TowerSpec
-from vtx.runtime.strict import Strict, optional
+from vtx.runtime.bundle.spec.model_spec import ModelSpec, SlidingLayers, TowerSpec
+from vtx.runtime.strict import Strict
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
 from vtx.tools.estimate.towers import (
@@ -30,134 +30,12 @@ from vtx.tools.estimate.towers import (
     TowerPart,
     VisionSize,
 )
+from vtx.tools.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
 CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape(ByLayer):
-    """A decoder of the llama family; `kv_heads` below `heads` is grouped-query attention.
-
-    `qk_norm`: an RMS norm over each head of queries and keys, unrotated. `conv_layers`, counted from 1, have in place
-    of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V; with
-    `delta`, the gated delta rule behind it. `gated`: a sigmoid of numbers of the query's matrix, as many as its heads
-    give out, multiplies what attention gives.
-    `post_norms`: a norm follows attention and the MLP too, before their sum with the hidden states. `layer_scale`: a
-    number by which a layer's hidden states are multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width
-    of the MLPs from layer `shared` on. `per_layer`: numbers of a token's input to each layer, from a table of their
-    own.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = optional(False)
-    conv_layers: tuple[int, ...] = optional(())
-    conv_taps: int = optional(1)
-    delta: DeltaSpec | None = optional(None)
-    gated: bool = optional(False)
-    post_norms: bool = optional(False)
-    layer_scale: bool = optional(False)
-    sliding: SlidingLayers | None = optional(None)
-    shared: int | None = optional(None)
-    shared_ffn: int | None = optional(None)
-    per_layer: int | None = optional(None)
-
-    @property
-    def attending(self) -> int:
-        """The number of layers with attention."""
-        return self.layers - len(self.conv_layers)
-
-    def ffn_of(self, layer: int) -> int:
-        """The width of a layer's MLP."""
-        return self.ffn if self.shared_ffn is None or self.source(layer) == layer else self.shared_ffn
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSize(DecoderShape):
-    """The work and the weights of a decoder."""
-
-    @property
-    def layer_macs(self) -> int:
-        """Multiply-accumulates of an attention layer's matrices for one token, if all layers are alike."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.ffn
-
-    def macs_of(self, layers: Iterable[int]) -> int:
-        """Multiply-accumulates of these layers' matrices for one token; also the number of their weights."""
-        total = 0
-        for layer in layers:
-            if layer in self.conv_layers:
-                total += self.mixer_macs + self.conv_taps * self.convolved
-            else:
-                kv_heads = self.kv_heads if self.keeps(layer) else 0
-                total += self.hidden * self.heads_of(layer) * ((2 + self.gated) * self.heads + 2 * kv_heads)
-            total += 3 * self.hidden * self.ffn_of(layer) + 2 * self.hidden * (self.per_layer or 0)
-        return total
-
-    @property
-    def mixer_macs(self) -> int:
-        """Multiply-accumulates of the matrices of a layer with a convolution, without the MLP's, for one token."""
-        if self.delta is None:
-            return 4 * self.hidden**2
-        return self.hidden * (self.delta.channels + 2 * self.delta.values + 2 * self.delta.value_heads)
-
-    def keeps(self, layer: int) -> bool:
-        """True if a layer has K and V of its own."""
-        return layer not in self.conv_layers and self.source(layer) == layer
-
-    @property
-    def input_macs(self) -> int:
-        """Multiply-accumulates of the matrix that makes one token's inputs to all layers; also its weights."""
-        return self.layers * (self.per_layer or 0) * self.hidden
-
-    @property
-    def every(self) -> range:
-        """The numbers of all layers."""
-        return range(1, self.layers + 1)
-
-    def macs_after_attention(self, layer: int) -> int:
-        """Multiply-accumulates of a layer after its attention, for one token."""
-        return self.hidden * self.heads_of(layer) * self.heads + 3 * self.hidden * self.ffn_of(layer)
-
-    @property
-    def head_macs(self) -> int:
-        return self.vocab * self.hidden
-
-    def slot_elements(self, layer: int) -> int:
-        """Elements of K and V in one KV slot of a layer."""
-        return 2 * self.kv_heads * self.heads_of(layer) if self.keeps(layer) else 0
-
-    @property
-    def small_parameters(self) -> int:
-        """Norms and biases of all layers, and the final norm."""
-        norms = 4 if self.post_norms else 2
-        layer = norms * self.hidden + self.mlp_bias * (2 * self.ffn + self.hidden) + self.layer_scale
-        heads = (1 + self.gated) * self.heads + 2 * self.kv_heads
-        attention = self.qkv_bias * self.head_dim * heads + self.o_bias * self.hidden
-        of_heads = sum(self.heads_of(n) * (1 + self.keeps(n)) for n in self.every if n not in self.conv_layers)
-        of_inputs = 0 if self.per_layer is None else self.layers * self.hidden + self.per_layer
-        total = self.layers * layer + self.attending * attention + self.qk_norm * of_heads
-        if self.delta is not None:
-            total += len(self.conv_layers) * (2 * self.delta.value_heads + self.delta.value_dim)
-        return total + of_inputs + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """All weights: layers, embedding, final norm, and the head unless it is the embedding."""
-        tables = self.head_macs * (1 if self.tied else 2) + self.vocab * self.layers * (self.per_layer or 0)
-        return self.macs_of(self.every) + self.input_macs + self.small_parameters + tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +53,7 @@ class ActionSize:
     steps: int
     cameras: int
 
-    def beside(self, decoder: DecoderSize) -> DecoderSize:
+    def beside(self, decoder: Decoder) -> Decoder:
         """Its layers as those of a decoder without a vocabulary."""
         own = replace(decoder, hidden=self.hidden, ffn=self.ffn, heads=self.heads, vocab=1, tied=True)
         return replace(own, qkv_bias=False, o_bias=False, mlp_bias=False)
@@ -197,7 +75,7 @@ class ModelSize:
 
     name: str
     source: str
-    decoder: DecoderSize
+    decoder: Decoder
     vision: VisionSize | None
     layout: Layout | None = None
     action: ActionSize | None = None
@@ -251,7 +129,7 @@ def _known(
     kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
     expert = action and read(ActionSize, action, name)
     tower: VisionSize = read(kind, vision, name)
-    return ModelSize(name, "known", read(DecoderSize, decoder, name), tower, kept, expert, action_tokens)
+    return ModelSize(name, "known", read(Decoder, decoder, name), tower, kept, expert, action_tokens)
 
 
 _MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
@@ -269,10 +147,10 @@ def bundle_size(bundle: Bundle) -> ModelSize:
 
 def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
     """Sizes of a model; an image counts with its maximum of tokens and views."""
-    names = [field.name for field in fields(DecoderSize)]
+    names = [field.name for field in fields(Decoder)]
     values: dict[str, Any] = {name: getattr(m, name, True) for name in names if hasattr(m, name) or name in m.flags}
     sliding = m.sliding and SlidingLayers(m.sliding.layers, m.sliding.window, m.sliding.head_dim)
-    decoder = DecoderSize(**values | {"ffn": m.intermediate, "sliding": sliding})
+    decoder = Decoder(**values | {"ffn": m.intermediate, "sliding": sliding})
     tower = m.tower
     if tower.axis_positions is not None:
         axial = AxialSize(

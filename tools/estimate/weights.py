@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +10,7 @@ from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme, tied_head
-from vtx.tools.estimate.sizes import ActionSize, DecoderSize, ModelSize
+from vtx.tools.estimate.sizes import ActionSize, ModelSize
 from vtx.tools.estimate.towers import (
     AxialSize,
     ConvolutionalSize,
@@ -21,9 +20,9 @@ from vtx.tools.estimate.towers import (
     PairedSize,
     VisionSize,
 )
+from vtx.tools.model.decoder import PER_LAYER, Decoder
 
 SCALE_BYTES = 2
-PER_LAYER = "text.embed_tokens_per_layer.weight"
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
 
@@ -46,54 +45,27 @@ def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, hea
 
 
 def all_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGroup]:
-    size = model.decoder
-    yield WeightGroup(EMBEDDING, (size.vocab, size.hidden))
-    if size.per_layer is not None:
-        yield WeightGroup(PER_LAYER, (size.vocab, size.layers * size.per_layer))
-        yield WeightGroup("text.embed_projection.weight", (size.layers * size.per_layer, size.hidden))
-    yield from layer_weights(size)
-    yield WeightGroup("text.norm.weight", (size.small_parameters,))
+    decoder = model.decoder
+    yield from (WeightGroup(name, shape) for name, shape in decoder.tensors() if name != HEAD)
     if not head_is_table(model, precisions):
         yield from head_weights(model, precisions)
     if model.action is not None:
-        yield from expert_weights(model.action, size)
+        yield from expert_weights(model.action, decoder)
     if model.vision is not None:
         yield from vision_weights(model.vision)
 
 
-def expert_weights(action: ActionSize, decoder: DecoderSize) -> Iterator[WeightGroup]:
-    """The layers of an expert, which have the precision of the decoder's."""
-    own = action.beside(decoder)
-    yield from layer_weights(own)
-    yield WeightGroup("head.norm.weight", (own.small_parameters,))
+def expert_weights(action: ActionSize, decoder: Decoder) -> Iterator[WeightGroup]:
+    """The matrices of an expert's layers, which have the precision of the decoder's, and its norms together."""
+    expert = action.beside(decoder)
+    yield from layer_weights(expert)
+    yield WeightGroup("head.norm.weight", (expert.small_parameters,))
 
 
-def layer_weights(size: DecoderSize) -> Iterator[WeightGroup]:
-    hidden, found = size.hidden, Counter[tuple[str, tuple[int, ...]]]()
-    for layer in size.every:
-        width, ffn = size.heads_of(layer), size.ffn_of(layer)
-        if layer in size.conv_layers and size.delta is not None:
-            delta = size.delta
-            found["linear_attn.in_proj_qkv", (delta.channels, hidden)] += 1
-            found["linear_attn.in_proj_z", (delta.values, hidden)] += 1
-            found["linear_attn.in_proj_a", (delta.value_heads, hidden)] += 2
-            found["linear_attn.conv1d", (delta.channels, 1, size.conv_taps)] += 1
-            found["linear_attn.out_proj", (hidden, delta.values)] += 1
-        elif layer in size.conv_layers:
-            found["conv.in_proj", (3 * hidden, hidden)] += 1
-            found["conv.conv", (hidden, 1, size.conv_taps)] += 1
-            found["conv.out_proj", (hidden, hidden)] += 1
-        else:
-            found["self_attn.q_proj", ((1 + size.gated) * size.heads * width, hidden)] += 1
-            found["self_attn.k_proj", (size.kv_heads * width, hidden)] += 2 * size.keeps(layer)
-            found["self_attn.o_proj", (hidden, size.heads * width)] += 1
-        found["mlp.up_proj", (ffn, hidden)] += 2
-        found["mlp.down_proj", (hidden, ffn)] += 1
-        if size.per_layer is not None:
-            found["per_layer_input_gate", (size.per_layer, hidden)] += 1
-            found["per_layer_projection", (hidden, size.per_layer)] += 1
-    for (name, shape), count in found.items():
-        yield WeightGroup(f"text.layers.0.{name}.weight", shape, count)
+def layer_weights(decoder: Decoder) -> Iterator[WeightGroup]:
+    """The matrices of all layers."""
+    for layer in decoder.every:
+        yield from (WeightGroup(name, shape) for name, shape in decoder.layer_tensors(layer) if len(shape) > 1)
 
 
 def head_is_table(model: ModelSize, precisions: Precisions) -> bool:

@@ -39,7 +39,6 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
@@ -173,7 +172,7 @@ def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: M
         expected = Reference(checkpoint, config, weights).logits(ids, nothing, (None,))[None]
         logits = Reference(checkpoint, config, scaled).logits(ids, nothing, (None,))[None]
     torch.testing.assert_close(logits, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
-    assert {matrix for group in groups for matrix in group.readers} <= {name for name, _ in decoder_tensors(text)}
+    assert {matrix for group in groups for matrix in group.readers} <= {name for name, _ in text.tensors()}
 
 
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])

@@ -21,7 +21,6 @@ from vtx.exporter.calibration import calibrate
 from vtx.exporter.calibration.calibrate import CalibrationOptions
 from vtx.exporter.calibration.source import OpenedModel
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.reference.prompts import PreparedItem
 from vtx.tools.data.items import Item
@@ -81,7 +80,7 @@ def seven(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Pa
             (folder / name).write_text(written.replace(f": {side}", ": 336"))
     config = read_config(settings)
     header, end = {}, 0
-    for name, shape in (*vision_tensors(config), *decoder_tensors(config.text)):
+    for name, shape in (*vision_tensors(config), *config.text.tensors()):
         start, end = end, end + 2 * int(np.prod(shape))
         header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()

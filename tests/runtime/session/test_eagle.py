@@ -41,7 +41,6 @@ from vtx.exporter.checkpoint.families import eagle
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of as config_of_manifest
 from vtx.exporter.checkpoint.spec import config_size
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.joined import resizing
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.reference.joined import JoinedTowers
@@ -425,7 +424,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_weights(checkpoint: Path) -> None:
     for config, size in (
         (read_config(published), known), (read_config(opened.config), config_size(opened.config, "x")),
     ):  # fmt: skip
-        shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
+        shapes = [shape for _, shape in (*vision_tensors(config), *config.text.tensors())]
         assert size.parameters == sum(map(math.prod, shapes))
         assert (
             sum(group.count * math.prod(group.shape) for group in all_weights(size, precisions_of(size, "fp32")))

@@ -19,10 +19,10 @@ from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import FAMILY
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.graphs.decoder import PER_LAYER
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
+from vtx.tools.model.decoder import PER_LAYER
 
 KS = (2, 4, 5)
 TOLERANCE = 1e-4

@@ -44,7 +44,6 @@ from vtx.exporter.checkpoint.families.openvla import FAMILY, TOWERS
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of as config_of_manifest
 from vtx.exporter.checkpoint.spec import config_size, find_size
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -342,7 +341,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_weights() -> None:
     for config, size in (
         (read_config(published), known), (read_config(config_of(TINY)), config_size(config_of(TINY), "x")),
     ):  # fmt: skip
-        shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
+        shapes = [shape for _, shape in (*vision_tensors(config), *config.text.tensors())]
         parts = precisions_of(size, "fp32")
         assert size.parameters == sum(map(math.prod, shapes))
         assert sum(group.count * math.prod(group.shape) for group in all_weights(size, parts)) == size.parameters

@@ -10,9 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from vtx.runtime.host.profiles import load_profile
-from vtx.tools.bench.compare import Comparison, MethodResult
 from vtx.tools.bench.machine import Machine
-from vtx.tools.bench.plots import draw_comparison
 from vtx.tools.bench.plots import draw_report as draw_bench
 from vtx.tools.bench.report import BenchReport, Depth
 from vtx.tools.bench.series import Series
@@ -54,17 +52,6 @@ def bench_report() -> BenchReport:
     return BenchReport(MACHINE, model, workload, False, 1.0, 1.0, None, None, depths)
 
 
-def comparison_report() -> Comparison:
-    share = ShareInterval(0.9, 0.8, 1.0, 5)
-    methods = tuple(
-        MethodResult(kind, kind, None, "none", share, share, 8, 5, 100, 0.5, 10, 8, {"first_token": spread(9.0)})
-        for kind in ("withdrawal", "pruning", "both")
-    )
-    model = {"name": "small", "layers": 16, "device": "openvino", "compute": "f32", "threads": 2}
-    data = {"source": "the drawn scenes", "items": 5}
-    return Comparison(MACHINE, model, data, "right", False, 1.0, methods, (), {}, {}, ())
-
-
 def calibration_report() -> CalibrationReport:
     right = ShareInterval(1.0, 0.5, 1.0, 20)
     curve = tuple(
@@ -104,7 +91,6 @@ def plan_report(profile: str | None) -> CostPlan:
 
 DRAWINGS: Mapping[str, Callable[[Path], Any]] = {
     "bench": lambda path: draw_bench(bench_report(), path),
-    "comparison": lambda path: draw_comparison(comparison_report(), path),
     "calibration": lambda path: draw_calibration(calibration_report(), path.parent),
     "gates": lambda path: draw_judgement(gates_report(), path),
     "plan": lambda path: plot_plan(plan_report(None), path),

@@ -18,9 +18,9 @@ from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_size, model_size
-from vtx.exporter.graphs.decoder import decoder_tensors
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle
@@ -37,7 +37,8 @@ from vtx.tools.estimate.flops import (
     total_flops,
     withdrawal_schedule,
 )
-from vtx.tools.estimate.sizes import KNOWN, DecoderSize
+from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.model.decoder import Decoder
 
 SEVEN, THIRTEEN, NEXT = (KNOWN[name] for name in ("llava-1.5-7b", "llava-1.5-13b", "llava-next-7b"))
 TERA = 1e12
@@ -167,17 +168,15 @@ def test_mustdrop_kv_bytes_are_reproduced(tokens: int, megabytes: float) -> None
 
 
 @st.composite
-def decoders(draw: st.DrawFn) -> DecoderSize:
+def decoders(draw: st.DrawFn) -> Decoder:
     kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     small, wide = st.integers(1, 64), st.integers(1, 4096)
     biases = [draw(st.booleans()) for _ in range(4)]
-    return DecoderSize(
-        draw(small), draw(wide), draw(wide), kv_heads * group, kv_heads, draw(small), draw(wide), *biases
-    )
+    return Decoder(draw(small), draw(wide), draw(wide), kv_heads * group, kv_heads, draw(small), draw(wide), *biases)
 
 
 texts, visions = st.integers(1, 200), st.integers(0, 3000)
-MEASURES: list[Callable[[DecoderSize, Any], float]] = [
+MEASURES: list[Callable[[Decoder, Any], float]] = [
     calflops,
     total_flops,
     prefill_flops,
@@ -189,7 +188,7 @@ MEASURES: list[Callable[[DecoderSize, Any], float]] = [
 @pytest.mark.parametrize("measure", MEASURES)
 @given(size=decoders(), text=texts, vision=visions)
 def test_a_later_k_never_costs_less_and_none_costs_most(
-    measure: Callable[[DecoderSize, Any], float], size: DecoderSize, text: int, vision: int
+    measure: Callable[[Decoder, Any], float], size: Decoder, text: int, vision: int
 ) -> None:
     ks = [*range(2, size.layers + 1), None]
     costs = [measure(size, withdrawal_schedule(size.layers, k, text=text, vision=vision)) for k in ks]
@@ -200,7 +199,7 @@ def test_a_later_k_never_costs_less_and_none_costs_most(
 
 @given(size=decoders(), text=texts, vision=visions, data=st.data())
 def test_a_schedule_stands_between_no_vision_tokens_and_all(
-    size: DecoderSize, text: int, vision: int, data: st.DataObject
+    size: Decoder, text: int, vision: int, data: st.DataObject
 ) -> None:
     kept = data.draw(st.lists(st.integers(0, vision), min_size=size.layers, max_size=size.layers))
     rows = [make_schedule(k, text=text) for k in ([0] * size.layers, kept, [vision] * size.layers)]
@@ -212,7 +211,7 @@ def test_a_schedule_stands_between_no_vision_tokens_and_all(
 
 @given(size=decoders(), text=texts, vision=visions, data=st.data())
 def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
-    size: DecoderSize, text: int, vision: int, data: st.DataObject
+    size: Decoder, text: int, vision: int, data: st.DataObject
 ) -> None:
     full = data.draw(st.integers(1, size.layers)) if size.layers > 1 else 1
     kept = [vision] * full + [0] * (size.layers - full)
@@ -221,7 +220,7 @@ def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
 
 
 @given(size=decoders(), text=texts, vision=visions)
-def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: DecoderSize, text: int, vision: int) -> None:
+def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: Decoder, text: int, vision: int) -> None:
     size = replace(size, kv_heads=size.heads, hidden=size.heads * size.head_dim)
     n, h, m, s = size.layers, size.hidden, size.ffn, text + vision
     rows = full_schedule(n, text=text, vision=vision)
@@ -231,7 +230,7 @@ def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: DecoderSize, te
 
 
 @given(size=decoders(), text=texts, vision=visions)
-def test_grouping_saves_key_and_value_projections_and_nothing_else(size: DecoderSize, text: int, vision: int) -> None:
+def test_grouping_saves_key_and_value_projections_and_nothing_else(size: Decoder, text: int, vision: int) -> None:
     rows = full_schedule(size.layers, text=text, vision=vision)
     ungrouped = replace(size, kv_heads=size.heads)
     saved = 2 * size.hidden * size.head_dim * (size.heads - size.kv_heads)
@@ -240,7 +239,7 @@ def test_grouping_saves_key_and_value_projections_and_nothing_else(size: Decoder
 
 
 @given(size=decoders(), text=texts)
-def test_without_vision_tokens_k_changes_nothing(size: DecoderSize, text: int) -> None:
+def test_without_vision_tokens_k_changes_nothing(size: Decoder, text: int) -> None:
     rows = {withdrawal_schedule(size.layers, k, text=text, vision=0) for k in [None, *range(2, size.layers + 1)]}
     assert len(rows) == 1
 
@@ -282,8 +281,18 @@ def size_of(checkpoint: Path) -> Any:
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 def test_parameters_are_those_that_an_export_writes(tiny: Tiny, tiny_checkpoint: Callable[..., Path]) -> None:
     config = read_config(json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8")))
-    shapes = [shape for _, shape in (*vision_tensors(config), *decoder_tensors(config.text))]
+    shapes = [shape for _, shape in (*vision_tensors(config), *config.text.tensors())]
     assert model_size(config, "tiny").parameters == sum(int(np.prod(shape)) for shape in shapes)
+
+
+@pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
+def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
+    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
+    stored = {name: info.shape for name, info in checkpoint.tensors.items() if name.startswith("text.")}
+    stated = read_config(checkpoint.config).text.tensors()
+    assert {name: shape for name, shape in stated if name.startswith("text.")} == stored
 
 
 @pytest.fixture(scope="module", params=["mha", "gqa", "gqa-bias-head_dim", "qwen2-siglip-tied"])
@@ -330,7 +339,7 @@ def node_macs(kind: str, node: dict[str, Any], slots: int) -> int:
     return 0
 
 
-def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[int, ...]) -> int:
+def decoder_macs(bundle: Bundle, size: Decoder, folder: Path, rows: tuple[int, ...]) -> int:
     """All stages and the head, one chunk; every layer of a stage has the same rows."""
     found = 0
     for stage, graph in bundle.manifest.stage_files("ort"):
@@ -343,7 +352,7 @@ def decoder_macs(bundle: Bundle, size: DecoderSize, folder: Path, rows: tuple[in
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
-    size: DecoderSize = model.decoder
+    size: Decoder = model.decoder
     rows = withdrawal_schedule(size.layers, k, text=7, vision=20)
     assert 2 * decoder_macs(bundle, size, tmp_path, rows) == prefill_flops(size, rows)
     without_head = prefill_flops(size, rows) - 2 * size.head_macs
@@ -353,7 +362,7 @@ def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any],
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
-    size: DecoderSize = model.decoder
+    size: Decoder = model.decoder
     slots = withdrawal_schedule(size.layers, k, text=7, vision=20)
     found = executed_macs(bundle, bundle.manifest.dialects["ort"].head, tmp_path, {"tokens": 1})
     for stage, graph in bundle.manifest.stage_files("ort"):

@@ -18,8 +18,9 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError
-from vtx.tools.bench.methods import Method, Trial
-from vtx.tools.data.items import read_data
+from vtx.tools.bench.methods import Method
+from vtx.tools.estimate.flops import encode_flops, make_schedule, prefill_flops
+from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.evaluation import ask
 from vtx.tools.evaluation.ask import make_methods
 from vtx.tools.evaluation.questions import TaskQuestion
@@ -119,15 +120,22 @@ def test_pictures_of_another_shape_fit_as_asked(model: Model, data: Path) -> Non
     assert "another --fit" in done.stderr
 
 
-def test_flops_are_those_of_vtx_bench(model: Model, data: Path) -> None:
-    methods = (Method(None), Method(3), Method(3, make_methods([3], ["fastv:k=2,ratio=0.5"])[0].reduce))
-    trial = Trial(model, read_data(str(data), None, 4), methods, TOKENS, 1)
-    trial.run(lambda *_: None)
+def test_flops_are_those_of_the_tokens_in_each_layer(model: Model, data: Path) -> None:
+    size = bundle_size(model.bundle)
+    layers, vision = model.manifest.model.layers, model.manifest.layout.max_tokens
+    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]} for text in ASKED]
+    texts = [len(model.loaded.text.prompt([turn], vision)) - vision for turn in turns]
     report = run(model, data, "--k", "none,3", "--reduce", "none", "--reduce", "fastv:k=2,ratio=0.5")
     flops = {(method["k"], method["reduce"]): method["flops"] for method in report["methods"]}
-    for method in methods:
-        measured = [by_method[method].flops for by_method in trial.answers]
-        assert flops[method.k, method.reduce] == sum(measured) / 4
+    [fastv] = {reduce for _, reduce in flops} - {"none"}
+    half = vision // 2
+    for method, kept in (
+        ((None, "none"), [vision] * layers),
+        ((3, "none"), [vision] * 2 + [0] * (layers - 2)),
+        ((None, fastv), [vision] * 2 + [half] * (layers - 2)),
+    ):
+        prompts = [prefill_flops(size.decoder, make_schedule(kept, text=text)) for text in texts]
+        assert flops[method] == pytest.approx(encode_flops(size.vision, 1) + sum(prompts) / len(prompts))
 
 
 def test_what_is_answered_is_not_asked_again(model: Model, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
