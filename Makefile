@@ -27,7 +27,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -124,7 +124,7 @@ test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; ski
 	$(BIN)/pytest -m gpu -rs
 
 test-extras: $(READY) ## installs each extra as its page says, from a package index, and runs its commands; about 1.5 GB
-	VTX_TEST_EXTRAS=1 $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_extras.py
+	VTX_TEST_EXTRAS=1 $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_extras.py tests/house/test_frozen.py
 
 fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests' 100, and all property tests; new ones each time
 	VTX_FUZZ_EXAMPLES=$(FUZZ) $(BIN)/pytest -o faulthandler_timeout=0 tests/fuzz
@@ -152,6 +152,21 @@ test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in
 	build/vlmevalkit/bin/python -m pip install --quiet ms-vlmeval
 	build/lmms-eval/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_lmms_eval.py
 	build/vlmevalkit/bin/python -m pytest -o faulthandler_timeout=3600 -rs tests/plugins/test_vlmevalkit.py
+
+# Nothing of either package is run or committed: their tests ask vtx-serve, as the tables beside the adapters say.
+SUITES := build/server-suites
+SUITES_HERE := $(CURDIR)/tests/support/server_suites
+SUITES_ENV = VTX_SERVE=$(CURDIR)/$(BIN)/vtx-serve VTX_SERVE_BUNDLE=$(CURDIR)/$(SUITES)/bundle \
+	VTX_PICTURE=$(CURDIR)/examples/scene-1.jpg
+SUITES_PYTEST := $(CURDIR)/$(SUITES)/env/bin/python -m pytest -c $(SUITES_HERE)/pytest.ini -p no:cacheprovider
+test-server-suites: $(READY) ## the tests of llama.cpp's server and of vLLM that apply, on vtx-serve; downloads 125 MB of sources
+	$(BIN)/python -m tests.support.server_suites.prepare $(SUITES)
+	$(PYTHON) -m venv $(SUITES)/env
+	$(SUITES)/env/bin/python -m pip install --quiet --requirement $(SUITES_HERE)/tools.txt
+	cd $(SUITES)/llama_cpp && $(SUITES_ENV) VTX_SUITE=$$PWD/unit VTX_SUITE_TABLE=$(SUITES_HERE)/llama_cpp.txt \
+		PYTHONPATH=$(SUITES_HERE):$$PWD $(SUITES_PYTEST) --rootdir $$PWD -p llama_cpp unit
+	cd $(SUITES)/vllm_suite && $(SUITES_ENV) VTX_SUITE=$$PWD/entrypoints VTX_SUITE_TABLE=$(SUITES_HERE)/vllm.txt \
+		PYTHONPATH=$(SUITES_HERE) $(SUITES_PYTEST) --rootdir $$PWD --confcutdir entrypoints -p vllm_server entrypoints
 
 # The folder of published files: models/NAME/ and tokenizers/NAME/, or folders of your own with a config.json each.
 PUBLISHED ?= ../shared/published

@@ -46,27 +46,24 @@ class ConversationPool:
         self.hits = self.misses = self.kept_bytes = 0
 
     def lease(
-        self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, reuse: bool = True,
-        instead_of: Sequence[PreparedImage] = (), prefix_file: Path | None = None, needed: int = 0, tenant: str = "",
+        self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, instead_of: Sequence[PreparedImage] = (),
+        prefix_file: Path | None = None, needed: int = 0, tenant: str = "",
     ) -> Conversation:  # fmt: skip
         """The tenant's kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
-        A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place. Without
-        `reuse` it is new, and finds no image encoded. `prefix_file` is that of a new one. `needed`: bytes that its K
-        and V come to. Raises NoMemoryError if these are not free.
+        A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place.
+        `prefix_file` is that of a new one. `needed`: bytes that its K and V come to. Raises NoMemoryError if these are
+        not free.
         """
-        if not self._free(needed):
-            raise NoMemoryError(needed)
+        self._check_free(needed)
         conversation, best, keys = None, 0, _keys(images)
         of_tenant = [kept for kept in self._kept if kept.tenant == tenant]
-        for kept in of_tenant if reuse else ():
+        for kept in of_tenant:
             agreed, held = kept.agreement(ids)
             # One that agrees in less than half of what it holds is left for the request that continues it.
             if _keys(kept.images) == keys and agreed > best and 2 * agreed >= held:
                 conversation, best = kept, agreed
-        if not reuse:
-            conversation = Conversation(self._loaded, tuple(images), shares_images=False, tenant=tenant)
-        elif conversation is None:
+        if conversation is None:
             self.misses += 1
             before = _keys(instead_of)
             former = next((kept for kept in reversed(of_tenant) if before and _keys(kept.images) == before), None)
@@ -87,6 +84,14 @@ class ConversationPool:
         self._evict()
         return conversation
 
+    def lease_unshared(self, images: Sequence[PreparedImage], *, needed: int = 0, tenant: str = "") -> Conversation:
+        """A new conversation, which finds no image encoded. Raises NoMemoryError as `lease` does."""
+        self._check_free(needed)
+        conversation = Conversation(self._loaded, tuple(images), shares_images=False, tenant=tenant)
+        self._leased.append((conversation, needed))
+        self._evict()
+        return conversation
+
     def give_back(self, conversation: Conversation, *, keep: bool = True) -> None:
         """End a lease. A conversation in which something failed is not kept."""
         self._leased = [lease for lease in self._leased if lease[0] is not conversation]
@@ -102,6 +107,10 @@ class ConversationPool:
         For the latter kept conversations are dropped.
         """
         return self._in_use + needed <= self._limit and self._free(needed)
+
+    def _check_free(self, needed: int) -> None:
+        if not self._free(needed):
+            raise NoMemoryError(needed)
 
     @property
     def _in_use(self) -> int:

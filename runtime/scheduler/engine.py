@@ -161,12 +161,14 @@ class Engine:
                 images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles, asked.tenant)
                 if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
                     raise StandsError
-            leased.append(
-                self.pool.lease(
-                    asked.images, asked.ids, reuse=asked.reuse, instead_of=asked.instead_of,
-                    prefix_file=asked.prefix_file, needed=needed, tenant=asked.tenant,
-                )
-            )  # fmt: skip
+            if asked.reuse:
+                conversation = self.pool.lease(
+                    asked.images, asked.ids, instead_of=asked.instead_of, prefix_file=asked.prefix_file,
+                    needed=needed, tenant=asked.tenant,
+                )  # fmt: skip
+            else:
+                conversation = self.pool.lease_unshared(asked.images, needed=needed, tenant=asked.tenant)
+            leased.append(conversation)
             try:
                 settings, left = asked.settings, max(1e-3, ends_at - job.begun)
                 if left < math.inf:

@@ -137,7 +137,7 @@ class PoolSequences:
         messages, sampling = self._messages(request.images, request.setting, asked), NotedSampling()
         ids = self.model.loaded.prompt_ids(messages, images)
         former = () if request.instead_of is None else self._prepared[request.instead_of]
-        conversation = pool.lease(images, ids, reuse=request.reuse, instead_of=former)
+        conversation = pool.lease(images, ids, instead_of=former) if request.reuse else pool.lease_unshared(images)
         stream = conversation.stream_messages(
             messages, Settings(k, replace(OPTIONS, sampling=sampling), reduce), resume=True
         )

@@ -1,0 +1,1 @@
+"""The suites of other servers, run against vtx-serve: `make test-server-suites`."""

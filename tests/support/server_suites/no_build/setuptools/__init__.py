@@ -1,0 +1,1 @@
+"""Instead of a package's build backend: pip asks for metadata of what it only downloads."""
