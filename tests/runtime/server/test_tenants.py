@@ -19,6 +19,7 @@ from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.server.keys import Keys, Tenant, read_keys, unnamed
+from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.session.encoded_images import ImageCache
 
 FILE = """# names of keys are for logs and metrics
@@ -162,6 +163,14 @@ def test_a_minute_later_requests_are_admitted_again() -> None:
         [now.__setitem__(0, 29.5), keys.admit(tenant)]
     now[0] = 60.0
     keys.admit(tenant)
+
+
+def test_the_answers_of_a_request_count_and_end_together() -> None:
+    tenant = Tenant("a", "a", answers=3)
+    keys = Keys({"k": tenant})
+    for _ in range(3):
+        with keys.answering(tenant, 3), pytest.raises(Refusal, match="3 answers of this key"):
+            keys.answering(tenant, 1).__enter__()
 
 
 def test_no_key_loses_its_share_of_memory_to_another(local: Model) -> None:
