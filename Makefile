@@ -15,8 +15,10 @@ SEQUENCES ?= 500
 FUZZ_SECONDS ?= 10
 KIND ?= avx2
 TESTS ?=
+FAULTS ?=
 # What computes, and what chooses how.
-ARITHMETIC := tests/runtime/backends/test_integers.py tests/runtime/backends/test_narrow.py
+ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
+	tests/tools/fit/test_arithmetic.py
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
@@ -27,7 +29,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -133,6 +135,9 @@ fuzz: $(READY) ## untrusted formats, FUZZ examples a target instead of the tests
 sequences: $(READY) ## random sequences of questions held to fresh answers, SEQUENCES of each kind an engine; new ones each time
 	VTX_SEQUENCES=$(SEQUENCES) $(BIN)/pytest -o faulthandler_timeout=0 -s -k any_ \
 		tests/runtime/session/test_sequences.py tests/runtime/cpp/test_sequences.py
+
+planted: $(READY) ## small faults, one at a time in a copy, and the tests that find them; FAULTS: those of these rooms; an hour
+	$(BIN)/python scripts/planted.py $(FAULTS)
 
 test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser; needs Debian's chromium package or another Chromium
 	$(BIN)/python -m pip install playwright

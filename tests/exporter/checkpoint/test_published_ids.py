@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from tests.support.families.original import write_tokenizer_model
 from tests.support.text import VICUNA, make_tokenizer, read, write_checkpoint, write_json
+from vtx.exporter.checkpoint.published_ids import token_settings
 from vtx.exporter.checkpoint.resolving import resolve
 from vtx.exporter.checkpoint.text import read_text
 from vtx.runtime.errors import BundleError, CheckpointError
@@ -121,6 +122,12 @@ def test_other_ids_are_refused_by_name(config: Any, added: Any, message: str, tm
     assert "\n" not in str(error.value)
 
 
+def test_the_configuration_comes_before_the_map_of_special_tokens(tmp_path: Path) -> None:
+    write_json(tmp_path / "special_tokens_map.json", {"eos_token": "<a>", "pad_token": "<p>"})
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<b>"})
+    assert token_settings(tmp_path) == {"eos_token": "<b>", "pad_token": "<p>"}
+
+
 def test_ids_beyond_the_models_table_are_refused_if_a_prompt_can_have_them(tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path)
     image = top["image_token_index"]
@@ -133,10 +140,10 @@ def test_ids_beyond_the_models_table_are_refused_if_a_prompt_can_have_them(tmp_p
         read(tmp_path, top, vocab=image, template="<pad>" + VICUNA)
     spec["added_tokens"][-1]["special"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(
-        CheckpointError, match=rf"has the id {image + 1} \('<pad>'\), and the model has {image} tokens.*{FIX}"
-    ):
-        read(tmp_path, top, vocab=image)
+    for vocab in (image, image + 1):
+        message = rf"has the id {image + 1} \('<pad>'\), and the model has {vocab} tokens.*{FIX}"
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path, top, vocab=vocab)
     assert read(tmp_path, top, vocab=image + 2)[2].image_token_id == image
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [2, image + 2]})
     with pytest.raises(CheckpointError, match=rf"the id {image + 2} \(None\), and the model has {image + 2} tok"):

@@ -197,6 +197,8 @@ def test_methods_of_a_report_within_the_drop_that_the_owner_allows(tmp_path: Pat
     for drop, names in ((0.0, {NONE}), (1.0, {NONE, DEEP}), (3.1, {NONE, DEEP, EARLY})):
         bundle, allowed = read_allowed(file, drop + 1e-9)
         assert (bundle, {*allowed}) == ("tiny", names)
+    other = report(tmp_path, "tiny", task={"main": "accuracy", "shares": []})  # a figure in units of its own
+    assert len(read_allowed(other, 0.031 + 1e-9)[1]) == 3
     for changes, message in (
         ({"format": "x"}, "is not a report"),
         ({"methods": [{}]}, "damaged"),

@@ -157,6 +157,17 @@ def test_answers_wait_for_room_for_their_k_and_v(k: int | None, model: Model) ->
     }
 
 
+@pytest.mark.parametrize("k", [3, 5])
+def test_an_answer_reserves_as_much_less_at_k_as_its_caches_lack(k: int, model: Model) -> None:
+    requests = [asked(model, 4, "red?", depth, "none", 0.0) for depth in (None, k)]
+    whole, less = (sum(alone(model, request).stats.kv_slots) for request in requests)
+    with Engine("test", model, Capacity(1, 1, kept=0)) as engine, patch.object(engine.pool, "fits") as fits:
+        for request in requests:
+            engine.job(request, lambda _: None).fits()
+        reserved = [call.args[0] for call in fits.call_args_list]
+    assert reserved[0] - reserved[1] == model.backend.kv_slot_bytes * (whole - less)
+
+
 def test_pictures_that_take_the_memory_of_ten_are_computed_alone_and_change_no_other_answer(models: Models) -> None:
     """Pictures in tiles among questions that need a tenth of their K and V, with room for just these or just them."""
     tiled = models(LLAVA_NEXT)

@@ -112,6 +112,14 @@ def test_the_least_recently_used_leave_and_what_is_too_large_is_not_kept(model: 
         assert cache.bytes == 0
 
 
+def test_a_tenant_finds_no_picture_of_another(model: Model, cache: PictureCache) -> None:
+    for tenant in ("alice", "bob"):
+        for calls in (1, 0):
+            with patch(READ, wraps=load_image) as read:
+                model.loaded.prepare(png(1), tenant=tenant)
+            assert read.call_count == calls, tenant
+
+
 def test_a_picture_that_cannot_be_read_is_told_to_each_and_tried_again(model: Model, cache: PictureCache) -> None:
     for _ in range(2):
         with pytest.raises(ImageError, match="not an image"):

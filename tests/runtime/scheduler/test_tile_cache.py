@@ -68,6 +68,16 @@ def test_only_tiles_that_changed_are_encoded_and_all_are_as_fresh_ones(model: Mo
     assert passes < sum(len(image.views) for image in images)
 
 
+def test_a_tenant_finds_the_tiles_that_it_put_there_and_no_others(models: Models) -> None:
+    model, tiles = models(LLAVA_NEXT), ImageCache(64 << 20)
+    image, vision = model.loaded.prepare(frames()[0]), type(model.backend).vision
+    for tenant in ("alice", "bob"):
+        for passes in (len({view.tobytes() for view in image.views}), 0):
+            with patch.object(type(model.backend), "vision", autospec=True, side_effect=vision) as run:
+                image.encode(model.backend, tiles=tiles, tenant=tenant)
+            assert run.call_count == passes, tenant
+
+
 def test_tiles_are_kept_within_a_bound_and_not_for_images_of_one_view(models: Models) -> None:
     model = models(LLAVA_NEXT)
     images = [model.loaded.prepare(frame) for frame in frames()]

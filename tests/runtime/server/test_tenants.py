@@ -19,6 +19,7 @@ from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.scheduler.conversations import ConversationPool
 from vtx.runtime.server.keys import Keys, Tenant, read_keys, unnamed
+from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.session.encoded_images import ImageCache
 
 FILE = """# names of keys are for logs and metrics
@@ -116,8 +117,7 @@ def test_concurrent_questions_of_two_keys_share_no_prefix(tiny_bundle: Path) -> 
         body = asking(*messages("one"), max_tokens=100)
         with held(served):
             others = [served.open_chat(body, Authorization=f"Bearer key-of-{key}") for key in ("bob", "alice")]
-            until(lambda: served.engines.loaded[0].scheduler.waiting == 1, "alice's waits")
-        until(lambda: served.engines.loaded[0].scheduler.active == 2, "both are computed")
+            until(lambda: served.engines.loaded[0].scheduler.waiting == 1, "alice's waits, to begin in the next round")
         with others[0], others[1] as connection:
             usage = replied(connection)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -162,6 +162,14 @@ def test_a_minute_later_requests_are_admitted_again() -> None:
         [now.__setitem__(0, 29.5), keys.admit(tenant)]
     now[0] = 60.0
     keys.admit(tenant)
+
+
+def test_the_answers_of_a_request_count_and_end_together() -> None:
+    tenant = Tenant("a", "a", answers=3)
+    keys = Keys({"k": tenant})
+    for _ in range(3):
+        with keys.answering(tenant, 3), pytest.raises(Refusal, match="3 answers of this key"):
+            keys.answering(tenant, 1).__enter__()
 
 
 def test_no_key_loses_its_share_of_memory_to_another(local: Model) -> None:

@@ -44,6 +44,22 @@ def test_bodies_that_do_not_arrive_take_nobodys_place(tiny_bundle: Path) -> None
         assert served.request("GET", "/livez").status == 200
 
 
+def test_of_too_many_bodies_on_their_way_the_oldest_end(tiny_bundle: Path) -> None:
+    most, more = 3, 2
+    with serving({"tiny": tiny_bundle}, Limits(client_uploads=most)) as served, ExitStack() as closing:
+        connections = list[socket.socket]()
+        for number in range(most + more):
+            connections += closing.enter_context(unfinished(served, 1, 1000, b"{"))
+            uploads = min(number + 1, most)
+            until(lambda: served.metrics()["vtx_body_bytes"] == uploads, "it is on its way")  # noqa: B023 - at once
+        for connection in connections[:more]:
+            assert b" 408 " in connection.recv(4096)
+        for connection in connections[more:]:
+            connection.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+
+
 def test_the_bodies_of_one_client_leave_room_for_anothers(tiny_bundle: Path) -> None:
     """By number and by bytes; a small body needs no room at all."""
     limits = Limits(body=BODY, bodies=4)

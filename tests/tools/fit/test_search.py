@@ -13,7 +13,7 @@ from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
 from vtx.tools.fit.fit import FURTHER, TURNS, excess, measure_turns, turns_for, verdict
 from vtx.tools.fit.fit import evidence_of as evidence
-from vtx.tools.fit.search import FINALISTS, Budget, planned, search
+from vtx.tools.fit.search import FINALISTS, Budget, Rating, best, planned, search
 from vtx.tools.fit.settings import Setting
 
 QUESTIONS = 400
@@ -78,6 +78,12 @@ def test_finalists_are_in_the_order_of_changed_answers_the_slower_first() -> Non
     found, rungs = search([of(k) for k in range(1, 31)], of(None), range(QUESTIONS), IMAGES, made, Budget(0.98))
     last = rungs[-1].ratings
     assert found == sorted(found, key=lambda s: (last[s].changed, -last[s].answer_ms))
+
+
+def test_of_those_that_may_keep_the_answers_the_fastest_within_the_limit_come_first() -> None:
+    ratings = {of(1): Rating(0.05, 10, 0, 0), of(2): Rating(0.01, 20, 0, 0), of(3): Rating(0.0, 30, 0, 0)}
+    assert best(ratings, 2, 0.02) == [of(2), of(3)]
+    assert best(ratings, 9, 0.02) == [of(2), of(3), of(1)]
 
 
 def test_first_questions_that_cannot_be_asked_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
