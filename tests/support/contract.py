@@ -42,7 +42,7 @@ class Family:
     """`sizes`: of a picture in tiles, if the family has them, of another, and of a small one. `extreme`: sizes that
     transformers takes, too. `alike`: between some of the `ks` no layer has attention.
 
-    `methods`: those that have a plain statement, asked about so many `pictures`; `refused`: specs of reductions, and
+    `methods`: those that have a plain statement, asked about `pictures` of them; `refused`: specs of reductions, and
     why. `rounded`: precisions, and how far logits of a checkpoint with the changes of `rounding` may be from
     transformers', None where golden vectors alone are compared. `variants`: more checkpoints. `single`: one question
     is asked about an image, without chats. `stated`: `tests.support.statement` says what its decoder computes.

@@ -128,7 +128,7 @@ def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt, to
 
 
 def assert_rejected_tokens_leave_states(model: Model, asked: Prompt, k: int | None, right: int) -> None:
-    """A draft of which so many tokens are right, and tokens that are only tried, leave states as they were."""
+    """A draft of which `right` tokens are right, and tokens that are only tried, leave states as they were."""
     wanted = answer(Session(model.backend, model.manifest), asked, policy(k), MAX_DRAFT + 4)
     ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
     session.prefill(asked, policy(k))

@@ -210,7 +210,7 @@ class ModelSize:
         return replace(self, action=expert, action_tokens=tokens)
 
     def with_towers(self, count: int) -> ModelSize:
-        """The model with so many towers of one kind, each with weights of its own."""
+        """The model with `count` towers of one kind, each with weights of its own."""
         return self if self.vision is None else replace(self, vision=replace(self.vision, towers=count))
 
     @property
@@ -274,7 +274,7 @@ def bundle_size(bundle: Bundle) -> ModelSize:
 
 
 def _has_tower_of_videos(bundle: Bundle) -> bool:
-    """Whether frames have a tower with weights of its own, which the manifest does not tell."""
+    """True if frames have a tower with weights of its own, which the manifest does not tell."""
     stored = (name for name in bundle.manifest.files if name.startswith("weights/"))
     return any(tensor.startswith("video.") for name in stored for tensor in bundle.header(name).tensors)
 
