@@ -147,7 +147,7 @@ def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statemen
                 wanted_of = Statement(judge).answer(inputs, method, STEPS)
                 assert_as_stated(Talk(model).ask(messages, pictures, method, STEPS), wanted_of)
         tolerance = TOLERANCE if tiny.text == "qwen3_5" else CLOSE / 2
-        if tiny.family == "paligemma":
+        if methods or tiny.family == "paligemma":  # chats would use what was exported, or there are none
             return
         assert_later_equal_fresh(model, images[:1], draw.choice([None, *ks]), tolerance=tolerance)
         assert_chat_as_reference(model, judge, images, draw.choice([None, *ks]), tolerance)
