@@ -39,7 +39,7 @@ Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sort
 those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
 registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
 Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
-give the same answers *(run on a CPU: `tests/runtime/session/test_tiles.py`)*. Graphs for TensorRT come from the same
+give the same answers *(run on a CPU: `tests/runtime/session/test_contract.py`)*. Graphs for TensorRT come from the same
 builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
 models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `lfm2_vl`, `qwen3_5`,
 `gemma3` and `gemma4`

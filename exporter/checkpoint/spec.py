@@ -124,4 +124,5 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
-    return spec_size(model_spec(config, name), config.layout, "config").acting(config.action, config.bins)
+    size = spec_size(model_spec(config, name), config.layout, "config").acting(config.action, config.bins)
+    return size.with_towers(2) if config.video is not None and config.video.own_tower else size

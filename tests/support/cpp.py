@@ -12,16 +12,11 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.support.families.internvl import INTERNVL
-from tests.support.families.llava_next import LLAVA_NEXT
-from tests.support.families.llava_onevision import ONEVISION
-from tests.support.families.videos import VIDEO_LLAVA
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
 
 BUILD = Path(os.environ.get("VTX_CPP_BUILD", Path(__file__).parents[2] / "build/cpp"))
-TILED = LLAVA_NEXT, INTERNVL, ONEVISION, VIDEO_LLAVA  # what test_layouts holds to Python
 
 
 def _obstacle() -> str:

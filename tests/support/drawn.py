@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 from tests.support.families.minicpm import MINICPM
-from tests.support.families.qwen import QWEN35
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny
 
@@ -48,4 +49,29 @@ def smolvlm(draw: random.Random) -> Tiny:
     return replace(
         any_text(draw, SMOLVLM), context=2048, patch=patch, image=2 * patch * draw.choice([1, 2, 4]),
         vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+    )  # fmt: skip
+
+
+def qwen_vl(draw: random.Random) -> Tiny:
+    """Sizes, heads, maps, ties and names of Qwen2-VL, Qwen2.5-VL or Qwen3-VL."""
+    family, tower = draw.choice((QWEN2, QWEN25, QWEN3)), draw.randint(3, 6)
+    heads, kv_heads = draw.choice(((4, 4), (4, 2), (4, 1), (6, 3), (6, 2), (2, 2)))
+    tiny = replace(
+        family, layers=draw.randint(5, 9), heads=heads, kv_heads=kv_heads, hidden=heads * draw.choice((16, 32)),
+        ffn=draw.choice((80, 96, 160)), tied=draw.random() < 0.5, theta=draw.choice((1e4, 1e6, 5e6)),
+        names=draw.choice(("hub", "saved", "new")), vision_layers=tower, vision_hidden=draw.choice((32, 48)),
+        vision_heads=2, shards=draw.choice((1, 2)),
+    )  # fmt: skip
+    if family is not QWEN3:
+        return tiny
+    maps = tuple(sorted(draw.sample(range(tower), draw.randint(0, min(4, tower)))))
+    return replace(tiny, maps=maps, head_dim=draw.choice((16, 24, 32)), attention_bias=draw.random() < 0.2)
+
+
+def paligemma(draw: random.Random) -> Tiny:
+    tiny, patch = any_text(draw, PALIGEMMA), draw.choice([8, 14, 16])
+    return replace(
+        tiny, rope="default", heads=draw.choice([2, 4, 6]), kv_heads=draw.choice([1, 2]), shards=1, patch=patch,
+        image=patch * draw.randint(2, 5), vision_hidden=draw.choice([16, 32]), vision_layers=draw.randint(1, 4),
+        projector_bias=PALIGEMMA.projector_bias, tokenizer=draw.choice(["bytes", "metaspace"]),
     )  # fmt: skip

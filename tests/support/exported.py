@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +45,22 @@ class Models:
     ) -> Model:
         return self._get(tiny, ks, precision, reductions)
 
-    def _make(self, tiny: Tiny, ks: tuple[int, ...], precision: str, reductions: tuple[str, ...]) -> Model:
+    def folder(
+        self,
+        tiny: Tiny = Tiny(),  # noqa: B008
+        ks: tuple[int, ...] = KS,
+        precision: str = "fp32",
+        reductions: tuple[str, ...] = (),
+    ) -> Path:
+        """That bundle, not loaded."""
         options = ExportOptions(
             str(self._checkpoints(tiny)), ks, precision,
             reductions=reductions, dialects=self._dialects, allow_pickle=tiny.pickled,
         )  # fmt: skip
-        made = shared(options) or export_anew(options, Path(mkdtemp(dir=self._folder)) / "bundle").folder
-        return load(made, device="cpu", threads=THREADS)
+        return shared(options) or export_anew(options, Path(mkdtemp(dir=self._folder)) / "bundle").folder
+
+    def _make(self, *what: Any) -> Model:
+        return load(self.folder(*what), device="cpu", threads=THREADS)
 
 
 class Greedy(NamedTuple):

@@ -1,21 +1,27 @@
-"""One statement of parity, for every family: transformers without withdrawal, and plain VTW at two K."""
+"""Statements of parity, for every family: transformers without withdrawal, plain VTW at K, and states that go back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
-from tests.support.exported import greedy, prompt
+from tests.support.exported import answer, greedy, policy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
+from vtx.runtime.api.load import load
 from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
+from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.backends.slots import RECENT
 from vtx.runtime.report.golden import check_golden
-from vtx.runtime.session.session import Prompt
+from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.vision.video import Video
 
 STEPS = 6
 TOLERANCE = 2e-5
@@ -33,13 +39,13 @@ def assert_later_equal_fresh(
     options = Options(STEPS, ignore_eos=True, logprobs=True)
     with model.open(pictures) as conversation:
         later = [conversation.ask(question, k, options) for question in questions]
-    for question, answer in zip(questions, later, strict=True):
+    for question, told in zip(questions, later, strict=True):
         with model.open(pictures) as fresh:
             alone = fresh.ask(question, k, options)
-        assert answer.token_ids == alone.token_ids
-        assert answer.logprobs is not None
-        np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=tolerance, rtol=0)
-    assert [answer.stats.reused_image for answer in later] == [number > 0 for number in range(len(questions))]
+        assert told.token_ids == alone.token_ids
+        assert told.logprobs is not None
+        np.testing.assert_allclose(told.logprobs, alone.logprobs, atol=tolerance, rtol=0)
+    assert [told.stats.reused_image for told in later] == [number > 0 for number in range(len(questions))]
 
 
 def assert_answers_as_reference(
@@ -54,24 +60,27 @@ def assert_answers_as_reference(
 
 def assert_every_k(
     model: Model, judge: Reference, messages: list[dict[str, Any]], images: Sequence[Image.Image],
-    ks: Sequence[int], tolerance: float,
+    ks: Sequence[int], tolerance: float, alike: bool = False, steps: int = STEPS,
 ) -> None:  # fmt: skip
-    """The answer to a prompt is transformers', and at each K the statement's; each K gives another one."""
+    """The answer to a prompt is transformers', and at each K the statement's; each K gives another one but `alike`."""
     inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    answers = []
+    answers, layers, of_images = [], judge.layers, int(asked.is_vision.sum())
     for k in (None, *ks):
-        wanted = judge.greedy(inputs, k, STEPS)
-        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+        wanted = judge.greedy(inputs, k, steps)
+        found = greedy(model, asked, k, steps, forced=wanted.ids)
         assert found.ids == wanted.ids
         np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert found.done.k == k
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
+        whole = k - 1 if k else layers
+        assert list(found.done.vision_kept) == [of_images] * whole + [0] * (layers - whole)
         answers.append(wanted.logits)
-    ids, logits = judge.generate_hf(inputs, STEPS)
+    ids, logits = judge.generate_hf(inputs, steps)
     assert answers[0].argmax(-1).tolist() == ids
     np.testing.assert_allclose(answers[0].numpy(), logits.numpy(), atol=tolerance, rtol=0)
     changes = [float((a - b).abs().max()) for n, a in enumerate(answers) for b in answers[:n]]
-    assert min(changes) > 100 * tolerance, "two K that mean the same"
+    assert (max if alike else min)(changes) > 100 * tolerance, "two K that mean the same"
 
 
 def assert_chat_as_reference(
@@ -116,3 +125,82 @@ def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt, to
         if k is None:
             assert found.ids == ids
             np.testing.assert_allclose(found.logits, logits.numpy(), atol=tolerance, rtol=0)
+
+
+def assert_rejected_tokens_leave_states(model: Model, asked: Prompt, k: int | None, right: int) -> None:
+    """A draft of which `right` tokens are right, and tokens that are only tried, leave states as they were."""
+    wanted = answer(Session(model.backend, model.manifest), asked, policy(k), MAX_DRAFT + 4)
+    ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
+    session.prefill(asked, policy(k))
+    assert session.draft_room == MAX_DRAFT
+    wrong = [(id + 1) % model.manifest.model.vocab for id in ids[1 + right : 1 + MAX_DRAFT]]
+    found = [session.decode(ids[0], [*ids[1 : 1 + right], *wrong])]
+    while (logits := session.accept(ids[len(found)])) is not None:
+        found.append(logits)
+    assert len(found) == 1 + right
+    session.try_tokens([5, 6, 7] * MAX_DRAFT)
+    found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
+    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=1e-4, rtol=0)
+
+
+def assert_changed_turns_go_back(model: Model, asked: Prompt, back: int) -> None:
+    """The suffix's ids agree up to `back` tokens before the end of a long answer: recent, and forgotten since."""
+    session = Session(model.backend, model.manifest)
+    done = session.prefill(asked, policy(3))
+    ids, rows = list[int](), [done.logits]
+    for _ in range(4 * RECENT):
+        ids.append(int(rows[-1].argmax()))
+        rows.append(session.decode(ids[-1]))
+    changed = [*ids[:-back], 7, 8, 9]
+    is_vision = np.pad(asked.is_vision, (0, len(changed)))
+    longer = replace(asked, ids=np.concatenate([asked.ids, changed]), is_vision=is_vision)
+    found = session.prefill(longer, policy(3), after=done.selection)
+    alone = Session(model.backend, model.manifest).prefill(longer, policy(3))
+    np.testing.assert_allclose(found.logits, alone.logits, atol=1e-4, rtol=0)
+    assert (found.reused_tokens > len(asked.ids)) == (back <= RECENT)
+
+
+def assert_as_drawn(
+    model: Model, judge: Reference, inputs: Any, asked: Prompt, ks: Sequence[int], tolerance: float
+) -> float:
+    """The largest difference of logits from `judge`'s at each K and transformers', of a model that nobody chose."""
+    (ids, logits), worst, sure = judge.generate_hf(inputs, STEPS), 0.0, 0
+    for k in (None, *ks):
+        wanted = judge.greedy(inputs, k, STEPS)
+        found = greedy(model, asked, k, STEPS, forced=wanted.ids)
+        worst = max(worst, float(np.abs(found.logits - wanted.logits.numpy()).max()))
+        assert found.ids == wanted.ids or wanted.margin < tolerance
+        if k is None and ids == wanted.ids:
+            worst, sure = max(worst, float(np.abs(found.logits - logits.numpy()).max())), sure + 1
+        assert list(found.done.slots) == judge.kv_slots(inputs, k)
+    assert sure or wanted.margin < tolerance
+    assert worst < tolerance
+    return worst
+
+
+def video_prompts(
+    model: Model, judge: Reference, pictures: Sequence[Picture], question: str, taken: Callable[[Any], Any]
+) -> tuple[Any, Prompt]:
+    """The same prompt for transformers and for a session, images before videos; `taken`: as `judge` takes one."""
+    videos = [taken(each) for each in pictures if isinstance(each, Video | np.ndarray)]
+    images: list[Any] = [each for each in pictures if not isinstance(each, Video | np.ndarray)]
+    messages = prompt_messages(question, len(images), len(videos))
+    inputs, asked = judge.inputs(messages, images, videos), prompt(model, messages, pictures)
+    ids = inputs["input_ids"][0]
+    assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
+    return inputs, asked
+
+
+def assert_same_on_openvino(
+    model: Model, pictures: Sequence[Picture], question: str, ks: Sequence[int | None] = (None, 5)
+) -> None:
+    """OpenVINO gives the ids, probabilities and slots that onnxruntime gives."""
+    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
+    options = Options(STEPS, ignore_eos=True, logprobs=True)
+    with load(model.bundle.folder, device="openvino", threads=1) as other:
+        for k in ks:
+            ours, theirs = (each.open(pictures).ask(question, k, options) for each in (model, other))
+            assert ours.token_ids == theirs.token_ids
+            np.testing.assert_allclose(ours.logprobs or (), theirs.logprobs or (), atol=2e-4, rtol=0)
+            assert ours.stats.kv_slots == theirs.stats.kv_slots
+            assert ours.stats.vision_tokens == theirs.stats.vision_tokens > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.support.exported import prompt
 from tests.support.reference import Inputs, Reference
 from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
@@ -112,7 +114,8 @@ class Talk:
         )  # fmt: skip
         if exits is not None:
             policy = replace(policy, parts=(exits, *policy.parts[1:]))
-        done = self._session.prefill(self._prompt(messages, images, policy), policy)
+        asked = self._prompt(messages, images, policy) if policy.entries else prompt(model, messages, images)
+        done = self._session.prefill(asked, policy)
         rows = [done.logits]
         ids = [int(done.logits.argmax())]
         while len(ids) < n:
@@ -149,6 +152,21 @@ class Talk:
     def _encode(self, picture: PreparedImage, policy: Policy, question: PromptText) -> ImageTokens:
         tokens = picture.encode(self._model.backend, vision_extras(policy.entries))
         return enter(tokens, policy.entries, question, self._model.backend.project)
+
+
+def assert_prompt_as_stated(model: Model, judge: Reference, inputs: Inputs, asked: Prompt, method: Method) -> None:
+    """A prompt, of a video too, is answered as by the statement, and the same tokens stay, those of a method in layers.
+
+    `inputs`: the prompt with all its pictures as images.
+    """
+    wanted, session = Statement(judge).answer(inputs, method, STEPS), Session(model.backend, model.manifest)
+    norm = partial(read_final_norm, model.bundle)
+    chosen = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
+    done = session.prefill(asked, chosen)
+    logits = [done.logits, *(session.decode(id) for id in wanted.ids[:-1])]
+    np.testing.assert_allclose(np.stack(logits), wanted.logits, atol=TOLERANCE, rtol=0)
+    kept = {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts}
+    assert {layer: left for layer, left in kept.items() if left} == wanted.kept
 
 
 def dividing(statement: Statement, inputs: Inputs, method: Method, share: float) -> Method:

@@ -87,6 +87,10 @@ class ModelSize:
         tokens = 0 if bins is None else max(len(each.low) for each in bins.ranges.values())
         return replace(self, action=expert, action_tokens=tokens)
 
+    def with_towers(self, count: int) -> ModelSize:
+        """The model with `count` towers of one kind, each with weights of its own."""
+        return self if self.vision is None else replace(self, vision=replace(self.vision, towers=count))
+
     @property
     def parameters(self) -> int:
         expert = self.action.beside(self.decoder) if self.action else None
@@ -140,9 +144,17 @@ def bundle_size(bundle: Bundle) -> ModelSize:
     manifest = bundle.manifest
     size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
     size = size.acting(manifest.action, manifest.bins)
+    if manifest.video is not None and manifest.video.own_graph and _has_tower_of_videos(bundle):
+        size = size.with_towers(2)
     if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
         return size
     return replace(size, vision=replace(size.vision, used=size.vision.layers))
+
+
+def _has_tower_of_videos(bundle: Bundle) -> bool:
+    """True if frames have a tower with weights of its own, which the manifest does not tell."""
+    stored = (name for name in bundle.manifest.files if name.startswith("weights/"))
+    return any(tensor.startswith("video.") for name in stored for tensor in bundle.header(name).tensors)
 
 
 def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,13 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
-from tests.support.parity import QUESTIONS, assert_chat_as_reference, assert_later_equal_fresh
+from tests.support.parity import (
+    QUESTIONS,
+    assert_changed_turns_go_back,
+    assert_chat_as_reference,
+    assert_later_equal_fresh,
+    assert_rejected_tokens_leave_states,
+)
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -144,17 +149,7 @@ def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, opened: tuple[str, Model, Gpu]) -> None:
     family, model, _ = opened
     asked = prompt(model, prompt_messages("red?"), [random_image(0, LARGE[family])])
-    wanted = answer(Session(model.backend, model.manifest), asked, policy(3), MAX_DRAFT + 4)
-    ids, session = wanted.argmax(-1).tolist(), Session(model.backend, model.manifest)
-    session.prefill(asked, policy(3))
-    wrong = [(id + 1) % model.manifest.model.vocab for id in ids[1 + right : 1 + MAX_DRAFT]]
-    found = [session.decode(ids[0], [*ids[1 : 1 + right], *wrong])]
-    while (logits := session.accept(ids[len(found)])) is not None:
-        found.append(logits)
-    assert len(found) == 1 + right
-    session.try_tokens([5, 6, 7] * MAX_DRAFT)
-    found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
-    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=TOLERANCE, rtol=0)
+    assert_rejected_tokens_leave_states(model, asked, 3, right)
 
 
 @pytest.mark.parametrize("back", [1, 3 * RECENT])
@@ -162,21 +157,8 @@ def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(
     back: int, opened: tuple[str, Model, Gpu]
 ) -> None:
     family, model, _ = opened
-    session = Session(model.backend, model.manifest)
     asked = prompt(model, prompt_messages("red?"), [random_image(0, LARGE[family])])
-    done = session.prefill(asked, policy(3))
-    ids, rows = list[int](), [done.logits]
-    for _ in range(4 * RECENT):
-        ids.append(int(rows[-1].argmax()))
-        rows.append(session.decode(ids[-1]))
-    changed = [*ids[:-back], 7, 8, 9]
-    longer = replace(
-        asked, ids=np.concatenate([asked.ids, changed]), is_vision=np.pad(asked.is_vision, (0, len(changed)))
-    )
-    found = session.prefill(longer, policy(3), after=done.selection)
-    alone = Session(model.backend, model.manifest).prefill(longer, policy(3))
-    np.testing.assert_allclose(found.logits, alone.logits, atol=TOLERANCE, rtol=0)
-    assert (found.reused_tokens > len(asked.ids)) == (back <= RECENT)
+    assert_changed_turns_go_back(model, asked, back)
 
 
 @pytest.mark.parametrize("k", ["none", 3])

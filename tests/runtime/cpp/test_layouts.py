@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +11,16 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.cpp import (
-    TILED,
     ask,
     assert_answers_equal,
     assert_asked_equal,
-    assert_prepared_equal,
     failure,
     needs_cpp,
     run,
     write_pictures,
 )
-from tests.support.families.internvl import INTERNVL
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
-from tests.support.families.videos import VIDEO_LLAVA
-from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -35,7 +29,6 @@ from vtx.runtime.errors import ContextError, RequestError
 
 pytestmark = needs_cpp
 
-FAMILIES = pytest.mark.parametrize("tiny", TILED, ids=lambda tiny: tiny.family)
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
@@ -43,23 +36,6 @@ QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
-@needs_pillow_13
-@FAMILIES
-def test_views_and_tokens_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
-    model = models(tiny, (3, 5))
-    assert_prepared_equal(model, pictures)
-
-
-@pytest.mark.parametrize(
-    "tiny",
-    [LLAVA_NEXT, *(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (INTERNVL, ONEVISION))],
-    ids=lambda tiny: tiny.family,
-)
-def test_answers_are_those_of_python(models: Callable[..., Model], pictures: list[Path], tiny: Tiny) -> None:
-    model = models(tiny, (3, 5))
-    assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 
 def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_values(
@@ -143,21 +119,3 @@ def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[...
 def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
     done = run("run", "--bundle", models().bundle.folder, pictures[0], "red?", "--max-tiles", "2")
     assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("altered", "named"),
-    [
-        ({"video_token_id": "image_token_id"}, "video_token_id"),
-        ({"video_token": None, "video_token_id": None}, "videos, their token and their graph go together"),
-    ],
-    ids=["token", "none"],
-)
-def test_altered_tokens_of_videos_are_refused(
-    models: Callable[..., Model], tmp_path: Path, altered: dict[str, str | None], named: str
-) -> None:
-    folder = models(VIDEO_LLAVA, (3, 5)).bundle.folder
-    manifest = json.loads((folder / "vtx.json").read_text(encoding="utf-8"))
-    manifest["text"] |= {key: manifest["text"].get(value) for key, value in altered.items()}
-    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert named in failure("probe", "parse", "manifest", tmp_path / "vtx.json")

@@ -13,20 +13,14 @@ import pytest
 from tests.support.cabi import OK, Loaded, opened, options_of
 from tests.support.cpp import (
     ask,
-    assert_answers_equal,
     assert_asked_equal,
-    assert_prepared_equal,
     expected,
     failure,
     needs_cpp,
-    needs_openvino,
-    run,
     write_pictures,
 )
-from tests.support.families.smolvlm import IDEFICS, SMOLVLM
-from tests.support.old_pillow import needs_pillow_13
-from tests.support.tiny import Tiny, random_image
-from tests.support.traces import meets
+from tests.support.families.smolvlm import SMOLVLM
+from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError, RequestError
@@ -41,16 +35,6 @@ QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
-@needs_pillow_13
-@pytest.mark.parametrize("tiny", [SMOLVLM, pytest.param(IDEFICS, marks=pytest.mark.slow)], ids=lambda tiny: tiny.family)
-def test_views_tokens_and_answers_are_those_of_python(
-    models: Callable[..., Model], pictures: list[Path], tiny: Tiny
-) -> None:
-    model = models(tiny, (3, 5))
-    assert_prepared_equal(model, pictures)
-    assert_answers_equal(model, pictures, QUESTIONS, ("none", 5, 3))
 
 
 def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
@@ -81,14 +65,6 @@ def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-def test_logits_slots_and_positions_meet_the_traces(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str
-) -> None:
-    assert meets(tiny_checkpoint(SMOLVLM), tmp_path, "fp32", device=device, reductions=("fastv:k=4",)) > 10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fastv", "dart:keep=0.5,k=3,pivots=2,text_pivots=1"])
 def test_reductions_are_those_of_python(models: Callable[..., Model], pictures: list[Path], spec: str) -> None:
     model = models(SMOLVLM, (), "fp32", (spec,))
@@ -112,33 +88,3 @@ def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
         (["--max-tiles", "-1"], "max_tiles is -1; it must be at least 1"),
     ):
         assert message in failure("run", "--bundle", model.bundle.folder, pictures[8], "red?", *arguments)
-
-
-def test_a_bundle_without_an_image_token_is_refused_by_name(models: Callable[..., Model], tmp_path: Path) -> None:
-    manifest = json.loads((models(SMOLVLM, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
-    manifest["text"]["image_token"] = ""
-    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
-    done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
-    assert done.returncode == 1
-    assert b"vtx.json: text: image_token is " in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"side": 9}, "layout 'marked' has 9 tiles a side of"),
-        ({"side": 0}, "layout 'marked'.side is 0, outside 1.."),
-        ({"most": 0}, "layout 'marked'.most is 0, outside 1.."),
-        ({"tokens": 3}, "gives at most"),
-        ({"tile": 1 << 20}, "layout 'marked'.tile is 1048576, outside 1..2048"),
-        ({"columns": 1}, "layout 'marked': unknown key 'columns'"),
-    ],
-    ids=str,
-)
-def test_an_altered_layout_is_refused_by_name(
-    models: Callable[..., Model], tmp_path: Path, changed: dict[str, int], message: str
-) -> None:
-    manifest = json.loads((models(SMOLVLM, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
-    manifest["layout"]["parameters"] |= changed
-    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
-    assert message in failure("probe", "parse", "manifest", tmp_path / "vtx.json")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -16,18 +15,17 @@ import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.cabi import Frames, Loaded, options_of
-from tests.support.cpp import assert_asked_equal, assert_prepared_equal, needs_abi, needs_cpp, run, write_pictures
+from tests.support.cpp import assert_prepared_equal, needs_abi, needs_cpp, run, write_pictures
 from tests.support.exported import Models
 from tests.support.families.minicpm import MINICPM
 from tests.support.old_pillow import needs_pillow_13
-from tests.support.tiny import Tiny, edited, random_image
+from tests.support.tiny import edited, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import ContextError, ImageError, RequestError
 
 pytestmark = needs_cpp
 
 FINE = replace(MINICPM, downsample="4x", numbered=False)
-MODES = pytest.mark.parametrize("tiny", [MINICPM, FINE], ids=["16x", "4x"])
 SIZES = ((150, 61), (70, 190), (40, 40), (1, 1), (65, 64), (960, 60), (60, 960), (1, 200), (3000, 15), (300, 300))
 QUESTIONS = ("red?", "What is <slice> <image_id>7</image_id> really?", "red?")
 
@@ -35,16 +33,6 @@ QUESTIONS = ("red?", "What is <slice> <image_id>7</image_id> really?", "red?")
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
-@needs_pillow_13
-@MODES
-def test_any_size_has_the_pixels_and_tokens_that_python_gives_it(
-    models: Models, pictures: list[Path], tmp_path: Path, tiny: Tiny
-) -> None:
-    rng, model = random.Random(5), models(tiny, (3, 5))
-    shown = write_pictures(tmp_path, sorted({(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(60)}))
-    assert_prepared_equal(model, [*pictures, *shown])
 
 
 @needs_pillow_13
@@ -63,15 +51,6 @@ def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(
     with load(folder, device="cpu", threads=1) as model:
         assert max(model.loaded.layout.passes(*size) for size in sizes) == 1 + 9
         assert_prepared_equal(model, write_pictures(tmp_path, sizes))
-
-
-@needs_pillow_13
-@pytest.mark.parametrize("tiles", [1, 2, 3, 4])
-def test_fewer_slices_are_those_of_python(models: Models, pictures: list[Path], tiles: int) -> None:
-    folder = models(MINICPM, (3, 5)).bundle.folder
-    with load(folder, device="cpu", threads=1, max_tiles=tiles) as model:
-        for picture in (pictures[0], pictures[9]):
-            assert_asked_equal(model, [picture], QUESTIONS, "--max-tiles", str(tiles), k=5, max_new_tokens=4)
 
 
 @needs_abi

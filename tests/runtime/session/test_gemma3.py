@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from tests.support.bundles import ORT, export
-from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.exported import DEVICES, THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA3, gemma3_logits, settings3
-from tests.support.parity import QUESTIONS, STEPS, assert_chat_as_reference, assert_every_k, assert_later_equal_fresh
-from tests.support.parity import assert_near_reference as assert_near
+from tests.support.parity import QUESTIONS, STEPS
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method
@@ -28,7 +27,6 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
-from vtx.runtime.report.golden import check_golden
 from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.session.prefix import Prefix
 from vtx.runtime.vision.layouts.crops import Crops
@@ -62,26 +60,6 @@ def reduced(
 @pytest.fixture(scope="module")
 def judge(reference: Callable[..., Reference]) -> Reference:
     return reference(GEMMA3)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
-    model: Model, judge: Reference, count: int
-) -> None:
-    images, messages = [random_image(number) for number in range(count)], prompt_messages(QUESTIONS[1], count)
-    assert_every_k(model, judge, messages, images, KS, TOLERANCE)
-
-
-def test_the_golden_vectors_hold(model: Model) -> None:
-    checks = list(check_golden(model))
-    assert len(checks) == 4 + len(KS)
-    assert all(check.passed for check in checks), checks
-
-
-@pytest.mark.parametrize("k", [None, 4])
-def test_later_questions_and_chats_are_answered_as_alone(model: Model, judge: Reference, k: int | None) -> None:
-    assert_later_equal_fresh(model, [random_image(3)], k)
-    assert_chat_as_reference(model, judge, [random_image(4), random_image(5, (60, 90))], k)
 
 
 @pytest.mark.covering(2)
@@ -157,22 +135,6 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(
     np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("image", [(1, 1), (640, 40), (40, 640)])
-def test_an_image_of_any_shape_takes_the_same_tokens(model: Model, judge: Reference, image: tuple[int, int]) -> None:
-    messages, pictures = prompt_messages(QUESTIONS[0]), [random_image(0, image)]
-    inputs = judge.inputs(messages, pictures)
-    found = greedy(model, prompt(model, messages, pictures), None, 1)
-    assert found.done.vision_tokens == TOKENS
-    np.testing.assert_allclose(found.logits, judge.greedy(inputs, None, 1).logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
-def test_a_question_without_an_image_is_answered(model: Model, judge: Reference) -> None:
-    messages = prompt_messages(QUESTIONS[0], 0)
-    wanted = judge.greedy(judge.inputs(messages, []), None, STEPS)
-    found = greedy(model, prompt(model, messages, []), None, STEPS, forced=wanted.ids)
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
 def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: Model) -> None:
     """Some are within the window, some beyond it."""
     options, ks = Options(8, ignore_eos=True, logprobs=True), (None, *KS)
@@ -198,24 +160,6 @@ def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: M
             alone = conversation.ask("red?" * (1 + number), ks[number], options)
         assert stream.answer.token_ids == alone.token_ids
         np.testing.assert_allclose(stream.answer.logprobs or (), alone.logprobs or (), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "most"), [("fp16", 0.05), ("bf16", 0.05), ("int8", 1.2)])
-def test_logits_are_near_those_of_transformers_at_every_precision(
-    models: Models, reference: Callable[..., Reference], precision: str, most: float
-) -> None:
-    tiny = replace(GEMMA3, dtype="bfloat16", head_dim=32)
-    assert_near(models(tiny, (3,), precision), reference(tiny), prompt_messages(QUESTIONS[1]), [random_image(0)], most)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_golden_vectors_hold_in_int4(tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str) -> None:
-    """Of these few numbers a row, int4 leaves too little to compare with transformers."""
-    folder = export(tiny_checkpoint(replace(GEMMA3, head_dim=32)), tmp_path / "bundle", (3,), "int4").folder
-    with load(folder, device=device, threads=THREADS) as model:
-        assert all(check.passed for check in check_golden(model))
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [

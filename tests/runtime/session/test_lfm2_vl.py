@@ -14,15 +14,13 @@ import pytest
 from tests.support.bundles import export
 from tests.support.exported import DEVICES, THREADS
 from tests.support.families.lfm2_vl import LFM2, geometry
-from tests.support.tiny import edited, random_image
+from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, UnsupportedModelError
-from vtx.runtime.report.golden import check_golden
 from vtx.runtime.vision.layouts import read_layout
 
 KS = (2, 3, 5, 8)  # 2 and 8 leave stages without attention
@@ -38,27 +36,6 @@ def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
     with load(folder, device=request.param, threads=THREADS) as loaded:
         yield loaded
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("fastv:k=3", "reads the attention of layer 3, which is a convolution in this model; use .*: 2, 5, 7"),
-        ("dart:keep=8,k=4", "reads the attention of layer 4, which is a convolution"),
-        (
-            "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
-            "layers with a convolution keep a state, from which none can be taken",
-        ),
-        ("cdpruner:64", "this model has text between its tiles"),
-        ("lsm", "works on single patches"),
-        ("visionzip:64", "merges patches by the attention of the tower's class token"),
-    ],
-)
-def test_reductions_without_a_meaning_here_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], spec: str, reason: str
-) -> None:
-    with pytest.raises((UnsupportedModelError, RequestError), match=reason):
-        plan_export(ExportOptions(str(tiny_checkpoint(LFM2)), (3,), "fp32", reductions=(spec,)))
 
 
 def test_sizes_tiles_and_tokens_are_those_of_transformers_functions(folder: Path) -> None:
@@ -148,25 +125,3 @@ def test_graphs_for_gpus_are_exported(tiny_checkpoint: Callable[..., Path], fold
     assert [*plan.dialects] == [*DIALECTS]
     with pytest.raises(DeviceError, match="holds no engines"):
         load(folder, device="tensorrt")
-
-
-def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
-    options = Options(4, ignore_eos=True, logprobs=True)
-    with model.open([random_image(0, HIGH)]) as conversation:
-        conversation.ask("red?", 5, options)
-        conversation.replace([random_image(1, HIGH)])
-        found = conversation.ask("red?", 5, options)
-    with model.open([random_image(1, HIGH)]) as fresh:
-        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
-) -> None:
-    made = export(tiny_checkpoint(LFM2), tmp_path / "bundle", (3,), precision).folder
-    for device in DEVICES:
-        with load(made, device=device, threads=THREADS) as loaded:
-            for check in check_golden(loaded):
-                assert check.passed, (device, check)

@@ -20,7 +20,7 @@ from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
 from tests.support.gates import write_gates
 from tests.support.graphs import session
-from tests.support.parity import QUESTIONS, assert_answers_as_reference
+from tests.support.parity import QUESTIONS
 from tests.support.reference import Reference
 from tests.support.tiny import edited, prompt_messages, random_image
 from vtx import cli
@@ -32,8 +32,6 @@ from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.naflex import places
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
-from vtx.runtime.backends.memory import weights_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import (
     BundleError,
@@ -42,20 +40,16 @@ from vtx.runtime.errors import (
     TemplateError,
     UnsupportedModelError,
 )
-from vtx.runtime.report.golden import check_golden
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.layouts.slices import Slices
 from vtx.tools.calibration.report import FORMAT, read_choice
-from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.estimate.towers import NaflexSize
-from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 
 TOLERANCE = 1e-4  # as of Qwen3.5
 KS = (2, 3, 5, 8)
 FINE = replace(MINICPM, downsample="4x", numbered=False)
 WIDE, HIGH, SMALL = (150, 61), (70, 190), (40, 40)  # two with 3 slices, one without
-HEADERS = 32_768  # of a tiny bundle's weight files, at most
 Export = Callable[..., Path]
 
 
@@ -73,16 +67,6 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
 @pytest.fixture(scope="module")
 def judge(reference: Callable[..., Reference]) -> Reference:
     return reference(MINICPM)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_with_four_patches_a_token_as_transformers(
-    tiny_checkpoint: Export, reference: Callable[..., Reference], tmp_path: Path, device: str
-) -> None:
-    judge, folder = reference(FINE), export(tiny_checkpoint(FINE), tmp_path / "bundle", (3, 5), "fp32").folder
-    images = [random_image(0, WIDE), random_image(1, SMALL)]
-    with load(folder, device=device, threads=THREADS) as model:
-        assert_answers_as_reference(model, judge, prompt_messages(QUESTIONS[1], 2), images, TOLERANCE)
 
 
 def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
@@ -125,25 +109,6 @@ def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
     with pytest.raises(CheckpointError, match="trained with --downsample '4x', this is 16x"):
         plan_export(options)
     assert plan_export(replace(options, downsample="4x")).gated_ks == (3,)
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("fastv:k=3", "reads the attention of layer 3, which has the gated delta rule in this model"),
-        (
-            "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0",
-            "layers with the gated delta rule keep a state, from which none can be taken",
-        ),
-        ("cdpruner:64", "this model has text between its tiles"),
-        ("divprune:keep=64", "this model has text between its tiles"),
-        ("lsm", "works on single patches"),
-        ("visionzip:64", "merges patches by the attention of the tower's class token"),
-    ],
-)
-def test_reductions_without_a_meaning_here_are_refused_by_name(tiny_checkpoint: Export, spec: str, reason: str) -> None:
-    with pytest.raises((UnsupportedModelError, RequestError), match=reason):
-        plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), (3,), "fp32", reductions=(spec,)))
 
 
 def test_eleven_images_have_their_numbers_and_users_cannot_write_marks(model: Model, judge: Reference) -> None:
@@ -354,39 +319,6 @@ def test_a_bundle_whose_slices_are_not_the_tower_s_is_refused(folder: Path, mode
         replace(tower, merged_after=9)
 
 
-def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
-    options = Options(4, ignore_eos=True, logprobs=True)
-    with model.open([random_image(0, HIGH)]) as conversation:
-        conversation.ask("red?", 5, options)
-        conversation.replace([random_image(1, WIDE)])
-        found = conversation.ask("red?", 5, options)
-    with model.open([random_image(1, WIDE)]) as fresh:
-        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
-
-
-@pytest.mark.parametrize("tiny", [MINICPM, FINE, replace(MINICPM, tied=True)], ids=["16x", "4x", "tied"])
-def test_parameters_of_a_plan_are_those_of_the_weights(tiny_checkpoint: Export, tiny: Any) -> None:
-    """Of the checkpoint's directory, whose image processor tells the rest."""
-    checkpoint = tiny_checkpoint(tiny)
-    plan = plan_export(ExportOptions(str(checkpoint), (), "fp32"))
-    assert find_size(str(checkpoint)).parameters == plan.parameters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "vision"), [("fp16", None), ("int8", None), ("int4", "int4")])
-def test_a_plan_counts_the_bytes_of_weights_and_the_memory_of_a_bundle(
-    tiny_checkpoint: Export, tmp_path: Path, precision: str, vision: str | None
-) -> None:
-    checkpoint = tiny_checkpoint(replace(MINICPM, dtype="bfloat16" if precision == "fp16" else "float16"))
-    bundle = export_with(ExportOptions(str(checkpoint), (), precision, vision_precision=vision), tmp_path / "bundle")
-    stored = sum(r.bytes for name, r in bundle.manifest.files.items() if name.startswith("weights/"))
-    size = find_size(str(checkpoint))
-    parts = precisions_of(size, precision, vision, None)
-    assert bundle_size(bundle).vision == size.vision
-    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
-    assert resident(size, parts) == weights_in_memory(bundle)
-
-
 def test_the_merger_s_work_is_counted(tiny_checkpoint: Export) -> None:
     """Of 4 layers two see all patches and two a quarter; without it all see all."""
     coarse, fine = (find_size(str(tiny_checkpoint(tiny))).seeing(4).vision for tiny in (MINICPM, FINE))
@@ -397,16 +329,3 @@ def test_the_merger_s_work_is_counted(tiny_checkpoint: Export) -> None:
     layers = sum(2 * (n * (4 * h * h + 2 * h * ffn) + 2 * n * n * h) for n in (patches, patches // 4))
     merger = patches * (4 * h * h + 2 * 4 * h) + patches // 4 * (16 * h * ffn + 4 * h * ffn)
     assert coarse.layer_macs == (layers + merger) // 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiny", [MINICPM, FINE], ids=["16x", "4x"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
-    tiny_checkpoint: Export, tmp_path: Path, precision: str, tiny: Any
-) -> None:
-    made = export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), precision).folder
-    for device in DEVICES:
-        with load(made, device=device, threads=THREADS) as loaded:
-            for check in check_golden(loaded):
-                assert check.passed, (device, check)

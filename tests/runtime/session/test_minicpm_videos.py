@@ -10,7 +10,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,20 @@ from click.testing import CliRunner
 
 from tests.support.bundles import ORT, export
 from tests.support.drawn import minicpm
-from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.exported import DEVICES, THREADS, Models
 from tests.support.families.minicpm import MINICPM
-from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
-from tests.support.reduced import word
+from tests.support.parity import (
+    STEPS,
+    assert_as_drawn,
+    assert_later_equal_fresh,
+    assert_parity,
+    assert_same_on_openvino,
+    video_prompts,
+)
+from tests.support.reduced import assert_prompt_as_stated, word
 from tests.support.reference import Inputs, Reference
-from tests.support.statement import Method, Statement
-from tests.support.tiny import Tiny, edited, make, prompt_messages, random_image, random_video
+from tests.support.statement import Method
+from tests.support.tiny import Tiny, edited, make, random_image, random_video
 from tests.support.video_files import write_video
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -38,10 +44,7 @@ from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
-from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import BundleError, CheckpointError, ContextError, RequestError, UnsupportedModelError
-from vtx.runtime.policies.make import make_policy
-from vtx.runtime.session.session import Session
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.frame_sampling import SampledFrames
@@ -66,13 +69,7 @@ Checkpoints = Callable[..., Path]
 
 def both(model: Model, judge: Reference, pictures: list[Picture], question: str = QUESTION) -> tuple[Inputs, Any]:
     """The same prompt for transformers and for a session, images before videos."""
-    images = [each for each in pictures if not isinstance(each, Video)]
-    videos = [each for each in pictures if isinstance(each, Video)]
-    messages = prompt_messages(question, len(images), len(videos))
-    inputs = judge.inputs(messages, images, videos)  # type: ignore[arg-type]
-    asked, ids = prompt(model, messages, pictures), inputs["input_ids"][0]
-    assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
-    return inputs, asked
+    return video_prompts(model, judge, pictures, question, lambda video: video)
 
 
 @pytest.mark.parametrize("name", ["wide", *(pytest.param(name, marks=slow) for name in GIVEN if name != "wide")])
@@ -191,26 +188,12 @@ def test_reductions_after_a_layer_with_attention_equal_the_statement(
             "pixel_values": inputs["pixel_values_videos"], "target_sizes": inputs["target_sizes_videos"],
         }  # fmt: skip
         for method in methods:
-            wanted, session = Statement(judge).answer(images, method, STEPS), Session(model.backend, model.manifest)
-            norm = partial(read_final_norm, model.bundle)
-            chosen = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
-            done = session.prefill(asked, chosen)
-            logits = [done.logits, *(session.decode(id) for id in wanted.ids[:-1])]
-            np.testing.assert_allclose(np.stack(logits), wanted.logits, atol=TOLERANCE, rtol=0)
-            kept = {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts}
-            assert {cut: left for cut, left in kept.items() if left} == wanted.kept
+            assert_prompt_as_stated(model, judge, images, asked, method)
 
 
 @slow
 def test_openvino_gives_the_same_answers_about_videos(models: Models) -> None:
-    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(MINICPM, (3, 5)), Options(STEPS, ignore_eos=True, logprobs=True)
-    with load(model.bundle.folder, device="openvino", threads=1) as other:
-        for k in (None, 5):
-            ours, theirs = (m.open([random_image(0, (60, 90)), WIDE]).ask(QUESTION, k, options) for m in (model, other))
-            assert ours.token_ids == theirs.token_ids
-            np.testing.assert_allclose(ours.logprobs or (), theirs.logprobs or (), atol=2 * TOLERANCE, rtol=0)
-            assert ours.stats.kv_slots == theirs.stats.kv_slots
+    assert_same_on_openvino(models(MINICPM, (3, 5)), [random_image(0, (60, 90)), WIDE], QUESTION)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +339,7 @@ def test_random_models_answer_about_random_videos_as_transformers_and_the_statem
     tiny = replace(minicpm(draw), context=2048, video_slices=draw.choice([1, 2, 4, 9]))
     checkpoint = make(tmp_path / "checkpoint", tiny, seed)
     ks = sorted(draw.sample(range(2, tiny.layers + 1), 2))
-    judge, worst, sure = Reference(checkpoint), 0.0, 0
+    judge = Reference(checkpoint)
     size = draw.randint(20, 160), draw.randint(20, 160)
     count, fps = draw.randint(1, 40), draw.choice([2, 7.5, 10, 24])
     given = video(random_video(seed, count, size), fps=fps)
@@ -365,14 +348,5 @@ def test_random_models_answer_about_random_videos_as_transformers_and_the_statem
     with load(folder, device="cpu", threads=THREADS) as model:
         pictures = [random_image(seed, (60, 80)), given] if draw.random() < 0.3 else [given]
         inputs, asked = both(model, judge, pictures)
-        ids, logits = judge.generate_hf(inputs, STEPS)
-        for k in (None, *ks):
-            wanted = judge.greedy(inputs, k, STEPS)
-            found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-            worst = max(worst, float(np.abs(found.logits - wanted.logits.numpy()).max()))
-            if k is None and ids == wanted.ids:
-                worst, sure = max(worst, float(np.abs(found.logits - logits.numpy()).max())), sure + 1
-            assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        assert sure or wanted.margin < TOLERANCE
+        worst = assert_as_drawn(model, judge, inputs, asked, ks, TOLERANCE)
     print(seed, f"{worst:.1e}", len(inputs["input_ids"][0]))
-    assert worst < TOLERANCE

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from tests.support.contract import FAMILIES
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
-from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.spec import config_of
@@ -33,99 +32,14 @@ TOLERANCE = 1e-4
 FP16_TOLERANCE = 0.13
 KV_BYTES = {"fp32": 4, "fp16": 2}
 
-VARIANTS = {
-    "llama-clip-gqa-hub": Tiny(),
-    "llama-clip-mha-one-kv-per-head": Tiny(kv_heads=4, projector_act="relu", theta=5e5),
-    "llama-clip-one-kv-head": Tiny(kv_heads=1, feature_layer=-1, projector_act="silu"),
-    "llama-siglip-biases": Tiny(vision="siglip", select="full", attention_bias=True, mlp_bias=True, names="saved"),
-    "llama-wide-heads-llama3-layers": Tiny(head_dim=24, rope="llama3", feature_layer=(-2, -1), names="new"),
-    "llama-narrow-heads-sharded": Tiny(head_dim=8, shards=3, tied=True, projector_act="quick_gelu"),
-    "llama-linear-positive-layer": Tiny(rope="linear", feature_layer=2, projector_act="gelu_pytorch_tanh"),
-    "llama-bytes-template-in-json": Tiny(tokenizer="bytes", template_place="chat_template.json", select="full"),
-    "mistral-clip-linear-new": Tiny(text="mistral", rope="linear", feature_layer=-1, names="new", tokenizer="bytes"),
-    "mistral-siglip-tied": Tiny(text="mistral", vision="siglip", select="full", head_dim=24, tied=True, kv_heads=4),
-    "mistral-window-sharded-hub": Tiny(text="mistral", sliding_window=192, shards=2, projector_bias=False),
-    "qwen2-clip-full-no-bias": Tiny(
-        text="qwen2", select="full", projector_bias=False, tokenizer="bytes", theta=1e6, names="saved"
-    ),
-    "qwen2-siglip-tied-mha": Tiny(text="qwen2", vision="siglip", select="full", tied=True, kv_heads=4, shards=2),
-    "vipllava-names-as-saved": Tiny(family="vipllava", feature_layer=(-2, -1, 1), names="saved"),
-    "vipllava-mha": Tiny(family="vipllava", feature_layer=(-1, 2), kv_heads=4),
-    "qwen3-clip-biases": Tiny(text="qwen3", attention_bias=True, head_dim=24, rope="yarn"),
-    "fastvlm": FAST_VLM,
-    "fastvlm-llama-tied-mha": replace(FAST_VLM, text="llama", tied=True, names="saved", image=128, kv_heads=4),
-    "qwen2-siglip-three-layers": Tiny(
-        text="qwen2", vision="siglip", feature_layer=(1, 2, -1), vision_act="gelu", rope="dynamic"
-    ),
-}  # fmt: skip
+NAMES = ("llava", "llava, qwen3", "vipllava", "fast_vlm")
+VARIANTS = [tiny for name in NAMES for tiny in (FAMILIES[name].tiny, *FAMILIES[name].variants)]
 PROMPTS = {
     "one-image": (1, "What is the colour of the square in the picture?"),
     "one-image-short": (1, "red?"),
     "two-images": (2, "which picture is red and how many circle shapes are there on the left of the image?"),
     "text-only": (0, "describe the shape"),
 }
-
-
-# One variant is asked all prompts, the others about two images; of each family and tower one of them at every change.
-QUICK = {
-    "llama-siglip-biases",
-    "mistral-clip-linear-new",
-    "qwen2-siglip-three-layers",
-    "qwen3-clip-biases",
-    "vipllava-mha",
-}
-
-
-def pairs() -> Iterator[Any]:
-    """The first variant with every prompt, each other with two images, most of them marked slow."""
-    for variant, tiny in VARIANTS.items():
-        first = variant == "llama-clip-gqa-hub"
-        for name in PROMPTS if first else ("two-images",):
-            marks = () if first or variant in QUICK else pytest.mark.slow
-            yield pytest.param(tiny, PROMPTS[name], id=f"{variant}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("tiny", "question"), list(pairs()))
-def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny, question: tuple[int, str]
-) -> None:
-    model, judge = models(tiny), reference(tiny)
-    count, words = question
-    images = [random_image(seed, (80 - 30 * seed, 60)) for seed in range(count)]
-    messages = prompt_messages(words, count)
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    ids, logits = judge.generate_hf(inputs, STEPS)
-    for k in (None, *KS) if count else (None,):
-        wanted = judge.greedy(inputs, k, STEPS)
-        found = greedy(model, asked, k, STEPS)
-        assert wanted.margin > 2 * TOLERANCE, "this prompt proves nothing: two tokens are too close"
-        assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        assert found.done.k == k
-        assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        vision = count * tiny.vision_tokens
-        full_layers = k - 1 if k else tiny.layers
-        assert list(found.done.vision_kept) == [vision] * full_layers + [0] * (tiny.layers - full_layers)
-        if k is None:
-            assert found.ids == ids
-            np.testing.assert_allclose(found.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("k", [None, *KS])
-def test_images_with_text_between_them_all_leave_at_k(
-    models: Models, reference: Callable[..., Reference], k: int | None
-) -> None:
-    model, judge, images = models(), reference(Tiny()), [random_image(1), random_image(2)]
-    said = {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}
-    messages = [*prompt_messages("what shape is there?"), said, *prompt_messages("and in the other image?")]
-    inputs, asked = judge.inputs(messages, images), prompt(model, messages, images)
-    found = greedy(model, asked, k, STEPS)
-    wanted = judge.greedy(inputs, k, STEPS, guess=found.ids)
-    assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-    assert list(found.done.slots) == judge.kv_slots(inputs, k)
-    assert found.done.vision_tokens == 32
 
 
 @pytest.mark.parametrize("k", KS)
@@ -158,7 +72,7 @@ def test_the_answer_reports_what_it_kept(
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
+@pytest.mark.parametrize("tiny", VARIANTS)
 def test_an_fp16_bundle_stays_within_its_tolerance(
     models: Models, reference: Callable[..., Reference], tiny: Tiny
 ) -> None:
@@ -180,7 +94,7 @@ def test_an_fp16_bundle_stays_within_its_tolerance(
 
 
 def test_the_norm_of_a_projector_is_in_the_reference_and_the_manifest(models: Models) -> None:
-    model, plain = models(VARIANTS["vipllava-mha"]), models()
+    model, plain = models(FAMILIES["vipllava"].variants[1]), models()
     assert all(check.passed for check in check_golden(model))
     stated = [json.loads((m.bundle.folder / "vtx.json").read_bytes())["model"]["projector"] for m in (model, plain)]
     assert stated[0]["norm_eps"] == model.manifest.model.projector.norm_eps == 1e-5

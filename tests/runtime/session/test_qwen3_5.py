@@ -14,14 +14,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from tests.support.bundles import ORT, export, export_with
+from tests.support.bundles import export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
 from tests.support.parity import QUESTIONS, assert_chat_as_reference
 from tests.support.parity import assert_later_equal_fresh as assert_later
-from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
-from tests.support.statement import Method, Statement
 from tests.support.tiny import edited, make, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -36,7 +34,6 @@ from vtx.exporter.weights.scaling import channels, scalings
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options
 from vtx.runtime.backends import slots
 from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.backends.openvino import states as openvino_states
@@ -53,7 +50,6 @@ from vtx.tools.estimate.weights import all_weights
 TOLERANCE = 1e-4  # in float32 transformers' two forms of the rule differ by half of it
 KS = (2, 3, 5, 8)  # 2 and 8 leave stages without attention
 WIDE = 300, 160  # of 45 tokens
-METHODS = (Method(fastv=(2, 0.75), k=5), Method(cdpruner=(8, "embedding")), Method(divprune=8, k=5))
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 Export = Callable[..., Path]
 
@@ -66,17 +62,6 @@ def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module", params=DEVICES)
 def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
     with load(folder, device=request.param, threads=THREADS) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def reduced(
-    request: pytest.FixtureRequest, tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Model]:
-    words = tuple(dict.fromkeys(word(replace(method, k=None)) for method in METHODS))
-    place = tmp_path_factory.mktemp("reduced") / "bundle"
-    made = export(tiny_checkpoint(QWEN35), place, (5,), "fp32", reductions=words).folder
-    with load(made, device=request.param, threads=THREADS) as loaded:
         yield loaded
 
 
@@ -239,18 +224,6 @@ def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
     assert history.marks == {10, 100, 105}
 
 
-@pytest.mark.parametrize("method", METHODS, ids=word)
-def test_reductions_are_those_of_the_statement(reduced: Model, judge: Reference, method: Method) -> None:
-    images, messages = [random_image(0, WIDE)], prompt_messages(QUESTIONS[1])
-    wanted, talk = Statement(judge).answer(judge.inputs(messages, images), method, 6), Talk(reduced)
-    for _ in range(2):  # also with caches that hold another question's
-        found = talk.ask(messages, images, method, 6)
-        assert found.ids == wanted.ids
-        assert {cut: kept for cut, kept in found.kept.items() if kept} == wanted.kept
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-        talk.ask(prompt_messages("red?"), images, method, 3)
-
-
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -351,16 +324,6 @@ def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> No
     assert two == 2 * (size.decoder.macs_of([2]) + 2 * 101 * 4 * 16)
 
 
-def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(model: Model) -> None:
-    options = Options(4, ignore_eos=True, logprobs=True)
-    with model.open([random_image(0, WIDE)]) as conversation:
-        conversation.ask("red?", 5, options)
-        conversation.replace([random_image(1, WIDE)])
-        found = conversation.ask("red?", 5, options)
-    with model.open([random_image(1, WIDE)]) as fresh:
-        assert found.token_ids == fresh.ask("red?", 5, options).token_ids
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_k_and_v_in_int8_have_scales_of_the_layers_with_attention(
     tiny_checkpoint: Export, tmp_path: Path, device: str
@@ -411,15 +374,3 @@ def test_heads_of_the_published_sizes_answer_as_transformers(tmp_path: Path, dev
             found = answer(Session(loaded.backend, loaded.manifest), asked, policy(k), 3)
             assert found.argmax(-1).tolist() == wanted.ids
             np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_every_precision_computes_what_the_reference_does_with_the_same_weights(
-    tiny_checkpoint: Export, tmp_path: Path, precision: str
-) -> None:
-    made = export(tiny_checkpoint(QWEN35), tmp_path / "bundle", (3,), precision, dialects=(*ORT, "plain")).folder
-    for device in DEVICES:
-        with load(made, device=device, threads=THREADS) as loaded:
-            for check in check_golden(loaded):
-                assert check.passed, (device, check)

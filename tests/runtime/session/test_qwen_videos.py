@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +20,30 @@ import torch
 
 from tests.support.bundles import export
 from tests.support.clips import evs, vidcom2
-from tests.support.exported import THREADS, Models, greedy, prompt
+from tests.support.exported import THREADS, Models, greedy
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
-from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
-from tests.support.reduced import word
+from tests.support.parity import (
+    STEPS,
+    TOLERANCE,
+    assert_later_equal_fresh,
+    assert_parity,
+    assert_same_on_openvino,
+    video_prompts,
+)
+from tests.support.reduced import assert_prompt_as_stated, word
 from tests.support.reference import Greedy, Inputs, Reference
-from tests.support.statement import Method, Statement
-from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
+from tests.support.statement import Method
+from tests.support.tiny import Tiny, random_image, random_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import CheckpointError, ContextError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.policies import make
-from vtx.runtime.policies.make import make_policy
 from vtx.runtime.policies.methods import evs as evs_method
 from vtx.runtime.session import encoded_images
-from vtx.runtime.session.session import Session
 from vtx.runtime.vision.video import Video, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
@@ -65,13 +68,7 @@ def as_given(model: Model, given: Video) -> tuple[torch.Tensor, Any]:
 
 def both(model: Model, judge: Reference, pictures: list[Picture], question: str = QUESTION) -> tuple[Inputs, Any]:
     """The same prompt for transformers and for a session, images before videos."""
-    images = [each for each in pictures if not isinstance(each, Video)]
-    videos = [each for each in pictures if isinstance(each, Video)]
-    messages = prompt_messages(question, len(images), len(videos))
-    inputs = judge.inputs(messages, images, [as_given(model, each) for each in videos])  # type: ignore[arg-type]
-    asked, ids = prompt(model, messages, pictures), inputs["input_ids"][0]
-    assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
-    return inputs, asked
+    return video_prompts(model, judge, pictures, question, lambda video: as_given(model, video))
 
 
 def places(judge: Reference, inputs: Inputs, kept: list[int]) -> torch.Tensor:
@@ -216,16 +213,7 @@ def test_reductions_behind_a_layer_equal_the_statement(
     inputs, asked = both(model, judge, [WIDE])
     ids = inputs["input_ids"]
     alike = inputs | {"input_ids": torch.where(ids == judge.video_token, judge.image_token, ids)}
-    wanted = Statement(judge).answer(alike, method, STEPS)
-    session = Session(model.backend, model.manifest)
-    norm = partial(read_final_norm, model.bundle)
-    chosen = make_policy(None, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
-    done = session.prefill(asked, chosen)
-    logits = [done.logits]
-    while len(logits) < STEPS:
-        logits.append(session.decode(int(logits[-1].argmax())))
-    np.testing.assert_allclose(np.stack(logits), wanted.logits, atol=1e-4, rtol=0)
-    assert {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts} == wanted.kept
+    assert_prompt_as_stated(model, judge, alike, asked, method)
 
 
 @pytest.mark.covering(2)
@@ -248,13 +236,7 @@ def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_t
 @slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_openvino_gives_the_same_answers_about_videos(models: Models, name: str) -> None:
-    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(FAMILIES[name], (3, 5)), Options(STEPS, ignore_eos=True)
-    with load(model.bundle.folder, device="openvino", threads=1) as other:
-        for k in (None, 5):
-            answers = [m.open([random_image(0, (60, 90)), WIDE]).ask(QUESTION, k, options) for m in (model, other)]
-            assert answers[0].token_ids == answers[1].token_ids
-            assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
+    assert_same_on_openvino(models(FAMILIES[name], (3, 5)), [random_image(0, (60, 90)), WIDE], QUESTION)
 
 
 def test_a_video_of_one_frame_is_seen_as_its_picture(models: Models) -> None:

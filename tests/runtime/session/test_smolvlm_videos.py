@@ -22,13 +22,19 @@ from tests.support.bundles import ORT, export
 from tests.support.drawn import smolvlm
 from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.parity import STEPS, TOLERANCE, assert_later_equal_fresh, assert_parity
+from tests.support.parity import (
+    STEPS,
+    TOLERANCE,
+    assert_as_drawn,
+    assert_later_equal_fresh,
+    assert_parity,
+    assert_same_on_openvino,
+)
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import make, prompt_messages, random_image, random_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
 from vtx.runtime.api.load import load
-from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError
 from vtx.runtime.vision.layouts.frames import Frames, in_words
 from vtx.runtime.vision.video import Video, video
@@ -136,15 +142,7 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, k: int |
 
 
 def test_openvino_gives_the_same_answers_about_videos(models: Models) -> None:
-    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(TINY, (3, 5, 7)), Options(STEPS, ignore_eos=True, logprobs=True)
-    with load(model.bundle.folder, device="openvino", threads=1) as other:
-        for k in (None, 5):
-            ours, theirs = (each.open(HIGH).ask(QUESTION, k, options) for each in (model, other))
-            assert ours.token_ids == theirs.token_ids
-            np.testing.assert_allclose(ours.logprobs or (), theirs.logprobs or (), atol=2e-4, rtol=0)
-            assert ours.stats.kv_slots == theirs.stats.kv_slots
-            assert ours.stats.vision_tokens == 3 * 4
+    assert_same_on_openvino(models(TINY, (3, 5, 7)), [HIGH], QUESTION)
 
 
 def test_a_prompt_tells_the_number_of_frames_the_duration_and_times_of_long_videos(models: Models) -> None:
@@ -217,7 +215,7 @@ def test_random_models_answer_about_random_videos_as_transformers_and_the_statem
     tiny = replace(smolvlm(draw), names="saved")
     checkpoint = make(tmp_path / "checkpoint", tiny, seed)
     ks = sorted(draw.sample(range(2, tiny.layers + 1), 2))
-    judge, worst, sure = Reference(checkpoint), 0.0, 0
+    judge = Reference(checkpoint)
     count, fps, size = (
         draw.randint(1, 40),
         draw.choice([5, 7.5, 10, 24]),
@@ -227,19 +225,9 @@ def test_random_models_answer_about_random_videos_as_transformers_and_the_statem
     given = video(random_video(seed, count, size), fps=fps, frames=draw.choice([None, fewer]))
     messages = prompt_messages(QUESTION, 0, 1)
     inputs = asked_of(judge, checkpoint, messages, given, monkeypatch)
-    ids, logits = judge.generate_hf(inputs, STEPS)
     folder = export(checkpoint, tmp_path / "bundle", ks, dialects=ORT).folder
     with load(folder, device="cpu", threads=THREADS) as model:
         asked = prompt(model, messages, [given])
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-        for k in (None, *ks):
-            wanted = judge.greedy(inputs, k, STEPS)
-            found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-            worst = max(worst, float(np.abs(found.logits - wanted.logits.numpy()).max()))
-            assert found.ids == wanted.ids or wanted.margin < 1e-4
-            if k is None and ids == wanted.ids:
-                worst, sure = max(worst, float(np.abs(found.logits - logits.numpy()).max())), sure + 1
-            assert list(found.done.slots) == judge.kv_slots(inputs, k)
-        assert sure or wanted.margin < 1e-4
+        worst = assert_as_drawn(model, judge, inputs, asked, ks, 1e-4)
     print(seed, f"{worst:.1e}", len(inputs["input_ids"][0]))
-    assert worst < 1e-4

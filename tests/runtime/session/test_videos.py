@@ -18,15 +18,13 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
-from tests.support.parity import STEPS, assert_later_equal_fresh, assert_parity
+from tests.support.parity import assert_later_equal_fresh, assert_parity, assert_same_on_openvino, video_prompts
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from tests.support.video_files import write_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api import loaded
-from vtx.runtime.api.load import load
-from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ContextError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.policies import make
 from vtx.runtime.policies.methods.evs import WINDOW
@@ -76,11 +74,10 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
     models: Models, reference: Callable[..., Reference], tiny: Tiny, images: int, videos: list[np.ndarray]
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
-    pictures, messages = [random_image(0, (40, 60))] * images, prompt_messages(QUESTION, images, len(videos))
-    pixels = [torch.from_numpy(model.loaded.prepare_video(Video(given)).views) for given in videos]
-    inputs, asked = judge.inputs(messages, pictures, pixels), prompt(model, messages, [*pictures, *videos])
-    ids = inputs["input_ids"][0]
-    assert asked.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
+    pictures = [random_image(0, (40, 60))] * images + videos
+    inputs, asked = video_prompts(
+        model, judge, pictures, QUESTION, lambda video: torch.from_numpy(model.loaded.prepare_video(Video(video)).views)
+    )
     assert_parity(model, judge, inputs, asked)
 
 
@@ -306,12 +303,7 @@ def test_reductions_rank_the_tokens_of_frames_or_are_refused(models: Models) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.family)
 def test_openvino_gives_the_same_answers_about_videos(models: Models, tiny: Tiny) -> None:
-    pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
-    model, options = models(tiny, (3, 5)), Options(STEPS, ignore_eos=True)
-    with load(model.bundle.folder, device="openvino", threads=1) as other:
-        answers = [m.open([random_image(0), HIGH]).ask(QUESTION, 5, options) for m in (model, other)]
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
+    assert_same_on_openvino(models(tiny, (3, 5)), [random_image(0), HIGH], QUESTION, (5,))
 
 
 @pytest.mark.parametrize("k", [None, 3])

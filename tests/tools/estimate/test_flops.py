@@ -14,14 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.bundles import export
 from tests.support.exported import THREADS
-from tests.support.families.gemma import GEMMA3, GEMMA4
-from tests.support.families.qwen import QWEN3
 from tests.support.tiny import Tiny
 
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.spec import config_size, model_size
-from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.checkpoint.spec import config_size
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import RequestError
@@ -266,23 +263,11 @@ TINIES = {
     "qwen2-siglip-tied": Tiny(
         text="qwen2", vision="siglip", select="full", tied=True, tokenizer="bytes", projector_bias=False
     ),
-    "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", tied=True),
-    "qwen2_5_vl": Tiny(family="qwen2_5_vl", text="qwen2", tokenizer="bytes"),
-    "qwen3_vl": QWEN3,
-    "gemma3": GEMMA3,
-    "gemma4": replace(GEMMA4, clipped=True),
 }
 
 
 def size_of(checkpoint: Path) -> Any:
     return config_size(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), "tiny")
-
-
-@pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
-def test_parameters_are_those_that_an_export_writes(tiny: Tiny, tiny_checkpoint: Callable[..., Path]) -> None:
-    config = read_config(json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8")))
-    shapes = [shape for _, shape in (*vision_tensors(config), *config.text.tensors())]
-    assert model_size(config, "tiny").parameters == sum(int(np.prod(shape)) for shape in shapes)
 
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
@@ -295,11 +280,11 @@ def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
     assert {name: shape for name, shape in stated if name.startswith("text.")} == stored
 
 
-@pytest.fixture(scope="module", params=["mha", "gqa", "gqa-bias-head_dim", "qwen2-siglip-tied"])
+@pytest.fixture(scope="module", params=TINIES.values(), ids=TINIES)
 def exported(
     request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Any]:
-    checkpoint = tiny_checkpoint(TINIES[request.param])
+    checkpoint = tiny_checkpoint(request.param)
     return export(checkpoint, tmp_path_factory.mktemp("flops") / "bundle", ks=(3, 6)), size_of(checkpoint)
 
 

@@ -103,7 +103,9 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dialect", "card"), [("trt", "sm89"), ("trt", "sm120"), ("trt10", "sm89")])
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("card", ["sm89", "sm120"])
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
 def test_towers_of_images_at_their_own_resolution_become_engines(
     tiny: Tiny, dialect: str, card: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -121,7 +123,9 @@ def test_towers_of_images_at_their_own_resolution_become_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dialect", "precision"), [("trt", "fp16"), ("trt", "int4"), ("trt10", "int4")])
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
 def test_layers_with_states_and_views_of_any_shape_become_engines(
     tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -158,6 +162,7 @@ def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=lambda tiny: tiny.family)

@@ -1,0 +1,236 @@
+"""What every family keeps in Python: a record of `tests.support.contract` each, against transformers and statements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.contract import FAMILIES, NEAR, Family, on_devices, with_rows
+from tests.support.dialects import DialectBackend
+from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.parity import (
+    STEPS,
+    assert_chat_as_reference,
+    assert_every_k,
+    assert_later_equal_fresh,
+    assert_near_reference,
+)
+from tests.support.reduced import QUESTIONS, Talk, word
+from tests.support.reference import Reference
+from tests.support.statement import Method, Statement
+from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.errors import RequestError, TemplateError, UnsupportedModelError
+from vtx.runtime.report.golden import check_golden
+
+pytestmark = pytest.mark.dialects(*DIALECTS)
+
+
+@pytest.fixture(scope="module")
+def loaded(models: Models) -> Callable[..., Model]:
+    """`loaded(device, *what)`: the bundle that `models` makes of the rest, on that device; the last few are kept."""
+
+    @lru_cache(4)
+    def open_bundle(device: str, *what: Any) -> Model:
+        return load(models.folder(*what), device=device, threads=THREADS)
+
+    return open_bundle
+
+
+@pytest.fixture(scope="module", params=on_devices())
+def drawn(request: pytest.FixtureRequest) -> tuple[Family, str]:
+    drawn: tuple[Family, str] = request.param
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def family(drawn: tuple[Family, str]) -> Family:
+    return drawn[0]
+
+
+@pytest.fixture(scope="module")
+def tolerance(drawn: tuple[Family, str]) -> float:
+    return drawn[0].tolerance if drawn[1] == "cpu" else NEAR
+
+
+@pytest.fixture(scope="module")
+def model(drawn: tuple[Family, str], loaded: Callable[..., Model]) -> Model:
+    return loaded(drawn[1], drawn[0].tiny, drawn[0].ks)
+
+
+@pytest.fixture(scope="module")
+def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
+    return reference(family.tiny)
+
+
+@pytest.mark.parametrize("shown", [(0,), (1, 0), (2,)], ids=["one", "two", "small"])
+def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
+    model: Model, judge: Reference, family: Family, tolerance: float, shown: tuple[int, ...]
+) -> None:
+    images = [random_image(seed, family.sizes[number]) for seed, number in enumerate(shown)]
+    messages = prompt_messages(QUESTIONS[0], len(images))
+    assert_every_k(model, judge, messages, images, family.ks, tolerance, family.alike)
+
+
+def test_images_of_extreme_shapes_and_text_alone_are_answered_as_by_transformers(
+    model: Model, judge: Reference, family: Family, tolerance: float
+) -> None:
+    asked = [(prompt_messages("red?"), [random_image(0, shape)]) for shape in family.extreme]
+    asked += [] if family.single else [(prompt_messages(QUESTIONS[0], 0), [])]
+    for messages, images in asked:
+        inputs, given = judge.inputs(messages, images), prompt(model, messages, images)
+        assert given.ids.tolist() == inputs["input_ids"][0].tolist()
+        for k in (None, family.ks[-1]):
+            wanted = judge.greedy(inputs, k, 2)
+            found = greedy(model, given, k, 2, forced=wanted.ids)
+            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+
+
+def test_images_with_text_between_them_all_leave_at_k(
+    model: Model, judge: Reference, family: Family, tolerance: float
+) -> None:
+    if family.single:
+        return
+    images = [random_image(1, family.sizes[1]), random_image(2, family.sizes[2])]
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}
+    messages = [*prompt_messages("what shape is there?"), said, *prompt_messages("and in the other image?")]
+    assert_every_k(model, judge, messages, images, family.ks, tolerance, family.alike)
+
+
+def test_the_golden_vectors_hold(model: Model, family: Family) -> None:
+    checks = list(check_golden(model))
+    assert len(checks) == 4 + len(family.ks)
+    assert all(check.passed for check in checks), checks
+
+
+def test_later_questions_and_chats_are_answered_as_alone(
+    model: Model, judge: Reference, family: Family, tolerance: float
+) -> None:
+    images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[2])]
+    if family.single:
+        with model.open(images) as conversation:
+            chat = conversation.chat(None)
+            chat.ask("red?", Options(1))
+            with pytest.raises((RequestError, TemplateError), match="one question"):
+                chat.ask("red?", Options(1))
+        return
+    for k in (None, *family.ks):
+        assert_later_equal_fresh(model, images, k, tolerance=tolerance)
+        assert_chat_as_reference(model, judge, images, k, tolerance)
+
+
+def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(
+    model: Model, family: Family, tolerance: float
+) -> None:
+    images, options = [random_image(n, size) for n, size in enumerate(family.sizes)], Options(4, ignore_eos=True)
+    options = replace(options, logprobs=True)
+    for k in (None, family.ks[-1]):
+        with model.open(images[:1]) as held, model.open(images[1:2]) as fresh:
+            held.ask("red?", k, options)
+            held.replace(images[1:2])
+            found, wanted = held.ask("red?", k, options), fresh.ask("red?", k, options)
+        assert found.token_ids == wanted.token_ids
+        np.testing.assert_allclose(found.logprobs or (), wanted.logprobs or (), atol=tolerance, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.stated])
+def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callable[..., Reference], name: str) -> None:
+    family, judge = FAMILIES[name], reference(FAMILIES[name].tiny)
+    inputs = judge.inputs(prompt_messages(QUESTIONS[0]), [random_image(4, family.sizes[0])])
+    for k in (None, *family.ks):
+        found, wanted = Statement(judge).answer(inputs, Method(k=k), STEPS), judge.greedy(inputs, k, STEPS)
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "method"), with_rows("methods", 2))
+def test_reductions_are_those_of_the_statement(
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method
+) -> None:
+    specs = tuple(dict.fromkeys(word(replace(each, k=None)) for each in family.methods))
+    ks = tuple(sorted({each.k for each in family.methods if each.k}))
+    judge, images = reference(family.tiny), [random_image(4, family.sizes[0]), random_image(1, family.sizes[1])]
+    images = images[: family.pictures]
+    for question in QUESTIONS:
+        messages = prompt_messages(question, len(images))
+        inputs = judge.inputs(messages, images)
+        wanted = Statement(judge).answer(inputs, method, STEPS)
+        if wanted.margin > 2 * NEAR:
+            break
+    assert min(wanted.vision) < int((inputs["input_ids"] == judge.image_token).sum()), "nothing left"
+    slots = [count * (whole > 0) for count, whole in zip(wanted.slots, judge.kv_slots(inputs, None), strict=True)]
+    for device in DEVICES:
+        talk = Talk(loaded(device, family.tiny, ks, "fp32", specs))
+        for _ in range(2):  # also with caches that hold another question's
+            found = talk.ask(messages, images, method, STEPS)
+            assert found.ids == wanted.ids
+            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=NEAR, rtol=0)
+            assert list(found.done.slots) == slots
+            last = list(range(sum(len(image.rows) for image in wanted.images)))
+            for layer, kept in sorted(wanted.kept.items()):
+                assert found.kept.get(layer, last) == kept
+                last = kept
+            assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
+            talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
+
+
+@pytest.mark.parametrize(("family", "tiny"), with_rows("variants", 5))
+def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny
+) -> None:
+    images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[0])]
+    judge, asked = reference(tiny), prompt_messages(QUESTIONS[0], 2)
+    for device in DEVICES:
+        tolerance = family.tolerance if device == "cpu" else NEAR
+        model = loaded(device, tiny, family.ks)
+        assert_every_k(model, judge, asked, images, family.ks, tolerance, family.alike, steps=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
+def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, precision: str
+) -> None:
+    tiny, most = replace(family.tiny, **family.rounding), family.rounded[precision]
+    for device in DEVICES:
+        model = loaded(device, tiny, (3,), precision)
+        assert all(check.passed for check in check_golden(model))
+        if most is not None:
+            images = [random_image(0, family.sizes[0])]
+            assert_near_reference(model, reference(tiny), prompt_messages(QUESTIONS[0]), images, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.dialects])
+def test_graphs_of_other_dialects_compute_the_same(loaded: Callable[..., Model], name: str, dialect: str) -> None:
+    family = FAMILIES[name]
+    model, images = (
+        loaded("cpu", family.tiny, family.ks),
+        [random_image(n, size) for n, size in enumerate(family.sizes[:2])],
+    )
+    other, messages = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), prompt_messages(QUESTIONS[0], 2)
+    for k in (None, family.ks[-1]):
+        wanted, found = (greedy(each, prompt(each, messages, images), k, STEPS) for each in (model, other))
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "spec"), with_rows("refused"))
+def test_reductions_without_a_meaning_are_refused_by_name(
+    tiny_checkpoint: Callable[..., Path], family: Family, spec: str
+) -> None:
+    with pytest.raises((UnsupportedModelError, RequestError), match=family.refused[spec]):
+        plan_export(ExportOptions(str(tiny_checkpoint(family.tiny)), (3,), "fp32", reductions=(spec,)))

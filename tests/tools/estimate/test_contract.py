@@ -1,0 +1,77 @@
+"""What estimates keep for every family of `tests.support.contract`: they are what a plan and an export write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.support.bundles import ORT, export_with
+from tests.support.contract import FAMILIES
+from tests.support.tiny import Tiny
+
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.spec import find_size, model_size
+from vtx.runtime.backends.memory import needed_memory, weights_in_memory
+from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
+
+HEADERS = 32_768  # of a tiny bundle's weight files, at most
+PRECISIONS = [
+    ("fp32", None, None), ("fp16", "fp32", None), ("bf16", None, None), ("int8", None, None), ("int4", None, None),
+    ("int4", "int4", "fp16"),
+]  # fmt: skip
+
+
+def left_out(tiny: Tiny) -> int:
+    """Numbers that estimates leave out: a newline between tiles, a projector's norm, biases in a tower or behind it."""
+    features = len(tiny.feature_layer) if isinstance(tiny.feature_layer, tuple) else 1
+    if tiny.family == "vipllava":
+        return 2 * tiny.vision_hidden * features
+    if tiny.family == "internvl":
+        return 3 * tiny.vision_hidden * (1 + tiny.attention_bias * tiny.vision_layers)
+    tiled = tiny.family.startswith(("llava_next", "llava_onevision"))
+    return tiny.hidden if tiled or tiny.family in ("smolvlm", "idefics3", "paligemma") else 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
+    tiny_checkpoint: Callable[..., Path], name: str
+) -> None:
+    for tiny in (FAMILIES[name].tiny, *FAMILIES[name].variants):
+        checkpoint = tiny_checkpoint(tiny)
+        plan = plan_export(ExportOptions(str(checkpoint), (3,), "fp32"))
+        assert {*plan.dialects} == {*DIALECTS} - ({"ort-cuda"} if tiny.family.startswith("gemma") else set())
+        size = find_size(str(checkpoint))
+        assert size == model_size(plan.source().config, checkpoint.name)
+        assert plan.parameters - size.parameters == left_out(tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("precision", "vision", "head"), PRECISIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_exported_bundle_has_the_weights_and_takes_the_memory_that_the_plan_counts(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, precision: str, vision: str | None,
+    head: str | None,
+) -> None:  # fmt: skip
+    dtype = "bfloat16" if precision in ("fp16", "bf16") else "float16"
+    tiny = replace(FAMILIES[name].tiny, **{**FAMILIES[name].rounding, "dtype": dtype})
+    head = None if tiny.tied else head
+    checkpoint = tiny_checkpoint(tiny)
+    options = ExportOptions(
+        str(checkpoint), (), precision, vision_precision=vision, head_precision=head, dialects=ORT
+    )  # fmt: skip
+    bundle, size = export_with(options, tmp_path / "bundle"), find_size(str(checkpoint))
+    told = bundle_size(bundle)
+    assert told == find_size(str(bundle.folder))
+    assert (told.decoder, told.vision, told.parameters) == (size.decoder, size.vision, size.parameters)
+    parts = precisions_of(size, precision, vision, head)
+    assert parts.head == bundle.manifest.head_precision
+    stored = sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("weights/"))
+    assert 0 <= stored - stored_bytes(all_weights(size, parts), parts) < HEADERS
+    assert weights_in_memory(bundle) - resident(size, parts) == 4 * left_out(tiny)
+    assert plan_export(options).prediction.run_memory == needed_memory(bundle)
