@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
-from vtx.runtime.policies.methods.withdraw import Full, Withdraw
-from vtx.runtime.policies.spec import parse, to_spec
+from vtx.runtime.policies.methods.withdraw import Full, Rest, Withdraw, WithdrawToRest
+from vtx.runtime.policies.spec import MAX_NUMBER, parse, to_spec
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
@@ -26,29 +28,55 @@ NO_VIDEOS = "chooses from the frames of videos, and this model takes none; use d
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
 
 
+def read_rest(value: object) -> Rest:
+    """The rest that a number, a share from 0 to 1, or the text "57" or "10%" means. Raises RequestError."""
+    if isinstance(value, str) and (text := re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", value)):
+        whole, fraction, percent = text.groups()
+        if percent:
+            value = float(f"{whole}{fraction or ''}") / 100
+        elif not fraction:
+            value = int(whole)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER:
+        return int(value)
+    if isinstance(value, float) and 0 <= value <= 1:
+        return value
+    raise RequestError(
+        f"rest is {value!r:.40}; it must be a share of the image tokens such as 10%, at most 100%, or a number of them "
+        "such as 57"
+    )
+
+
 def make_policy(
     k: int | str | None,
     manifest: Manifest,
     odds: Odds,
     threshold: float = 0.5,
     *,
+    rest: Rest | None = None,
     reduce: str | None = None,
     dialect: str = "ort",
     final_norm: Callable[[], NDArray[np.float32]] | None = None,
 ) -> Policy:
     """The policy that `k` and `reduce` mean.
 
-    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a spec of reductions,
-    "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
+    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `rest` is what stays from a prebuilt
+    K on, a number of image tokens or as a float a share of them; None: none of them. `reduce` is a spec of
+    reductions, "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
     the decoder's last norm; it is called if a reduction needs it.
 
-    Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
-    not known, do not go together, or for which the bundle was not exported.
+    Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; a rest without a K,
+    or at one where the bundle cannot choose it; reductions that are not known, do not go together, or for which the
+    bundle was not exported.
     """
     reductions = () if reduce is None else parse(reduce)
     if reductions:
         check_provided(reductions, manifest, dialect)
     exits: Reduction
+    if rest is not None and (k is None or k in ("none", "auto")):
+        raise RequestError(
+            f"a rest is what stays of the image from a prebuilt K on, and K is {k or 'none'}; give K as a number, or "
+            "leave the rest out"
+        )
     if k is None or k == "none":
         exits = Full()
     elif k == "auto":
@@ -79,12 +107,26 @@ def make_policy(
                 f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
                 "a lower K, or none"
             )
-        exits = Withdraw(int(k))  # it may be numpy's
+        exits = _withdrawal(int(k), rest, manifest, dialect)  # K may be numpy's
     policy = Policy((exits, *reductions))
     if not policy.needs.final_norm:
         return policy
     assert final_norm is not None
     return replace(policy, final_norm=final_norm())
+
+
+def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
+    """What leaves before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
+    if not rest:
+        return Withdraw(k)
+    if isinstance(rest, float) and rest == 1:
+        return Full()
+    withdrawal = WithdrawToRest(k, rest)
+    if lacking := _lacking(withdrawal.needs(), manifest, dialect):
+        why = unscored(manifest.model, k - 1)
+        cure = f"{why}; use another K, or leave the rest out" if why else "export it again with this vtx"
+        raise RequestError(f"at K = {k} this bundle cannot keep a rest: it lacks {lacking}; {cure}")
+    return withdrawal
 
 
 def check_depth(reductions: Sequence[Reduction], layers: int) -> None:
