@@ -78,6 +78,7 @@ class AskOptions(c.Structure):
         ("about", c.c_char_p),
         ("guide_kind", c.c_char_p),
         ("guide", c.c_char_p),
+        ("rest", c.c_char_p),
     )
 
 

@@ -29,14 +29,16 @@ SECOND = "What else is in the picture?", "Describe it."  # about the same images
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A withdrawal (`k`), reductions before it (`reduce`, a canonical spec), both, or neither."""
+    """A withdrawal (`k`) to a `rest`, reductions before it (`reduce`, a canonical spec), both, or neither."""
 
     k: K
     reduce: str = NONE
+    rest: str | None = None
 
     @property
     def name(self) -> str:
         depth = [] if self.k is None else ["gates" if self.k == "auto" else f"K = {self.k}"]
+        depth += [] if self.rest is None else [f"rest {self.rest}"]
         return " + ".join([*map(short, parse(self.reduce)), *depth]) or NONE
 
     @property
@@ -154,10 +156,12 @@ class Trial:
         for method in order:
             self._calls.clear()
             with Conversation(self.model.loaded, images) as conversation:
-                answer = conversation.ask(item.question, method.k, self._options, reduce=method.reduce)
+                answer = conversation.ask(
+                    item.question, method.k, self._options, rest=method.rest, reduce=method.reduce
+                )
                 flops = self._counter.first_token(answer.stats, self._calls)
                 other = next(question for question in SECOND if question != item.question)
-                second = conversation.ask(other, method.k, self._one_token, reduce=method.reduce)
+                second = conversation.ask(other, method.k, self._one_token, rest=method.rest, reduce=method.reduce)
             answers[method] = answer, second, flops
         unreduced = answers[self.methods[0]][0].token_ids
         return {

@@ -31,18 +31,19 @@ GIVEN = os.environ.get("VTX_SEQUENCES")
 SEQUENCES, OF_A_BUNDLE = int(GIVEN or 4), 10
 QUESTIONS = ("red?", "How many?", "red? no, blue?", "Where is the red star?")
 IMAGES = [random_image(4, (60, 60)), random_image(5, (90, 50)), random_image(6, (64, 64))]
-SAME = "token_ids", "k", "kv_slots", "vision_tokens_kept"
+SAME = "token_ids", "k", "rest", "kv_slots", "vision_tokens_kept"
 TOKENS = 4
-Ask = Callable[[int, str, Any], dict[str, Any]]  # of the images of this number, a question at this K
+RESTS = (None, "10%", "2")
+Ask = Callable[[int, str, Any, Any], dict[str, Any]]  # of these images, by number, a question at this K with a rest
 
 
 @contextmanager
 def python(folder: Path, device: str) -> Iterator[Ask]:
     with load(folder, device=device, threads=1) as model, model.open([IMAGES[0]]) as conversation:
 
-        def ask(image: int, question: str, k: Any) -> dict[str, Any]:
+        def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
             conversation.replace([IMAGES[image]])
-            return conversation.ask(question, k, max_new_tokens=TOKENS, ignore_eos=True).to_dict()
+            return conversation.ask(question, k, rest=rest, max_new_tokens=TOKENS, ignore_eos=True).to_dict()
 
         yield ask
 
@@ -51,23 +52,24 @@ def python(folder: Path, device: str) -> Iterator[Ask]:
 def libvtx(folder: Path, device: str) -> Iterator[Ask]:
     with closing(Loaded(folder, device)) as loaded, closing(Frames(loaded, [np.asarray(IMAGES[0])])) as frames:
 
-        def ask(image: int, question: str, k: Any) -> dict[str, Any]:
+        def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
             frames.replace([np.asarray(IMAGES[image])])
-            return frames.ask(question, k=str(k or "none").encode(), max_new_tokens=TOKENS, ignore_eos=1)
+            fields = {} if rest is None else {"rest": rest.encode()}
+            return frames.ask(question, k=str(k or "none").encode(), max_new_tokens=TOKENS, ignore_eos=1, **fields)
 
         yield ask
 
 
 @contextmanager
 def fresh(folder: Path, device: str) -> Iterator[Ask]:
-    known: dict[tuple[int, str, Any], dict[str, Any]] = {}
+    known: dict[tuple[int, str, Any, Any], dict[str, Any]] = {}
     with load(folder, device=device, threads=1) as model:
 
-        def ask(image: int, question: str, k: Any) -> dict[str, Any]:
-            asked = image, question, k
+        def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
+            asked = image, question, k, rest
             if asked not in known:
                 with model.open([IMAGES[image]]) as conversation:
-                    answer = conversation.ask(question, k, max_new_tokens=TOKENS, ignore_eos=True)
+                    answer = conversation.ask(question, k, rest=rest, max_new_tokens=TOKENS, ignore_eos=True)
                 known[asked] = answer.to_dict()
             return known[asked]
 
@@ -83,13 +85,15 @@ def test_any_sequence_equals_fresh_answers(
     rng = random.Random(None if GIVEN else 7)
     for first in range(0, SEQUENCES, OF_A_BUNDLE):
         cuts = tuple(sorted(rng.sample(range(2, tiny.layers + 1), rng.randint(1, 4))))
-        folder = export(tiny_checkpoint(tiny), tmp_path / f"bundle-{first}", cuts, "fp32").folder
+        bundle = export(tiny_checkpoint(tiny), tmp_path / f"bundle-{first}", cuts, "fp32")
+        folder, scored = bundle.folder, {stage.last for stage in bundle.manifest.stages if stage.query}
         with fresh(folder, device) as alone:
             for _ in range(min(OF_A_BUNDLE, SEQUENCES - first)):
-                steps = [
-                    (rng.randrange(len(IMAGES)), rng.choice(QUESTIONS), rng.choice((None, *cuts)))
-                    for _ in range(rng.randint(2, 7))
-                ]
+                steps = list[tuple[int, str, Any, Any]]()
+                for _ in range(rng.randint(2, 7)):
+                    k = rng.choice((None, *cuts))
+                    rest = rng.choice(RESTS) if k is not None and k - 1 in scored else None
+                    steps.append((rng.randrange(len(IMAGES)), rng.choice(QUESTIONS), k, rest))
                 with runtime(folder, device) as ask:
                     for number, step in enumerate(steps):
                         found, want = ask(*step), alone(*step)
