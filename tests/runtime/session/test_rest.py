@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 
 from tests.support.exported import DEVICES, THREADS, Models, answer, prompt
+from tests.support.families.gemma import GEMMA3
+from tests.support.families.internvl import INTERNVL
+from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.llava_next import LLAVA_NEXT
+from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
+from tests.support.families.smolvlm import SMOLVLM
 from tests.support.reference import Reference
 from tests.support.rest import chosen_rest, rest_answer
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import make_policy, read_rest
@@ -35,6 +43,10 @@ FAMILIES = {
     "vipllava": Tiny(family="vipllava", feature_layer=(-1, 2)),
     "granite": Tiny(text="granite"),
 }
+OTHERS = {
+    "tiles": LLAVA_NEXT, "internvl": INTERNVL, "text-between-tiles": SMOLVLM, "three-part-positions": QWEN25,
+    "maps": QWEN3, "convolutions": LFM2, "delta-rule": QWEN35, "windows": GEMMA3,
+}  # fmt: skip
 Judges = Callable[..., Reference]
 pytestmark = pytest.mark.dialects("ort", "plain")
 
@@ -83,8 +95,9 @@ def check(model: Model, reference: Reference, session: Session, question: str, k
     done = results[0]
     assert np.flatnonzero(done.cuts[0].kept).tolist() == rest_rows
     assert (done.k, done.rest) == (k, len(rest_rows))
-    text = inputs["input_ids"].shape[1] - tokens
-    assert done.slots == (text + tokens,) * (k - 1) + (text + len(rest_rows),) * (reference.layers - k + 1)
+    whole = reference.kv_slots(inputs, None)
+    left = [(count - tokens + len(rest_rows)) * (count > 0) for count in whole]
+    assert list(done.slots) == whole[: k - 1] + left[k - 1 :]
     if wanted.margin < 2 * TOLERANCE:
         return False
     assert logits.argmax(1).tolist() == wanted.ids
@@ -109,6 +122,39 @@ def test_every_question_about_a_picture_equals_the_statement(
         asked = prompt(model, prompt_messages(question), [random_image(4)])
         answer(session, asked, policy(model, *between[number % len(between)]), 2)
     assert proved >= 9
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tiny", OTHERS.values(), ids=list(OTHERS))
+def test_families_with_tiles_states_windows_and_maps_equal_the_statement(
+    models: Models, reference: Judges, tiny: Tiny, device: str
+) -> None:
+    """At every K whose layer before it has attention over the whole prompt; one question after the other."""
+    ks = tuple(range(2, tiny.layers + 1))
+    judge, proved = reference(tiny), 0
+    with load(models(tiny, ks).bundle.folder, device=device, threads=THREADS) as model:
+        scored = [stage.last for stage in model.manifest.stages if stage.query]
+        assert scored
+        assert scored == [layer for layer in range(1, tiny.layers) if not unscored(model.manifest.model, layer)]
+        session = Session(model.backend, model.manifest)
+        for number, layer in enumerate(scored):
+            question, rest = QUESTIONS[number % len(QUESTIONS)], RESTS[number % len(RESTS)]
+            proved += check(model, judge, session, question, layer + 1, rest, 1)
+            proved += check(model, judge, session, QUESTIONS[2 - number % 2], layer + 1, "40%", 1)
+    assert proved >= len(scored)
+
+
+@pytest.mark.parametrize("tiny", [PALIGEMMA, QWEN35, GEMMA3], ids=["two-way", "states", "windows"])
+def test_a_k_behind_a_layer_that_cannot_rank_tokens_is_refused_by_name(models: Models, tiny: Tiny) -> None:
+    model = models(tiny, tuple(range(2, tiny.layers + 1)))
+    reasons = {k: unscored(model.manifest.model, k - 1) for k in model.manifest.variants}
+    refused = {k: reason for k, reason in reasons.items() if reason}
+    assert refused
+    for k, reason in refused.items():
+        with pytest.raises(RequestError, match=f"at K = {k} this bundle cannot keep a rest: .*{reason}; use another K"):
+            policy(model, k, "10%")
+        assert policy(model, k, "0").exit == k
 
 
 @pytest.mark.parametrize("device", DEVICES)
