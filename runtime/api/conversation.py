@@ -263,7 +263,7 @@ class Conversation:
 
 
 class Chat:
-    """A conversation with memory. The first turn determines K and the image tokens that remain.
+    """A conversation with memory. The first turn determines K and the image tokens that remain; of a rest each turn.
 
     `messages` are the turns so far. A turn counts once its answer is complete, not when it was cancelled or ran out of
     time.

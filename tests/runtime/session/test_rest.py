@@ -218,6 +218,29 @@ def test_the_next_question_runs_no_layer_before_k_again(opened: Callable[[Tiny, 
             assert image.ask("red?", k, rest=rest, max_new_tokens=2).stats.reused_layers == reused
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_drafts_and_prefix_files_leave_the_answer_as_it_is(
+    opened: Callable[[Tiny, str], Model], tmp_path: Path, device: str
+) -> None:
+    model, pictures = opened(Tiny(), device), [random_image(4), random_image(5)]
+    asked: dict[str, Any] = {"k": 5, "rest": "20%", "max_new_tokens": 24, "ignore_eos": True}
+
+    def ids(prefix_file: Path | None = None, **more: Any) -> tuple[tuple[int, ...], int]:
+        with model.open(pictures, prefix_file=prefix_file) as conversation:
+            answer = conversation.ask(QUESTIONS[1], **asked, **more)
+            assert answer.stats.rest == 7  # of 32
+            return answer.token_ids, answer.stats.reused_tokens
+
+    wanted, _ = ids()
+    assert ids(prompt_lookup=6)[0] == wanted
+    file = tmp_path / "prefix"
+    assert ids(file) == (wanted, 0)
+    assert file.exists()
+    again, reused = ids(file)
+    assert again == wanted
+    assert 0 < reused < 16, "the text before the first picture comes from the file, and no hidden states of pictures"
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
