@@ -23,6 +23,7 @@ from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
+from vtx.runtime.policies.methods.withdraw import Rest
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
@@ -177,16 +178,13 @@ class LoadedBundle:
         if reduce is not None and not isinstance(reduce, str):
             raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
         manifest, options = self.manifest, options or Options()
-        rest = options.rest
-        if isinstance(k, str) and k == DEFAULT:
-            k = self.default_k
-            rest = self.default_rest if rest is None else rest
+        k, rest = self._depth(k, options)
         policy = make_policy(
             k,
             manifest,
             self.backend.gate,
             options.gate_threshold,
-            rest=None if rest is None else read_rest(rest),
+            rest=rest,
             reduce=self.default_reduce if reduce == DEFAULT else reduce,
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
@@ -202,6 +200,14 @@ class LoadedBundle:
                 f"{to_spec(policy.reductions)} chooses none by a text; use cdpruner, or leave about out"
             )
         return policy
+
+    def _depth(self, k: K, options: Options) -> tuple[K, Rest | None]:
+        """K and the rest that a question asks for; the default rest goes with the default K."""
+        rest = options.rest
+        if isinstance(k, str) and k == DEFAULT:
+            k = self.default_k
+            rest = self.default_rest if rest is None else rest
+        return k, None if rest is None else read_rest(rest)
 
     def prepare_all(
         self,

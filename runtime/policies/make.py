@@ -91,28 +91,33 @@ def make_policy(
 
         exits = Gate(odds, manifest.gates, threshold)
     else:
-        layers = manifest.model.layers
-        if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-            raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
-        if not 2 <= k <= layers:
-            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
-        if k not in manifest.variants:
-            built = ", ".join(map(str, manifest.variants)) or "none at all"
-            raise RequestError(
-                f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
-            )
-        source = manifest.model.first_source
-        if source is not None and k > source:  # of bundles that an earlier vtx made
-            raise RequestError(
-                f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
-                "a lower K, or none"
-            )
-        exits = _withdrawal(int(k), rest, manifest, dialect)  # K may be numpy's
+        exits = _withdrawal(_prebuilt(k, manifest), rest, manifest, dialect)
     policy = Policy((exits, *reductions))
     if not policy.needs.final_norm:
         return policy
     assert final_norm is not None
     return replace(policy, final_norm=final_norm())
+
+
+def _prebuilt(k: int | str, manifest: Manifest) -> int:
+    """`k` if it is a number that the bundle was cut at. Raises RequestError."""
+    layers = manifest.model.layers
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
+    if not 2 <= k <= layers:
+        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    if k not in manifest.variants:
+        built = ", ".join(map(str, manifest.variants)) or "none at all"
+        raise RequestError(
+            f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
+        )
+    source = manifest.model.first_source
+    if source is not None and k > source:  # of bundles that an earlier vtx made
+        raise RequestError(
+            f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
+            "a lower K, or none"
+        )
+    return int(k)  # it may be numpy's
 
 
 def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:

@@ -414,6 +414,12 @@ class Session:
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
 
+    def _rest_cut(self) -> Cut | None:
+        """The cut at K behind which a rest of the image goes on, if there is one."""
+        assert self.selection is not None
+        layer = self.selection.policy.rest_cut
+        return next((cut for cut in self._cuts if cut.layer == layer and cut.kept.any()), None)
+
     def _image_count(self, number: int) -> int:
         """The number of image tokens that the suffix sees in stage `number`."""
         return int((self._layouts[number].present & self.caches.prefix.is_vision).sum())
@@ -423,11 +429,9 @@ class Session:
         prefix, stages, first_run = self.caches.prefix, self._stages, self._reused_stages
         kept = [self._image_count(number) for number in range(len(stages))]
         exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
-        k, rest = None if exit_stage is None else stages[exit_stage].first, 0
-        assert self.selection is not None
-        for cut in self._cuts:
-            if cut.layer == self.selection.policy.rest_cut and cut.kept.any():
-                k, rest = cut.layer, int(cut.kept.sum())
+        k, rest = None if exit_stage is None else stages[exit_stage].first, self._rest_cut()
+        if rest is not None:
+            k = rest.layer
         image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
         slots, vision_kept = list[int](), list[int]()
         for number, stage in enumerate(stages):
@@ -446,5 +450,5 @@ class Session:
             images=prefix.images,
             cuts=tuple(self._cuts),
             selection=self.selection,
-            rest=rest,
+            rest=0 if rest is None else int(rest.kept.sum()),
         )

@@ -42,6 +42,11 @@ class Method:
         return " + ".join([*map(short, parse(self.reduce)), *depth]) or NONE
 
     @property
+    def key(self) -> str:
+        """Its settings, as journals of answers have them."""
+        return f"k={self.k} reduce={self.reduce}" + ("" if self.rest is None else f" rest={self.rest}")
+
+    @property
     def kind(self) -> str:
         if self.reduce == NONE:
             return "gates" if self.k == "auto" else "withdrawal"

@@ -140,8 +140,7 @@ def ask_all(
     timed = 0 if by.alone is None else timed
     step = -(-len(questions) // timed) if timed else len(questions) + 1
     with ResultJournal(journal, identity) as held:
-        names = [f"k={m.k} reduce={m.reduce}" + (f" rest={m.rest}" if m.rest else "") for m in methods]
-        keys = [[f"{question.digest()} {name}" for name in names] for question in questions]
+        keys = [[f"{question.digest()} {method.key}" for method in methods] for question in questions]
 
         def missing(n: int) -> dict[Method, str]:
             """The methods by which question `n` has yet to be asked, each with its key."""
