@@ -30,16 +30,17 @@ TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a t
 
 def read_rest(value: object) -> Rest:
     """The rest that a number, a share from 0 to 1, or the text "57" or "10%" means. Raises RequestError."""
+    rest = value
     if isinstance(value, str) and (text := re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", value)):
         whole, fraction, percent = text.groups()
         if percent:
-            value = float(f"{whole}{fraction or ''}") / 100
+            rest = float(f"{whole}{fraction or ''}") / 100
         elif not fraction:
-            value = int(whole)
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER:
-        return int(value)
-    if isinstance(value, float) and 0 <= value <= 1:
-        return value
+            rest = int(whole)
+    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= rest <= MAX_NUMBER:
+        return int(rest)
+    if isinstance(rest, float) and 0 <= rest <= 1:
+        return rest
     raise RequestError(
         f"rest is {value!r:.40}; it must be a share of the image tokens such as 10%, at most 100%, or a number of them "
         "such as 57"
