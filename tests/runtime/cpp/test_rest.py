@@ -47,7 +47,7 @@ def picture(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("turns", [(), range(6)], ids=["questions", "chat"])
 def test_answers_are_pythons(models: Models, picture: Path, device: str, case: str, turns: Sequence[int]) -> None:
-    folder = models(Tiny(), KS).bundle.folder
+    folder = models(Tiny(context=512), KS).bundle.folder
     with (
         load(folder, device=device, threads=1) as model,
         model.open(picture) as image,
