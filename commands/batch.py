@@ -27,22 +27,23 @@ if TYPE_CHECKING:
 @click.argument("questions", type=PATH)
 @click.argument("answers", type=PATH)
 @options(
-    "bundle", "images", "k", "reduce", "max_new_tokens", "guide",
+    "bundle", "images", "k", "rest", "reduce", "max_new_tokens", "guide",
     option("--max-bad", 100, "Stop after more than this many failed lines.", type=click.IntRange(0)),
     option("--parallel", 8, "Lines answered concurrently; each needs memory for its K and V.",
            type=click.IntRange(1)),
     "cluster", "device", "compute", "threads", "fit", "require_signature",
 )  # fmt: skip
 def batch(
-    questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth, reduce: str,
-    max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int, cluster: Cluster | None, loading: Loading,
+    questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth,
+    rest: str | None, reduce: str, max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int,
+    cluster: Cluster | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer each line of QUESTIONS, {"image": NAME or list, "question": ...}, and write ANSWERS in the same order.
 
-    A line may set its own "system" text, "k", "reduce", "about", sampling, "schema", "choices", "regex" or "grammar".
-    Lines of OpenAI's batch file, {"custom_id", "method", "url", "body"}, get answers in its form. After an interrupt,
-    the same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit code is 1.
-    With an "incomplete" answer, which was cut before its form was complete, it is 3.
+    A line may set its own "system" text, "k", "rest", "reduce", "about", sampling, "schema", "choices", "regex" or
+    "grammar". Lines of OpenAI's batch file, {"custom_id", "method", "url", "body"}, get answers in its form. After an
+    interrupt, the same command resumes. Failed lines are reported and have an "error" in ANSWERS; with any, the exit
+    code is 1. With an "incomplete" answer, which was cut before its form was complete, it is 3.
     """
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
@@ -52,7 +53,7 @@ def batch(
     from vtx.tools.common.files import check_folder
 
     end_on_sigterm()
-    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide), max_bad, loading, parallel)
+    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide, rest=rest), max_bad, loading, parallel)
     if answers.exists() and questions.exists() and answers.samefile(questions):
         raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
     check_folder(answers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
 
 HELP = """/k N|none|auto   withdraw the image at another K, from the next question on
+/rest N%|N|none  keep image tokens from K on that each question attends to; none for none
 /reduce SPEC     drop image tokens, as vtx-run --reduce does; none for none
 /image FILE      talk about another image or video
 /new             forget the turns so far
@@ -37,12 +38,12 @@ HISTORY = 1000  # lines
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @options(
-    "bundle", "hub_model", "hub_precision", "k", "reduce", "max_new_tokens", "guide",
+    "bundle", "hub_model", "hub_precision", "k", "rest", "reduce", "max_new_tokens", "guide",
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def chat(
-    image: str | None, bundle: str | None, hub_model: str | None, precision: str | None, k: Depth, reduce: str,
-    max_new_tokens: int, guide: Guide | None, loading: Loading,
+    image: str | None, bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
+    rest: str | None, reduce: str, max_new_tokens: int, guide: Guide | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Chat about an image; each turn builds on the earlier ones. /help lists the commands."""
     from vtx.runtime.api.options import Options
@@ -50,7 +51,8 @@ def chat(
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video
 
-    options = Options(max_new_tokens, guide=guide)  # a wrong number or name is reported before a bundle is loaded
+    # A wrong number or name is reported before a bundle is loaded.
+    options = Options(max_new_tokens, guide=guide, rest=rest)
     if reduce != "default":
         parse(reduce)
     if image and not as_video(image):
@@ -122,6 +124,8 @@ class _Talk:
                 self._begin_with(k=DepthType(default=True).convert(value, None, None))
             except click.BadParameter as e:
                 note(str(e))
+        elif name == "rest":
+            self._begin_with(options=replace(self.options, rest=None if value == "none" else value))
         elif name == "reduce":
             self._begin_with(reduce=value)
         elif name == "image":
@@ -134,7 +138,7 @@ class _Talk:
             note(HELP if name == "help" else f"there is no /{name[:40]}\n{HELP}")
         return False
 
-    def _begin_with(self, **changes: int | str | None) -> None:
+    def _begin_with(self, **changes: int | str | Options | None) -> None:
         """Begin again with other settings; if they are refused, the conversation continues as it was."""
         before = {name: getattr(self, name) for name in changes}
         try:

@@ -39,6 +39,8 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
     "ks",
     option("--reduce reduces", str, "Token reduction; repeat for more, each measured at every K [default: all in the "
            "bundle; with --k, none].", multiple=True, metavar="SPEC|none"),
+    option("--rest rests", str, "Image tokens that stay from each K on, a share or a number; repeat for more, each "
+           "measured beside none.", multiple=True, metavar="N%|N"),
     option("--instruction", str, 'Suffix for each question, "" for none [default: the benchmark\'s].'),
     option("--samples", int, "Maximum number of questions; those of one image stay together [default: all]."),
     "seed",
@@ -53,8 +55,9 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
 )  # fmt: skip
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, protocol: str, annotations: Path | None, split: str,
-    ks: tuple[Depth, ...], reduces: tuple[str, ...], instruction: str | None, samples: int | None, seed: int,
-    max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int, cluster: Cluster | None,
+    ks: tuple[Depth, ...], reduces: tuple[str, ...], rests: tuple[str, ...], instruction: str | None,
+    samples: int | None, seed: int, max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int,
+    cluster: Cluster | None,
     loading: Loading, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
@@ -76,7 +79,9 @@ def evaluate(
     from vtx.tools.evaluation.report import make_report
     from vtx.tools.evaluation.tables import draw_report, in_tables
 
-    named = make_methods(ks or (None,), reduces or ("none",)) if ks or reduces else ()
+    if rests and not any(isinstance(k, int) for k in ks):
+        raise click.UsageError("--rest is what stays from K on; name one or more with --k")
+    named = make_methods(ks or (None,), reduces or ("none",), rests) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
     form, metric = FORMATS[task], METRICS[task]

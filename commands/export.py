@@ -287,7 +287,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
     asked = f'vtx-run --bundle {shlex.quote(str(out))} image.jpg "question"'
-    note(f"made {bundle.folder} (K = {depth}); ask it with: {asked}")
+    unmeasured = "; for quoted text measure first: vtx-calibrate, or keep a rest: --rest 10%" if plan.ks else ""
+    note(f"made {bundle.folder} (K = {depth}); ask it with: {asked}{unmeasured}")
     return Path(bundle.folder)
 
 

@@ -44,6 +44,8 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     option("--text", 64, "Text tokens in the prompt."),
     option("--k ks", DepthType(several=True, auto=False), "First layer without vision tokens, at least 2 [default: "
            "none and several K].", multiple=True, callback=joined, metavar="N|none|N,M,..."),
+    option("--rest", str, "Image tokens that stay from each K on: a share, e.g. 10%, or a number [default: none].",
+           metavar="N%|N"),
     option("--reduce reduction", "none", "Token reduction, as for vtx-export, e.g. "
            "fastv:k=2,ratio=0.5.", metavar="SPEC"),
     option("--precision precisions", PRECISION, "Weight precision; repeat for more.", multiple=True,
@@ -59,13 +61,15 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
 )  # fmt: skip
 def plan(
     model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
-    reduction: str, precisions: tuple[str, ...], vision_precision: str | None, head_precision: str | None,
+    rest: str | None, reduction: str, precisions: tuple[str, ...], vision_precision: str | None,
+    head_precision: str | None,
     max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None,
     as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Calculate the cost of a model: FLOPs, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
+    from vtx.runtime.policies.make import read_rest
     from vtx.runtime.policies.spec import parse
     from vtx.tools.estimate.plan import Workload, make_plan
     from vtx.tools.estimate.weights import precisions_of
@@ -75,6 +79,8 @@ def plan(
         raise click.UsageError("--sequence and --image-size are mutually exclusive")
     if profile is None and (engine or jetpack):
         raise click.UsageError("--device and --jetpack need --profile")
+    if rest is not None and ks and not any(ks):
+        raise click.UsageError("--rest is what stays from K on, and --k is none; name a K")
     device = None if profile is None else load_profile(profile)
     size = find_size(model)
     image, views = size.picture(*picture)
@@ -91,6 +97,7 @@ def plan(
     costs = make_plan(
         size, work, ks, tuple(parts), device, vision_precision, head_precision,
         engine=None if counted is None else counted.cost, reductions=parse(reduction),
+        rest=0 if rest is None else read_rest(rest),
     )  # fmt: skip
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
     if plot is not None:

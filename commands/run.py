@@ -30,6 +30,7 @@ NO_STATE = Path("none")
 @command(
     epilog='vtx-run image.jpg "What color is the circle?"\n'
     'vtx-run image.jpg "How many shapes are there?" "Where is the star?" --k 16 --json\n'
+    'vtx-run scan.png "What is the total?" --k 16 --rest 10%\n'
     'cat image.jpg | vtx-run - "Is there a red star?"\n'
     'vtx-run a.jpg --image b.jpg "Which picture shows a star?"\n'
     'vtx-run clip.mp4 "What happens?" --frames 16\n'
@@ -39,7 +40,7 @@ NO_STATE = Path("none")
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @options(
-    "bundle", "hub_model", "hub_precision", "k", "reduce",
+    "bundle", "hub_model", "hub_precision", "k", "rest", "reduce",
     option("--about", str, "Select image tokens by this text instead of the question (cdpruner, dart:k=0)."),
     option("--show-tokens", Path, "Write a PNG of the patches that survive each cut."),
     option("--gate-threshold", 0.5, "With --k auto: withdraw when a gate's probability exceeds this."),
@@ -67,8 +68,9 @@ NO_STATE = Path("none")
     "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
 )  # fmt: skip
 def run(
-    arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth, reduce: str,
-    about: str | None, show_tokens: Path | None, gate_threshold: float, more: tuple[str, ...],
+    arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
+    rest: str | None, reduce: str, about: str | None, show_tokens: Path | None, gate_threshold: float,
+    more: tuple[str, ...],
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
     prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
@@ -80,6 +82,8 @@ def run(
             "k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized,
             "unnorm_key": unnorm_key, "reduce": reduce,
         }  # fmt: skip
+        if rest is not None:
+            raise click.UsageError("--rest is for answers in words; leave it out with --act")
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
@@ -95,7 +99,14 @@ def run(
             check_messages([{"role": "user", "content": question}])
         sampling = Sampling(temperature, top_p, top_k, seed)
         options = Options(
-            max_new_tokens, ignore_eos, sampling, gate_threshold, prompt_lookup=prompt_lookup, about=about, guide=guide
+            max_new_tokens,
+            ignore_eos,
+            sampling,
+            gate_threshold,
+            prompt_lookup=prompt_lookup,
+            about=about,
+            guide=guide,
+            rest=rest,
         )
         if show_tokens:
             from vtx.tools.common.files import check_folder

@@ -142,6 +142,8 @@ _SHARED: dict[str, Declare] = {
                             "fp16; a quantised checkpoint's own]."),
     "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
                       help="Prebuilt K [default: the bundle's]."),
+    "rest": option("--rest", str, "Image tokens that stay from K on, those that the question attends to most: a share "
+                   "of them, e.g. 10%, or a number [default: the card's; without a card none].", metavar="N%|N"),
     "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "
                  "--reduce, none].", multiple=True, callback=joined, metavar="K,K,..."),
     "reduce": click.option("--reduce", default="default", metavar="SPEC|none",

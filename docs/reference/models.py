@@ -19,6 +19,7 @@ from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import ACTIONS
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import VtxError
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
@@ -229,6 +230,18 @@ def _reduction(spec: str) -> Cell:
     return cell
 
 
+def _rest(_: Family, config: ModelConfig) -> str:
+    """The K that can keep a rest: all, or those behind a layer whose attention can be read."""
+    if config.action:
+        return f"no: {ACTIONS}"
+    text = config.text
+    reasons = {k: unscored(text, k - 1) for k in range(2, (text.first_source or text.layers) + 1)}
+    ks = [k for k, reason in reasons.items() if not reason]
+    if not ks:
+        return f"no: {reasons[2]}"
+    return "yes" if len(ks) == len(reasons) else f"K = {', '.join(map(str, ks))}"
+
+
 Columns = Mapping[str, Cell]
 FACTS: Columns = {
     "architecture": lambda family, _: f"`{family.architecture}`",
@@ -254,7 +267,7 @@ def _shown(_: Family, config: ModelConfig) -> str:
 
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
-    "`--show-tokens`": _shown, "`--fit`": _fit,
+    "`--rest`": _rest, "`--show-tokens`": _shown, "`--fit`": _fit,
     "`--max-tiles`": lambda _, c: "no: each image is a single view" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: (
         "yes" if c.vision.native else "no: tiles have a fixed size" if c.vision.naflex

@@ -48,6 +48,7 @@ from vtx.exporter.weights.plan import (
 from vtx.exporter.weights.scaling import scaled_weights
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNCACHED
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
@@ -138,8 +139,14 @@ class Plan:
         return tuple(k for k in sorted(self.ks) if self.gates and k in self.gates.by_k)
 
     @property
+    def scored(self) -> set[int]:
+        """Layers whose stage gives its queries: for reductions, and before each K for the choice of a rest."""
+        before_k = {k - 1 for k in self.ks if not unscored(self.config.text, k - 1)}
+        return before_k | {*self.reductions.needs.scored}
+
+    @property
     def stages(self) -> tuple[StageSpec, ...]:
-        queries, shared = self.reductions.needs.scored, self.config.text.shared
+        queries, shared = self.scored, self.config.text.shared
         cuts = sorted({*self.reductions.cuts(self.ks), *([] if shared is None else [shared])})
         spans = pairwise([1, *cuts, self.config.text.layers + 1])
         stages, inputs = list[StageSpec](), self.config.token_inputs
@@ -164,7 +171,7 @@ class Plan:
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
             made[dialect] = Graphs(
                 f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates,
-                f"score.{suffix}" if needs.scored else None,
+                f"score.{suffix}" if self.scored else None,
                 vision_merges=needs.merging, vision_attention=needs.attention,
                 vision_last_attention=needs.last_attention,
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,

@@ -26,8 +26,9 @@ class Progress(NamedTuple):
 class Stats:
     """The cost of an answer. Per-layer lists start with layer 1; times are milliseconds.
 
-    `k` is the first layer without image tokens and None if they stayed; `exit_layer` is the last layer
-    with them, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the prompt.
+    `k` is the first layer without image tokens, but for the `rest` of them that stayed there, and None if all stayed;
+    `exit_layer` is the layer before it, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the
+    prompt.
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
     `reused_tokens`: tokens of the prompt that they served; system text and images count if no image token was run, and
     of images that were replaced what stands before the first token that differs.
@@ -64,11 +65,13 @@ class Stats:
     accepted: int | None = None
     forced: int | None = None
     seg_states: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
+    rest: int = 0
 
     def __str__(self) -> str:
         times = self.timings_ms
+        rest = f" with a rest of {self.rest}" if self.rest else ""
         return (
-            f"K {self.k or 'none'}, {self.prompt_tokens} prompt tokens ({self.vision_tokens} of images), "
+            f"K {self.k or 'none'}{rest}, {self.prompt_tokens} prompt tokens ({self.vision_tokens} of images), "
             f"{self.kv_bytes:,} bytes of K/V, first token after {times.get('first_token', 0):.1f} ms, "
             f"{times.get('decode_per_token', 0):.2f} ms per token, on {self.device} in {self.compute}"
         )

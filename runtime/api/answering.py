@@ -184,7 +184,7 @@ class AnswerInProgress(Request):
             "first_token": self._first_token - self._start,
             "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
         }
-        if self._result and policy.reductions:
+        if self._result and (policy.reductions or result.rest):
             from vtx.runtime.session.reduction_report import reduced
 
             report = reduced(policy, result)
@@ -210,6 +210,7 @@ class AnswerInProgress(Request):
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,
             forced=self._guided.forced if self._guided else None,
+            rest=result.rest,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
         text, ids, choices = self._output.text, tuple(self._ids), self._choices

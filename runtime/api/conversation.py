@@ -263,7 +263,8 @@ class Conversation:
 
 
 class Chat:
-    """A conversation with memory. The first turn determines K and the image tokens that remain.
+    """A conversation with memory. All turns have its K; the first one, or with a rest each, determines the image tokens
+    that remain.
 
     `messages` are the turns so far. A turn counts once its answer is complete, not when it was cancelled or ran out of
     time.

@@ -22,7 +22,8 @@ from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import check_layout, check_videos, make_policy
+from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
+from vtx.runtime.policies.methods.withdraw import Rest
 from vtx.runtime.prompt.messages import Message, Part, asked_text
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
@@ -89,7 +90,7 @@ class LoadedBundle:
     """A bundle on an engine: it prepares images, prompts and policies. Safe for many threads.
 
     `why` is the reason for this device, `card` the one whose settings are the defaults. `default_k` and
-    `default_reduce` are those of questions that name none.
+    `default_reduce` are those of questions that name none; `default_rest` goes with that K.
     """
 
     def __init__(
@@ -110,9 +111,10 @@ class LoadedBundle:
         self.manifest = manifest = bundle.manifest
         self.card = card
         self.default_k, self.default_reduce = manifest.default_k, next(iter(manifest.reductions), None)
+        self.default_rest: str | int | None = None
         if card is not None:
             fitted = card.chosen.configuration
-            self.default_k, self.default_reduce = fitted.k, fitted.reduce
+            self.default_k, self.default_reduce, self.default_rest = fitted.k, fitted.reduce, fitted.rest
             if max_tiles is None and max_pixels is None and fit != "released":
                 max_tiles, max_pixels = fitted.max_tiles, fitted.max_pixels
         self.text = Text(
@@ -169,18 +171,20 @@ class LoadedBundle:
         reduce: str | None = DEFAULT,
         images: Sequence[PreparedImage] = (),
     ) -> Policy:
-        """The policy that `k` and `reduce` mean for this bundle and these images; its defaults if they are left out.
+        """The policy that K, reductions and a rest mean for this bundle and these images; its defaults if left out.
 
         Raises RequestError: values of another type, or for which the bundle was not exported.
         """
         if reduce is not None and not isinstance(reduce, str):
             raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
-        manifest = self.manifest
+        manifest, options = self.manifest, options or Options()
+        k, rest = self._depth(k, options)
         policy = make_policy(
-            self.default_k if isinstance(k, str) and k == DEFAULT else k,
+            k,
             manifest,
             self.backend.gate,
-            (options or Options()).gate_threshold,
+            options.gate_threshold,
+            rest=rest,
             reduce=self.default_reduce if reduce == DEFAULT else reduce,
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
@@ -190,12 +194,20 @@ class LoadedBundle:
         if videos := [image for image in images if image.kind == "video"]:
             between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
             check_videos(policy.reductions, between=between, frames=max(video.frames for video in videos))
-        if options is not None and options.about is not None and not policy.uses_question:
+        if options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
                 f"{to_spec(policy.reductions)} chooses none by a text; use cdpruner, or leave about out"
             )
         return policy
+
+    def _depth(self, k: K, options: Options) -> tuple[K, Rest | None]:
+        """K and the rest that a question asks for; the default rest goes with the default K."""
+        rest = options.rest
+        if isinstance(k, str) and k == DEFAULT:
+            k = self.default_k
+            rest = self.default_rest if rest is None else rest
+        return k, None if rest is None else read_rest(rest)
 
     def prepare_all(
         self,

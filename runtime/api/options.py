@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
+from vtx.runtime.policies.make import read_rest
 from vtx.runtime.session.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Options:
             no limit.
         priority: rank from -10 to 10 among the calls that wait for one conversation. A step is worth one place: it lets
             the call go before one that came earlier. In `vtx-serve` a step is worth a 40th of the request's time.
+        rest: image tokens that stay from K on, those that the prompt's last token attends to most: a share of them,
+            "10%" or 0.1, or a number, 57. None: the rest of the bundle's card with the card's K, else no rest.
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -64,6 +67,7 @@ class Options:
     about: str | None = None
     guide: Guide | None = None
     priority: int = 0
+    rest: str | float | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -106,6 +110,8 @@ class Options:
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.rest is not None:
+            object.__setattr__(self, "rest", read_rest(self.rest))
 
 
 class GuideKeywords(TypedDict, total=False):
@@ -133,6 +139,7 @@ class OptionKeywords(GuideKeywords, total=False):
     timeout: float | None
     guide: Guide | None
     priority: int
+    rest: str | float | None
     temperature: float
     top_p: float
     top_k: int

@@ -45,7 +45,7 @@ class Times:
 class Configuration:
     """The settings of answers: the engine and its arithmetic, K, a spec of reductions or "none", and limits of images.
 
-    `max_tiles` and `max_pixels` as `load` takes them.
+    `max_tiles` and `max_pixels` as `load` takes them, `rest` as a question does: "10%" or a number of image tokens.
     """
 
     device: str
@@ -54,10 +54,12 @@ class Configuration:
     reduce: str
     max_tiles: int | None = optional(None)
     max_pixels: int | None = optional(None)
+    rest: str | int | None = optional(None)
 
     @property
     def name(self) -> str:
         depth = "K by the gates" if self.k == "auto" else f"K = {self.k or 'none'}"
+        depth += "" if self.rest is None else f" with a rest of {self.rest}"
         limits = {"tiles": self.max_tiles, "pixels": self.max_pixels}
         parts = [depth, "no reduction" if self.reduce == "none" else self.reduce]
         parts += [f"at most {most:,} {unit} an image" for unit, most in limits.items() if most]

@@ -194,7 +194,9 @@ class Reduction:
     `presets` are sets of options by name; `renumbers`: tokens that go on take new positions without gaps; `per_view`:
     its numbers are those of each view of an image in tiles; `of_videos`: it chooses from whole frames of videos, and
     leaves images whole; `of_entered`: at its cuts they are shares of the tokens that entered the decoder; `whole`: at
-    its cuts all image tokens leave, or none; `paper_layers`: its paper's FLOPs count this many full layers fewer than
+    its cuts it withdraws the image, by K and not by a spec: all tokens or none, or with `queries` all but some;
+    `last_query`: of the attention it reads only that of the prompt's last token, and none where `number_kept` is all;
+    `paper_layers`: its paper's FLOPs count this many full layers fewer than
     run, and two matrices of a feed-forward; `fixed`: the same tokens leave whatever is asked, so that caches serve a
     prompt that goes on. `thresholds` names options that say how many tokens stay and may be scaled together: with all
     at 0 none leaves, with all at 2 as many as can.
@@ -211,6 +213,7 @@ class Reduction:
     of_entered: ClassVar[bool] = False
     paper_layers: ClassVar[int | None] = None
     fixed: ClassVar[bool] = False
+    last_query: ClassVar[bool] = False
     thresholds: ClassVar[tuple[str, ...]] = ()
     asked: list[Decision] | None = None  # decisions of gates so far
 
@@ -280,11 +283,12 @@ class Policy:
     """The methods of one question, in the order in which they are asked: first the one that removes whole images.
 
     `final_norm` is the weight [hidden] of the decoder's last norm, if a method needs it. The rest follows from `parts`:
-    their `needs`; the `reductions`, which leave out some tokens and not the whole image; the layers `partial_cuts`
+    their `needs`; the `reductions`, which leave out some tokens and are no part of K; the layers `partial_cuts`
     before which they may do so; the layer `exit` before which the whole image leaves whatever is asked, None if a
-    question decides, or never; `fixed`: the same tokens leave whatever is asked; `renumbers`: a part does; the
-    `entries` before the decoder, in order; `uses_question`: one of these does; the `decisions` of gates so far, None
-    without gates.
+    question decides, or never; the layer `rest_cut` from which only a rest of them goes on, None without a rest, which
+    every prompt chooses anew, also a later turn of a chat; `fixed`: the same tokens leave whatever is asked;
+    `renumbers`: a part does; the `entries` before the decoder, in order; `uses_question`: one of these does; the
+    `decisions` of gates so far, None without gates.
     """
 
     parts: tuple[Reduction, ...] = ()
@@ -293,6 +297,7 @@ class Policy:
     reductions: tuple[Reduction, ...] = field(init=False, repr=False, compare=False)
     partial_cuts: frozenset[int] = field(init=False, repr=False, compare=False)
     exit: int | None = field(init=False, repr=False, compare=False)
+    rest_cut: int | None = field(init=False, repr=False, compare=False)
     fixed: bool = field(init=False, repr=False, compare=False)
     renumbers: bool = field(init=False, repr=False, compare=False)
     entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
@@ -301,7 +306,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         needs, reductions, partial_cuts, entries = Needs(), list[Reduction](), set[int](), list[Entry]()
-        exit = decisions = None
+        exit = rest_cut = decisions = None
         renumbers = uses_question = False
         fixed = True
         for part in self.parts:
@@ -310,6 +315,9 @@ class Policy:
             if not part.whole:
                 reductions.append(part)
                 partial_cuts.update(own.cuts)
+            elif own.queries:
+                rest_cut = own.cuts[0]
+                partial_cuts.add(rest_cut)
             elif part.fixed and own.cuts:
                 exit = own.cuts[0]
             fixed, renumbers = fixed and part.fixed, renumbers or part.renumbers
@@ -317,9 +325,14 @@ class Policy:
                 entries.append(entry)
                 uses_question = uses_question or entry.uses_question
             decisions = decisions if part.asked is None else part.asked
-        derived = needs, tuple(reductions), frozenset(partial_cuts), exit, fixed, renumbers
+        derived = needs, tuple(reductions), frozenset(partial_cuts), exit, rest_cut, fixed, renumbers
         for each, value in zip(fields(self)[2:], (*derived, tuple(entries), uses_question, decisions), strict=True):
             object.__setattr__(self, each.name, value)
+
+    def readers(self, layer: int, count: int) -> list[Reduction]:
+        """The methods that read the attention of `layer` where `count` image tokens are left."""
+        readers = [part for part in self.parts if layer in part.needs().queries]
+        return [part for part in readers if not part.last_query or part.number_kept(count, layer + 1) != count]
 
     def ask(self, boundary: Boundary) -> Removal | None:
         """The removal of tokens here; None: all go on. Tokens that one part leaves out stay out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.bundle.spec.manifest import FINAL_NORM, Manifest
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
-from vtx.runtime.policies.methods.withdraw import Full, Withdraw
-from vtx.runtime.policies.spec import parse, to_spec
+from vtx.runtime.policies.methods.withdraw import Full, Rest, Withdraw, WithdrawToRest
+from vtx.runtime.policies.spec import MAX_NUMBER, parse, to_spec
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 
@@ -26,29 +28,56 @@ NO_VIDEOS = "chooses from the frames of videos, and this model takes none; use d
 TEXT_TOWER_FIX = "--text-tower CLIP, or use text=embedding, the form without a text tower"
 
 
+def read_rest(value: object) -> Rest:
+    """The rest that a number, a share from 0 to 1, or the text "57" or "10%" means. Raises RequestError."""
+    rest = value
+    if isinstance(value, str) and (text := re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", value)):
+        whole, fraction, percent = text.groups()
+        if percent:
+            rest = float(f"{whole}{fraction or ''}") / 100
+        elif not fraction:
+            rest = int(whole)
+    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= rest <= MAX_NUMBER:
+        return int(rest)
+    if isinstance(rest, float) and 0 <= rest <= 1:
+        return rest
+    raise RequestError(
+        f"rest is {value!r:.40}; it must be a share of the image tokens such as 10%, at most 100%, or a number of them "
+        "such as 57"
+    )
+
+
 def make_policy(
     k: int | str | None,
     manifest: Manifest,
     odds: Odds,
     threshold: float = 0.5,
     *,
+    rest: Rest | None = None,
     reduce: str | None = None,
     dialect: str = "ort",
     final_norm: Callable[[], NDArray[np.float32]] | None = None,
 ) -> Policy:
     """The policy that `k` and `reduce` mean.
 
-    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `reduce` is a spec of reductions,
-    "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
+    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `rest` is what stays from a prebuilt
+    K on, a number of image tokens or as a float a share of them; None: none of them. `reduce` is a spec of
+    reductions, "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
     the decoder's last norm; it is called if a reduction needs it.
 
-    Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; reductions that are
-    not known, do not go together, or for which the bundle was not exported.
+    Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; a rest without a K,
+    or at one where the bundle cannot choose it; reductions that are not known, do not go together, or for which the
+    bundle was not exported.
     """
     reductions = () if reduce is None else parse(reduce)
     if reductions:
         check_provided(reductions, manifest, dialect)
     exits: Reduction
+    if rest is not None and (k is None or k in ("none", "auto")):
+        raise RequestError(
+            f"a rest is what stays of the image from a prebuilt K on, and K is {k or 'none'}; give K as a number, or "
+            "leave the rest out"
+        )
     if k is None or k == "none":
         exits = Full()
     elif k == "auto":
@@ -63,28 +92,47 @@ def make_policy(
 
         exits = Gate(odds, manifest.gates, threshold)
     else:
-        layers = manifest.model.layers
-        if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-            raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
-        if not 2 <= k <= layers:
-            raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
-        if k not in manifest.variants:
-            built = ", ".join(map(str, manifest.variants)) or "none at all"
-            raise RequestError(
-                f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
-            )
-        source = manifest.model.first_source
-        if source is not None and k > source:  # of bundles that an earlier vtx made
-            raise RequestError(
-                f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
-                "a lower K, or none"
-            )
-        exits = Withdraw(int(k))  # it may be numpy's
+        exits = _withdrawal(_prebuilt(k, manifest), rest, manifest, dialect)
     policy = Policy((exits, *reductions))
     if not policy.needs.final_norm:
         return policy
     assert final_norm is not None
     return replace(policy, final_norm=final_norm())
+
+
+def _prebuilt(k: int | str, manifest: Manifest) -> int:
+    """`k` if it is a number that the bundle was cut at. Raises RequestError."""
+    layers = manifest.model.layers
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
+        raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
+    if not 2 <= k <= layers:
+        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+    if k not in manifest.variants:
+        built = ", ".join(map(str, manifest.variants)) or "none at all"
+        raise RequestError(
+            f"K = {k} was not prebuilt, this bundle has {built}; use one of these, or export with --k {k}"
+        )
+    source = manifest.model.first_source
+    if source is not None and k > source:  # of bundles that an earlier vtx made
+        raise RequestError(
+            f"K = {k}: layers that read the keys and values of layer {source} would still see the image there; use "
+            "a lower K, or none"
+        )
+    return int(k)  # it may be numpy's
+
+
+def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
+    """What leaves before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
+    if not rest:
+        return Withdraw(k)
+    if isinstance(rest, float) and rest == 1:
+        return Full()
+    withdrawal = WithdrawToRest(k, rest)
+    if lacking := _lacking(withdrawal.needs(), manifest, dialect):
+        why = unscored(manifest.model, k - 1)
+        cure = f"{why}; use another K, or leave the rest out" if why else "export it again with this vtx"
+        raise RequestError(f"at K = {k} this bundle cannot keep a rest: it lacks {lacking}; {cure}")
+    return withdrawal
 
 
 def check_depth(reductions: Sequence[Reduction], layers: int) -> None:

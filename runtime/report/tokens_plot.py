@@ -43,8 +43,11 @@ def check_shown(policy: Policy, pictures: Sequence[PreparedImage], settings: Ima
         raise RequestError(
             "--show-tokens draws a square of patches, and this model's images have any shape; leave it out"
         )
-    if not policy.reductions:
-        raise RequestError("--show-tokens has nothing to show without a reduction; add --reduce, e.g. --reduce fastv")
+    if not policy.reductions and policy.rest_cut is None:
+        raise RequestError(
+            "--show-tokens has nothing to show without a reduction or a rest; add --reduce, e.g. --reduce fastv, or "
+            "--rest, e.g. --rest 10%"
+        )
 
 
 def draw_tokens(

@@ -83,7 +83,7 @@ class PrefixCaches:
         if self.continues and not self.two_way and not self.stateful:
             prefix = prefix.after(self.prefix)
         self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
-        self.prefix, self.continues = prefix, False
+        self.prefix, self.continues, self._holding = prefix, False, set()
 
     def begin(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
         """Begin with another prefix, which the next one continues, and its K and V by layer in the first stages.
@@ -180,11 +180,12 @@ class PrefixCaches:
                 cache.write(saved.dropped, saved.kv, length=prefix.size)
             self.prefix = replace(prefix, saved_kv=())
         cuts = policy.partial_cuts
-        self._holding = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
+        wanted = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
+        self._holding |= wanted  # a caller that goes back to an earlier K finds them
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
-        if self.prefix.common and (self._holding or len(self.prefix.begun) < self._exit):
+        if self.prefix.common and (wanted or len(self.prefix.begun) < self._exit):
             self.prefix = self.prefix.whole_from(int(np.argmax(self.prefix.is_vision)))
-        missing = [number for number in self._holding if not self.prefix.held(number)]
+        missing = [number for number in wanted if not self.prefix.held(number)]
         if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
             missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
             self._text_only = False  # a caller that changes K once may do so again
@@ -200,13 +201,14 @@ class PrefixCaches:
         prefix = self.prefix_in(number)
         return PrefixSlots(prefix.present, prefix.size, prefix.next_position)
 
-    def run(self, number: int, suffix: TokenStates, *, query: bool = False) -> HiddenStates:
+    def run(self, number: int, suffix: TokenStates, *, query: bool = False, alone: bool = False) -> HiddenStates:
         """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
 
         Of the prompt only its last token runs through a stage that keeps nothing: no other token reads the rest of it.
 
-        Both go in one run, which reads the weights once; but not with a long suffix, nor with one whose `query` is kept
-        for `StageCache.attention`. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
+        Both go in one run, which reads the weights once; but not with a long suffix, nor with one that is to be `alone`
+        in `StageCache.attention`, for which `query` keeps its queries; of image tokens that see each other it always
+        is. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
         """
         prefix = self.prefix_in(number)
         if not self.keeping[number]:  # only the last token's hidden state is read
@@ -237,7 +239,8 @@ class PrefixCaches:
         leaves = whole and number + 1 == self._exit and number + 1 not in self._holding
         if cache.selects_outputs and self._text_only and leaves:
             kept = np.flatnonzero(~prefix.is_vision[start:])
-        together = self.two_way or (not query and len(suffix) <= QUESTION_ROWS)
+        alone = query and (alone or self._groups)
+        together = self.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
         hidden, ran = tokens.hidden, suffix.hidden[:0]
         if len(tokens):  # all of it may be in the cache
@@ -247,7 +250,8 @@ class PrefixCaches:
             places = following[: len(behind)]
             if positions.ndim > 1:  # text has one time, row and column
                 places = places[:, None].repeat(positions.shape[1], 1)
-            both = cache.append(tokens.then(behind), np.concatenate([positions, places]), outputs=kept)
+            queried = query and together
+            both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=queried, outputs=kept)
             hidden, ran = both[:own].copy(), both[own:]
         deeper = prefix.deeper(hidden, hold=number in self._holding)
         if whole:
@@ -303,8 +307,8 @@ class PrefixCaches:
             total, most = self.cache(stage).attention(last_only=last_only)
             if not (np.isfinite(total).all() and np.isfinite(most).all()):
                 raise BundleError(
-                    f"the attention of layer {self.stages[stage].last} is not a number; use --reduce none, or export "
-                    "at fp32"
+                    f"the attention of layer {self.stages[stage].last} is not a number; use --reduce none and no "
+                    "--rest, or export at fp32"
                 )
             return total[slots], most[slots]
 

@@ -43,7 +43,7 @@ class ReductionReport:
 
 
 def reduced(policy: Policy, done: PrefillResult) -> ReductionReport:
-    """The report of a prefill under `policy`, which has reductions."""
+    """The report of a prefill under `policy`, which has reductions or a K with a rest."""
     entered = Cut(1, tuple(part.name for part in policy.reductions if part.entry()), np.ones(done.vision_tokens, bool))
     merged = np.concatenate([np.zeros(0, bool), *(image.merged for image in done.images)])
     keys = np.zeros(done.vision_tokens, bool)
@@ -55,7 +55,7 @@ def reduced(policy: Policy, done: PrefillResult) -> ReductionReport:
     if not done.vision_tokens:
         names = " and ".join(part.name for part in policy.reductions)
         notes.append(f"the prompt has no image: {names} had nothing to leave out")
-    elif (k := done.k) is not None:
+    elif (k := done.k) is not None and not done.rest:
         for part in policy.reductions:
             by = done.cuts[-1].by
             idle = [str(cut) for cut in part.needs().cuts if cut > k or (cut == k and part.name not in by)]

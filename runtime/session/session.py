@@ -58,7 +58,8 @@ class PrefillResult:
     """The outcome of a prefill. Per-layer lists start with layer 1; `slots` count right after the prompt, 0 in layers
     without K and V.
 
-    `k` is the first layer without image tokens, None if some stayed. `images` are the image tokens that entered,
+    `k` is the first layer without image tokens, but for a `rest` of them that stayed there; None if none left by K.
+    `images` are the image tokens that entered,
     `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
     `reused_tokens`: tokens of the prompt that they served; the prefix counts if no image token was run, or the part of
     it that an earlier prefix has in common with it.
@@ -76,6 +77,7 @@ class PrefillResult:
     images: tuple[Patches, ...] = ()
     cuts: tuple[Cut, ...] = ()
     selection: Selection | None = None
+    rest: int = 0
 
 
 def common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
@@ -170,9 +172,9 @@ class Session:
         """Run a prompt and return the logits [vocab] at its last token.
 
         The prefix's slots are reused if it is the same as before. The policy is asked anew, unless the prompt
-        continues `after` a question: then the image tokens that stay are those of that question, and the suffix's
-        slots are reused as far as the ids agree. If another question has been answered since, `after` is run again
-        first. `check` is called before every image and stage and may raise, to stop there.
+        continues `after` a question, and K leaves no rest: then the image tokens that stay are those of that question,
+        and the suffix's slots are reused as far as the ids agree. If another question has been answered since, `after`
+        is run again first. `check` is called before every image and stage and may raise, to stop there.
 
         Raises ContextError: the prompt and one new token do not fit; RequestError: there is no text after the last
         image; BundleError: a gate or an attention gives what is not a number.
@@ -203,7 +205,7 @@ class Session:
                 self.caches.enter(prompt, key, check)
                 self._suffix, self.selection = [], None
             agreed = 0  # tokens of the suffix that the caches hold
-            if after is None or not after.leads_to(key, policy, suffix):
+            if after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
                 self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
             else:
                 cached = after == self.selection
@@ -384,7 +386,7 @@ class Session:
         tokens = caches.embed_text(ids, of_prompt=True)
         waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
         for number, stage in enumerate(self._stages):
-            if number and self._sees_image(number - 1):
+            if number and self._image_count(number - 1):
                 removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
                 if removal is not None:
                     present = caches.remove(number, removal).present
@@ -398,8 +400,9 @@ class Session:
                 self._check()
                 tokens = tokens.after(caches.run(earlier, tokens))
             waits = False
-            query = stage.query and stage.last in needs.queries and self._sees_image(number)
-            tokens = tokens.after(caches.run(number, tokens, query=query))
+            readers = policy.readers(stage.last, self._image_count(number))
+            alone = not all(part.last_query for part in readers)
+            tokens = tokens.after(caches.run(number, tokens, query=bool(readers), alone=alone))
         if survivors is not None and needs.shrinks is not None:
             shrinking = [n for n, s in enumerate(self._stages) if s.first >= needs.shrinks]
             self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
@@ -411,15 +414,24 @@ class Session:
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
 
-    def _sees_image(self, number: int) -> bool:
-        """True if the suffix sees an image token in stage `number`."""
-        return bool((self._layouts[number].present & self.caches.prefix.is_vision).any())
+    def _rest_cut(self) -> Cut | None:
+        """The cut at K behind which a rest of the image goes on, if there is one."""
+        assert self.selection is not None
+        layer = self.selection.policy.rest_cut
+        return next((cut for cut in self._cuts if cut.layer == layer and cut.kept.any()), None)
+
+    def _image_count(self, number: int) -> int:
+        """The number of image tokens that the suffix sees in stage `number`."""
+        return int((self._layouts[number].present & self.caches.prefix.is_vision).sum())
 
     def _result(self, logits: NDArray[np.float32], reused: bool, reused_suffix: int) -> PrefillResult:
         """`reused`: the prefix was known; `reused_suffix`: tokens of the suffix that the caches held."""
         prefix, stages, first_run = self.caches.prefix, self._stages, self._reused_stages
-        kept = [int((layout.present & prefix.is_vision).sum()) for layout in self._layouts]
+        kept = [self._image_count(number) for number in range(len(stages))]
         exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
+        k, rest = None if exit_stage is None else stages[exit_stage].first, self._rest_cut()
+        if rest is not None:
+            k = rest.layer
         image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
         slots, vision_kept = list[int](), list[int]()
         for number, stage in enumerate(stages):
@@ -428,7 +440,7 @@ class Session:
             vision_kept += [kept[number]] * stage.layers
         return PrefillResult(
             logits=logits,
-            k=None if exit_stage is None else stages[exit_stage].first,
+            k=k,
             reused_image=reused,
             reused_layers=stages[first_run - 1].last if reused and first_run else 0,
             reused_tokens=reused_suffix + (prefix.size if reused and not image_ran else 0 if reused else prefix.common),
@@ -438,4 +450,5 @@ class Session:
             images=prefix.images,
             cuts=tuple(self._cuts),
             selection=self.selection,
+            rest=0 if rest is None else int(rest.kept.sum()),
         )

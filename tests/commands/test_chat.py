@@ -59,12 +59,25 @@ def test_another_image_and_another_k_begin_anew(bundle: Path, images: list[str])
     assert done.stdout == f"{first}\n{second}\n{third}\n"
 
 
+def test_a_rest_begins_anew_and_each_turn_chooses_it(bundle: Path, images: list[str]) -> None:
+    model = vtx.load(bundle, device="cpu")
+    chats = [(None, ["red?"]), ("40%", ["red?", "and blue?"]), (None, ["red?"])]
+    wanted = list[str]()
+    for rest, questions in chats:
+        chat = model.open(images[0]).chat()
+        wanted += [chat.ask(question, OPTIONS, rest=rest).text for question in questions]
+    done = typed(bundle, images[0], "red?", "/rest 40%", "red?", "and blue?", "/stats", "/rest none", "red?")
+    assert done.stdout == "".join(f"{text}\n" for text in wanted)
+    assert "with a rest of 7," in done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/k 7", "K = 7"),
         ("/k many", "is not a number"),
         ("/reduce nothing", "nothing"),
+        ("/rest 110%", "at most 100%"),
         ("/image nowhere.png", "nowhere.png"),
         ("/dance", "there is no /dance"),
         ("/stats", "no question was answered yet"),

@@ -53,6 +53,10 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     assert re.search(r"memory,\s[\d.]+ (s|min)\n", compared[0])
     (made,) = tmp_path.glob("vtx-*")
     assert made.name == f"vtx-{tiny_checkpoint().name}-k3-fp16"
+    caution = "; for quoted text measure first: vtx-calibrate, or keep a rest: --rest 10%"
+    assert " ".join(result.stderr.split()).endswith(caution)
+    plain = invoke("export", "--model", tiny_checkpoint(), "--precision", "fp16")
+    assert "quoted text" not in " ".join(plain.stderr.split())
 
 
 def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Make, tmp_path: Path) -> None:

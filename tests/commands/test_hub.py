@@ -96,6 +96,7 @@ def test_a_model_is_fetched_and_exported_once_and_then_found_without_the_hub(
     first = ask(image)
     assert "fetching and exporting" in first.stderr
     assert answered(first)["bundle"] == str(bundles / NAME)
+    assert answered(first)["k"] is None, "without a card a model runs in full"
     assert hub.served(WEIGHTS) == [None]
     hub.requests.clear()
     second = ask(image)

@@ -78,6 +78,7 @@ class AskOptions(c.Structure):
         ("about", c.c_char_p),
         ("guide_kind", c.c_char_p),
         ("guide", c.c_char_p),
+        ("rest", c.c_char_p),
     )
 
 
@@ -238,8 +239,10 @@ class Frames:
         images, text = images_of(self.library, arrays), None if system is None else system.encode()
         loaded.check(self.library.vtx_open(loaded.handle, images, len(images), text, c.byref(self.handle)))
 
-    def ask(self, question: str, **fields: Any) -> dict[str, Any]:
-        return self.loaded.answer(self.library.vtx_ask, self.handle, question, options_of(self.library, **fields))
+    def ask(self, question: str, *, turn: bool = False, **fields: Any) -> dict[str, Any]:
+        """The answer to a question, or to the next turn of the chat."""
+        call = self.library.vtx_chat if turn else self.library.vtx_ask
+        return self.loaded.answer(call, self.handle, question, options_of(self.library, **fields))
 
     def replace(self, arrays: Sequence[Shown], near: float = 0.0) -> bool:
         replaced, images = c.c_int32(-1), images_of(self.library, arrays)

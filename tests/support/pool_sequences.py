@@ -12,18 +12,18 @@ from PIL import Image
 
 from tests.support.sequences import (
     CHATS,
-    OPTIONS,
     QUESTIONS,
     Fresh,
     NotedSampling,
     Setting,
     noted,
+    options_of,
     same_answer,
 )
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
-from vtx.runtime.api.options import Options, Settings
+from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.batching import Batching
@@ -133,13 +133,13 @@ class PoolSequences:
                     running.append(one)
 
     def _begin(self, pool: ConversationPool, request: Request, asked: tuple[int, ...]) -> Running:
-        images, (k, reduce) = self._prepared[request.images], self.settings[request.setting]
+        images, setting = self._prepared[request.images], self.settings[request.setting]
         messages, sampling = self._messages(request.images, request.setting, asked), NotedSampling()
         ids = self.model.loaded.prompt_ids(messages, images)
         former = () if request.instead_of is None else self._prepared[request.instead_of]
         conversation = pool.lease(images, ids, instead_of=former) if request.reuse else pool.lease_unshared(images)
         stream = conversation.stream_messages(
-            messages, Settings(k, replace(OPTIONS, sampling=sampling), reduce), resume=True
+            messages, Settings(setting[0], options_of(setting, sampling), setting[1]), resume=True
         )
         return Running(request, asked, conversation, stream, sampling)
 
@@ -183,9 +183,9 @@ class PoolSequences:
     def _fresh_answer(self, images: int, setting: int, asked: tuple[int, ...]) -> Fresh:
         known = images, setting, asked
         if known not in self._fresh:
-            k, reduce = self.settings[setting]
+            k, reduce = self.settings[setting][:2]
             messages, sampling = self._messages(images, setting, asked), NotedSampling()
-            options = Options(OPTIONS.max_new_tokens, ignore_eos=True, sampling=sampling)
+            options = replace(options_of(self.settings[setting], sampling), timeout=None)
             pictures: tuple[PreparedImage, ...] = self._prepared[images]
             with Conversation(self.alone.loaded, pictures) as conversation:
                 answer = conversation.stream_messages(messages, Settings(k, options, reduce)).read()

@@ -27,7 +27,11 @@ QUESTIONS = ("red?", "Where is the red star?", "Where is the blue circle in it?"
 CHATS = 3  # of one conversation, at most
 DRAFTS = (0, 0, 3, 8)  # tokens of a draft that prompt lookup may make
 CALLS = 16  # of a short answer, at most, to stages and the head
-Setting = tuple[int | str | None, str]  # K and reductions
+Setting = tuple[int | str | None, str] | tuple[int | str | None, str, str]  # K, reductions and maybe a rest
+
+
+def options_of(setting: Setting, sampling: Sampling) -> Options:
+    return replace(OPTIONS, sampling=sampling, rest=setting[2] if len(setting) == 3 else None)
 
 
 @dataclass(frozen=True)
@@ -172,11 +176,11 @@ class Sequences:
                 chats = {which: chat for which, chat in chats.items() if which[0] != via}
                 self.counts["replaced"] += 1
             if step.chat is not None:
-                k, reduce = self.settings[setting]
+                k, reduce = self.settings[setting][:2]
                 new = conversations[via].chat(k, reduce=reduce), setting, list[int]()
                 chat, setting, before = chats.setdefault((via, step.chat), new)
             sampling = NotedSampling()
-            options = replace(OPTIONS, sampling=sampling, prompt_lookup=step.lookup)
+            options = replace(options_of(self.settings[setting], sampling), prompt_lookup=step.lookup)
             stream = self._stream(conversations[via], chat, step, options)
             answer = self._read(stream, step.end)
             left.append(stream)  # held, so that nothing ends it but the next question
@@ -194,7 +198,7 @@ class Sequences:
     def _stream(self, conversation: Conversation, chat: Chat | None, step: Step, options: Options) -> AnswerStream:
         if chat is not None:
             return chat.stream(QUESTIONS[step.question], options)
-        k, reduce = self.settings[step.setting]
+        k, reduce = self.settings[step.setting][:2]
         return conversation.stream(QUESTIONS[step.question], k, options, reduce=reduce)
 
     def _read(self, stream: AnswerStream, end: End | None) -> Answer | None:
@@ -220,11 +224,11 @@ class Sequences:
         """The answer to the last question of a chat that nothing else came between; one question is an `ask`."""
         known = images, setting, questions
         if known not in self._fresh:
-            k, reduce = self.settings[setting]
+            k, reduce = self.settings[setting][:2]
             chat = self.model.open(list(self.images[images])).chat(k, reduce=reduce)
             for question in questions:
                 sampling = NotedSampling()
-                answer = chat.ask(QUESTIONS[question], replace(OPTIONS, sampling=sampling))
+                answer = chat.ask(QUESTIONS[question], options_of(self.settings[setting], sampling))
             self._fresh[known] = answer, sampling.logits
         return self._fresh[known]
 
@@ -238,7 +242,7 @@ def same_answer(
     assert answer.stats.vision_tokens_kept == wanted.stats.vision_tokens_kept
     assert answer.stats.kv_slots == wanted.stats.kv_slots
     assert answer.stats.reduced == wanted.stats.reduced
-    assert answer.stats.k == wanted.stats.k
+    assert (answer.stats.k, answer.stats.rest) == (wanted.stats.k, wanted.stats.rest)
     np.testing.assert_allclose(logits, wanted_logits, atol=tolerance, rtol=0)
 
 

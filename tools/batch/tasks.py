@@ -18,7 +18,7 @@ from vtx.tools.data.items import MAX_FILE, MAX_LINE, Item, named_files, parse_li
 
 OWN = (  # settings that a line may have
     "system", "k", "reduce", "about", "schema", "choices", "regex", "grammar", "max_new_tokens", "ignore_eos", "stop",
-    "gate_threshold", "logprobs", "top_logprobs",
+    "gate_threshold", "rest", "logprobs", "top_logprobs",
     *(setting.name for setting in fields(Sampling) if setting.name != "logit_bias"),
 )  # fmt: skip
 FIELDS = ("question", "image", "video", "id", *OWN)

@@ -16,15 +16,22 @@ RANDOM = "random:keep=0.25", "random:keep=0.5"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A withdrawal (`k`), reductions before it (`reduce`, a canonical spec), both, or neither."""
+    """A withdrawal (`k`) to a `rest`, reductions before it (`reduce`, a canonical spec), both, or neither."""
 
     k: K
     reduce: str = NONE
+    rest: str | None = None
 
     @property
     def name(self) -> str:
         depth = [] if self.k is None else ["gates" if self.k == "auto" else f"K = {self.k}"]
+        depth += [] if self.rest is None else [f"rest {self.rest}"]
         return " + ".join([*map(short, parse(self.reduce)), *depth]) or NONE
+
+    @property
+    def key(self) -> str:
+        """Its settings, as journals of answers have them."""
+        return f"k={self.k} reduce={self.reduce}" + ("" if self.rest is None else f" rest={self.rest}")
 
     @property
     def kind(self) -> str:

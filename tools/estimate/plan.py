@@ -18,6 +18,7 @@ from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.host.profiles import Figure, Profile
 from vtx.runtime.policies.base import Reduction
 from vtx.runtime.policies.make import check_depth, check_layout, check_patches
+from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.layouts.native import Native
@@ -219,9 +220,13 @@ class PrecisionCost:
 
 @dataclass(frozen=True, slots=True)
 class DepthCost:
-    """Cost at one K (None: no withdrawal): arithmetic of the prompt in FLOPs and as a share of K = none's."""
+    """Cost at one K (None: no withdrawal): arithmetic of the prompt in FLOPs and as a share of K = none's.
+
+    `rest`: image tokens that stay from K on.
+    """
 
     k: int | None
+    rest: int
     full_layers: int
     calflops: int
     calflops_ratio: float
@@ -284,9 +289,9 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 def make_plan(
     model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
     profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
-    engine: EngineCost | None = None, reductions: Sequence[Reduction] = (),
+    engine: EngineCost | None = None, reductions: Sequence[Reduction] = (), rest: Rest = 0,
 ) -> CostPlan:  # fmt: skip
-    """The cost of `model`. `ks` empty: no withdrawal and a spread of K.
+    """The cost of `model`. `ks` empty: no withdrawal and a spread of K; `rest`: image tokens that stay from K on.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
     onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
@@ -312,7 +317,10 @@ def make_plan(
                 f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
                 f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
             )
-        withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
+        withdrawn, stays = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision), 0
+        if k is not None:
+            stays = WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
+            withdrawn = (*withdrawn[: k - 1], *(count + stays for count in withdrawn[k - 1 :]))
         slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))
         vision = [count - workload.text for count in slots]
         slots = flops.with_exit(size, slots)
@@ -320,7 +328,8 @@ def make_plan(
         total = flops.total_flops(size, slots, model.vision, views) + again
         depths.append(
             DepthCost(
-                k=k, full_layers=size.layers if k is None else k - 1, calflops=round(flops.calflops(size, slots)),
+                k=k, rest=stays, full_layers=size.layers if k is None else k - 1,
+                calflops=round(flops.calflops(size, slots)),
                 calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
                 total_ratio=total / whole,
                 kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),

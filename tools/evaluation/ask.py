@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from vtx.runtime.api.options import Options, Settings
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
+from vtx.runtime.policies.make import read_rest
 from vtx.runtime.prompt.guiding import Guide
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
@@ -96,16 +98,26 @@ class Asked:
     skipped: tuple[str, ...]
 
 
-def make_methods(ks: Sequence[int | str | None], reduces: Sequence[str]) -> tuple[Method, ...]:
-    """Each K with each reduction, K first; "none" is neither."""
+def make_methods(
+    ks: Sequence[int | str | None], reduces: Sequence[str], rests: Sequence[str] = ()
+) -> tuple[Method, ...]:
+    """Each K with each reduction, K first; "none" is neither. Each numbered K without a rest, and with each of `rests`.
+
+    Raises RequestError: what is no rest, or no reduction.
+    """
+    for rest in rests:
+        read_rest(rest)
     specs = [NONE if spec == NONE else to_spec(parse(spec)) for spec in reduces]
-    return tuple(dict.fromkeys(Method(k, spec) for spec in specs for k in ks))
+    methods = list[Method]()
+    for spec, k in product(specs, ks):
+        methods += [Method(k, spec), *(Method(k, spec, rest) for rest in rests if isinstance(k, int))]
+    return tuple(dict.fromkeys(methods))
 
 
 def check_methods(model: Model, methods: Sequence[Method]) -> None:
     """Raise RequestError for a method that the bundle was not exported for."""
     for method in methods:
-        model.loaded.policy(method.k, None, method.reduce)
+        model.loaded.policy(method.k, Options(rest=method.rest), method.reduce)
 
 
 def ask_all(
@@ -128,7 +140,7 @@ def ask_all(
     timed = 0 if by.alone is None else timed
     step = -(-len(questions) // timed) if timed else len(questions) + 1
     with ResultJournal(journal, identity) as held:
-        keys = [[f"{q.digest()} k={m.k} reduce={m.reduce}" for m in methods] for q in questions]
+        keys = [[f"{question.digest()} {method.key}" for method in methods] for question in questions]
 
         def missing(n: int) -> dict[Method, str]:
             """The methods by which question `n` has yet to be asked, each with its key."""
@@ -183,7 +195,7 @@ def ask_all(
 def _settings(model: Model, question: TaskQuestion, method: Method, options: Options) -> Settings:
     entries = model.loaded.policy(method.k, None, method.reduce).entries
     about = question.about if any(entry.uses_question for entry in entries) else None
-    return Settings(method.k, replace(options, about=about), method.reduce)
+    return Settings(method.k, replace(options, about=about, rest=method.rest), method.reduce)
 
 
 def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> CostedAnswer:

@@ -137,9 +137,9 @@ class OpenvinoStageCache(SlotCounter):
 
         So do tokens that see another number of slots in layers that slide. Tokens of a group go in one.
         """
-        if self.positions is None and (query or len(tokens) <= (self._context.most_rows or len(tokens))):
+        if self.positions is None and len(tokens) <= (self._context.most_rows or len(tokens)):
             return super().append(tokens, positions, query=query, outputs=outputs)
-        most, runs, first = None if query else self._context.most_rows, list[tuple[int, int]](), 0
+        most, runs, first = self._context.most_rows, list[tuple[int, int]](), 0
         for end, window in self.windows(tokens, positions):
             runs += [(each, window) for each in run_ends(tokens, first, end, most)]
             first = end

@@ -138,13 +138,16 @@ class OrtCudaCache(OrtStageCache):
             self.make_room(self.length + len(tokens))
             if not isinstance(hidden, DeviceStates):
                 tokens = tokens.after(self.stage.states.joined([hidden]).as_states())
-            if query or self._context.model.two_way or len(tokens) <= PROMPT_RUN:
+            if self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
-            parts = list[HiddenStates]()
+            parts, queries = list[HiddenStates](), list[NDArray[np.float32]]()
             with nullcontext() if self.states is None else self.states.in_parts(self.length):
                 for start in range(0, len(tokens), PROMPT_RUN):
                     end = min(start + PROMPT_RUN, len(tokens))
-                    parts.append(super().append(tokens.part(start, end), positions[start:end]))
+                    parts.append(super().append(tokens.part(start, end), positions[start:end], query=query))
+                    queries.append(self.query)
+        if query:
+            self.query = np.concatenate(queries)
         joined = np.concatenate(parts)
         return joined if outputs is None else joined[outputs]
 

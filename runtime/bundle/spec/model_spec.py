@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, optional
@@ -117,6 +117,27 @@ class DeltaSpec:
     def memory(self) -> int:
         """Numbers of a layer's matrices from keys to values."""
         return self.value_heads * self.key_dim * self.value_dim
+
+
+class Attending(Protocol):
+    """What `unscored` reads of a decoder."""
+
+    @property
+    def two_way(self) -> str | None: ...
+
+    @property
+    def conv_layers(self) -> tuple[int, ...]: ...
+
+    def slides(self, layer: int) -> bool: ...
+
+
+def unscored(decoder: Attending, layer: int) -> str:
+    """The reason why the attention that a layer gives to image tokens cannot rank them; empty: it can."""
+    if decoder.two_way == "prompt":
+        return "the image tokens of this model also attend to the question"
+    if layer in decoder.conv_layers:
+        return f"layer {layer} of this model keeps a state in place of attention"
+    return f"layer {layer} of this model has a sliding window" if decoder.slides(layer) else ""
 
 
 class ByLayer:

@@ -15,7 +15,8 @@ them. Layers are numbered from 1, as K is.
                                                                 a finite number
     gate     hidden [tokens, hidden] of a question           -> odds [2] f32: stay, withdraw
 
-Inputs and outputs for reductions exist only in bundles that were exported for them:
+Inputs and outputs for reductions exist only in bundles that were exported for them, those for a rest before every K
+whose layer before it has attention over the whole prompt:
 
     stage    before a cut that scores tokens                 -> query [tokens, heads * head_dim] f32, the last layer's
                                                                 queries, rotated and not yet scaled

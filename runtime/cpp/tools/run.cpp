@@ -24,6 +24,8 @@ constexpr char kHelp[] =
     "Options:\n"
     "  --bundle DIR            Bundle directory [default: $VTX_BUNDLE].\n"
     "  --k N|auto|none         Prebuilt K [default: the bundle's].\n"
+    "  --rest N%|N             Image tokens that stay from K on, those that the question attends to most: a share of them,\n"
+    "                          e.g. 10%, or a number [default: the card's; without a card none].\n"
     "  --reduce SPEC|none      Token reduction, e.g. fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Select image tokens by this text instead of the question (cdpruner, dart:k=0).\n"
     "  --json-schema JSON      Constrain the answer to JSON of this schema.\n"
@@ -148,6 +150,8 @@ Arguments parse(int count, char** values) {
       out.bundle = next();
     else if (word == "--k")
       out.ask.k = next();
+    else if (word == "--rest")
+      out.ask.rest = next();
     else if (word == "--reduce")
       out.ask.reduce = next();
     else if (word == "--about")

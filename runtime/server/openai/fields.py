@@ -207,6 +207,7 @@ class ChatFields:
     guided_regex: str | None = optional(None)
     guided_grammar: str | None = optional(None)
     k: int | Literal["none", "auto", "default"] = optional("default")
+    rest: str | int | float | None = optional(None)
     reduce: str = optional("default")
     about: str | None = optional(None)
     gate_threshold: float | None = optional(None)

@@ -39,7 +39,7 @@ from vtx.runtime.vision.video import Video
 S = TypeVar("S", Options, Sampling)
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "min_p", "presence_penalty",
             "frequency_penalty", "logit_bias")  # fmt: skip
-OPTIONS = ("gate_threshold", "stop", "top_logprobs", "about", "priority")
+OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority")
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
             "encoding_format")  # fmt: skip
@@ -84,8 +84,8 @@ class ChatRequest:
 
     @property
     def adapts(self) -> bool:
-        """True if K and reductions may be chosen so that its deadline is kept: it names neither."""
-        return self.deadline is not None and self.k == self.reduce == DEFAULT
+        """True if K and reductions may be chosen so that its deadline is kept: it names none, and no rest."""
+        return self.deadline is not None and self.k == self.reduce == DEFAULT and self.options.rest is None
 
     def settings(self, number: int = 0) -> Settings:
         """The settings of its answer `number`; with a seed, that of each answer is one more."""

@@ -229,8 +229,9 @@ def test_a_stage_may_end_for_a_reduction_where_no_k_is(sound: dict[str, Any]) ->
 
 
 def test_queries_and_the_graph_that_scores_them_go_together(sound: dict[str, Any]) -> None:
-    assert "score graph" in refuse(put(sound, ("stages", 0, "query"), True))
-    assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), sound["rope"]))
+    unscored = put(put(sound, ("stages", 0, "query"), False), ("stages", 1, "query"), False)
+    assert "score graph" in refuse(unscored)
+    assert "score graph" in refuse(put(sound, ("dialects", "ort", "score"), None))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -34,10 +34,11 @@ DIALECTS = "ort", "plain"  # of the engines here
 SEQUENCES, OF_A_BUNDLE = int(GIVEN or 4), 100
 QUESTIONS = ("red?", "How many?", "red? no, blue?", "Where is the red star?")
 IMAGES = [random_image(4, (60, 60)), random_image(5, (90, 50)), random_image(6, (64, 64))]
-SAME = "token_ids", "k", "kv_slots", "vision_tokens_kept"
+SAME = "token_ids", "k", "rest", "kv_slots", "vision_tokens_kept"
 TOKENS = 4
+RESTS = (None, "10%", "2")
 Opened = Callable[[], AbstractContextManager["Ask"]]  # a new conversation of a loaded model
-Ask = Callable[[int, str, Any], dict[str, Any]]  # of the images of this number, a question at this K
+Ask = Callable[[int, str, Any, Any], dict[str, Any]]  # of the images of this number, a question at this K with a rest
 
 
 @contextmanager
@@ -48,9 +49,9 @@ def python(folder: Path, device: str) -> Iterator[Opened]:
         def opened() -> Iterator[Ask]:
             with model.open([IMAGES[0]]) as conversation:
 
-                def ask(image: int, question: str, k: Any) -> dict[str, Any]:
+                def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
                     conversation.replace([IMAGES[image]])
-                    return conversation.ask(question, k, max_new_tokens=TOKENS, ignore_eos=True).to_dict()
+                    return conversation.ask(question, k, rest=rest, max_new_tokens=TOKENS, ignore_eos=True).to_dict()
 
                 yield ask
 
@@ -65,9 +66,12 @@ def libvtx(folder: Path, device: str) -> Iterator[Opened]:
         def opened() -> Iterator[Ask]:
             with closing(Frames(loaded, [np.asarray(IMAGES[0])])) as frames:
 
-                def ask(image: int, question: str, k: Any) -> dict[str, Any]:
+                def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
                     frames.replace([np.asarray(IMAGES[image])])
-                    return frames.ask(question, k=str(k or "none").encode(), max_new_tokens=TOKENS, ignore_eos=1)
+                    fields = {} if rest is None else {"rest": rest.encode()}
+                    return frames.ask(
+                        question, k=str(k or "none").encode(), max_new_tokens=TOKENS, ignore_eos=1, **fields
+                    )
 
                 yield ask
 
@@ -80,9 +84,10 @@ def fresh(folder: Path, device: str) -> Iterator[Ask]:
     with load(folder, device=device, threads=1) as model:
 
         @cache
-        def ask(image: int, question: str, k: Any) -> dict[str, Any]:
+        def ask(image: int, question: str, k: Any, rest: Any) -> dict[str, Any]:
             with model.open([IMAGES[image]]) as conversation:
-                return conversation.ask(question, k, max_new_tokens=TOKENS, ignore_eos=True).to_dict()
+                answer = conversation.ask(question, k, rest=rest, max_new_tokens=TOKENS, ignore_eos=True)
+                return answer.to_dict()
 
         yield ask
 
@@ -96,13 +101,15 @@ def test_any_sequence_equals_fresh_answers(
     rng = random.Random(None if GIVEN else 7)
     for first in range(0, SEQUENCES, OF_A_BUNDLE):
         cuts = tuple(sorted(rng.sample(range(2, tiny.layers + 1), rng.randint(1, 4))))
-        folder = export(tiny_checkpoint(tiny), tmp_path / f"bundle-{first}", cuts, dialects=DIALECTS).folder
+        bundle = export(tiny_checkpoint(tiny), tmp_path / f"bundle-{first}", cuts, dialects=DIALECTS)
+        folder, scored = bundle.folder, {stage.last for stage in bundle.manifest.stages if stage.query}
         with fresh(folder, device) as alone, runtime(folder, device) as opened:
             for _ in range(min(OF_A_BUNDLE, SEQUENCES - first)):
-                steps = [
-                    (rng.randrange(len(IMAGES)), rng.choice(QUESTIONS), rng.choice((None, *cuts)))
-                    for _ in range(rng.randint(2, 5))
-                ]
+                steps = list[tuple[int, str, Any, Any]]()
+                for _ in range(rng.randint(2, 5)):
+                    k = rng.choice((None, *cuts))
+                    rest = rng.choice(RESTS) if k is not None and k - 1 in scored else None
+                    steps.append((rng.randrange(len(IMAGES)), rng.choice(QUESTIONS), k, rest))
                 with opened() as ask:
                     for number, step in enumerate(steps):
                         found, want = ask(*step), alone(*step)

@@ -126,6 +126,17 @@ def test_turns_that_are_sent_whole_are_exact_and_reuse_what_agrees(
         assert reused[2] > prompt // 2, "earlier turns are not run again"
 
 
+@pytest.mark.parametrize("rest", ["40%", 2, 0.3])
+def test_every_turn_chooses_its_rest(served: Served, local: Model, rest: Any) -> None:
+    messages = [user("describe the picture", random_image(7))]
+    for question in ("how many circle shapes?", "what is the colour?"):
+        completion = served.chat(asking(*messages, k=3, reduce="none", rest=rest)).json
+        wanted = expected(local, *messages, k=3, rest=rest)
+        assert facts(completion)["token_ids"] == list(wanted.token_ids)
+        assert facts(completion)["rest"] == wanted.stats.rest > 0
+        messages += [{"role": "assistant", "content": completion["choices"][0]["message"]["content"]}, user(question)]
+
+
 def test_image_tokens_are_chosen_by_the_text_of_a_field(served: Served, local: Model) -> None:
     fields = {"k": "none", "reduce": "cdpruner:keep=4"}
     by_question, by_field = (

@@ -58,6 +58,9 @@ def part(url: Any) -> dict[str, Any]:
         ({"k": "auto"}, 400, None, "needs gates"),
         ({"reduce": "nothing-such"}, 400, None, "nothing-such"),
         ({"gate_threshold": 2}, 400, "gate_threshold", "from 0 to 1"),
+        ({"rest": "110%"}, 400, "rest", "at most 100%"),
+        ({"rest": True}, 400, "rest", "rest is True"),
+        ({"k": "none", "rest": "10%"}, 400, None, "give K as a number"),
         ({"temperature": "hot"}, 400, "temperature", "temperature"),
         ({"top_p": 0}, 400, "top_p", "top-p is 0"),
         ({"seed": -1}, 400, "seed", "seed"),
@@ -198,7 +201,7 @@ def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: 
 def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, value: Any) -> None:
     names = ["model", "messages", "k", "reduce", "gate_threshold", "temperature", "top_p", "top_k", "seed", "stop",
              "stream", "logprobs", "top_logprobs", "max_tokens", "stream_options", "n", "repetition_penalty",
-             "ignore_eos", "reuse", "about"]  # fmt: skip
+             "ignore_eos", "reuse", "about", "rest"]  # fmt: skip
     bodies = [{**GOOD, name: value} for name in names]
     bodies += [
         asking({"role": "user", "content": value}),

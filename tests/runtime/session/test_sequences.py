@@ -57,6 +57,10 @@ SETTINGS: tuple[Setting, ...] = (
     (5, "pyramiddrop:layers=2/4,ratio=0.3,positions=renumber"),
     ("auto", "none"),
     ("auto", "fastv:k=3"),
+    (3, "none", "10%"),
+    (5, "none", "40%"),
+    (5, "fastv:k=3", "7"),
+    (5, "cdpruner:keep=20", "1"),
 )
 IMAGES = ([random_image(4)], [random_image(5)], [random_image(4), random_image(6, (40, 90))])
 SHAPES = ([random_image(4, (150, 60))], [random_image(5, (40, 90))], [random_image(6), random_image(7, (90, 50))], [])
@@ -95,7 +99,8 @@ def random_case(seed: int) -> Case:
     reductions += (f"pyramiddrop:layers={'/'.join(map(str, sorted(rng.sample(range(1, layers - 1), 2))))}",)
     if family is not SMOLVLM:  # whose tiles have text among them, so that no token leaves before the decoder
         reductions += tuple(f"{spec}:keep={KEPT}{more}" for spec, more in (("cdpruner", ""), ("dart", ",k=0")))
-    asked = tuple((k, spec) for k in (None, *ks) for spec in ("none", *reductions))
+    asked: tuple[Setting, ...] = tuple((k, spec) for k in (None, *ks) for spec in ("none", *reductions))
+    asked += tuple((k, "none", rest) for k in ks for rest in ("10%", "40%", "1"))
     return Case(tiny, ks, reductions, asked, SHAPES, seed)
 
 

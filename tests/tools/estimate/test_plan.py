@@ -65,6 +65,26 @@ def test_the_papers_example_comes_out_of_the_command() -> None:
     assert found["profile"] is found["estimate"] is None
 
 
+@pytest.mark.parametrize(("rest", "count"), [("10%", 58), ("57", 57), ("0%", 0), ("1000", 576)])
+def test_a_rest_stays_in_the_layers_from_k_on(rest: str, count: int) -> None:
+    words = ("--model", "llava-1.5-7b", "--sequence", "642", "--text", "66", "--k", "none,17")
+    full, rested = planned(*words, "--rest", rest)["depths"]
+    assert (full["rest"], rested["rest"]) == (0, count)
+    assert rested["kv_slots"] == [642] * 16 + [66 + count] * 16
+    assert rested["precisions"]["fp16"]["kv_bytes"] == (642 + 66 + count) * 16 * 16384
+    plain = planned(*words)["depths"]
+    assert plain[1]["total_flops"] + (count > 0) <= rested["total_flops"] <= full["total_flops"]
+    assert (rested["total_flops"] == full["total_flops"]) == (count == 576)
+    assert plain[0] == full
+
+
+def test_a_rest_counts_the_tokens_that_a_reduction_left() -> None:
+    words = ("--model", "llava-1.5-7b", "--k", "17", "--reduce", "fastv:k=2,ratio=0.5", "--rest", "10%")
+    [depth] = planned(*words)["depths"]
+    assert depth["rest"] == 29
+    assert depth["kv_slots"] == [640] * 2 + [64 + 288] * 14 + [64 + 29] * 16
+
+
 def test_without_k_there_is_a_row_for_none_and_a_spread() -> None:
     found = planned("--model", "llava-1.5-7b")
     assert [depth["k"] for depth in found["depths"]] == [None, 29, 25, 21, 17, 13, 9, 5]
@@ -128,6 +148,7 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
         ),
         (["--model", "vila-7b", "--profile", "toaster"], "no profile is called 'toaster'; there are agx-orin-32,"),
         (["--model", "vila-7b", "--k", "33"], "K = 33 is outside 2..32"),
+        (["--model", "vila-7b", "--rest", "110%"], "at most 100%"),
         (["--model", "vila-7b", "--k", "1"], "K = 1 is outside 2..32"),
         (["--model", "vila-7b", "--text", "0"], "0 text"),
         (["--model", "vila-7b", "--sequence", "10", "--text", "20"], "-10 vision"),
@@ -146,7 +167,13 @@ def test_bad_input_is_one_line_and_exit_1(words: list[str], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--model", "vila-7b", "--k", "many"], ["--model", "vila-7b", "--precision", "fp1"]]
+    "words",
+    [
+        [],
+        ["--model", "vila-7b", "--k", "many"],
+        ["--model", "vila-7b", "--precision", "fp1"],
+        ["--model", "vila-7b", "--k", "none", "--rest", "10%"],
+    ],
 )
 def test_wrong_usage_is_exit_2(words: list[str]) -> None:
     assert vtx_plan(*words).exit_code == 2

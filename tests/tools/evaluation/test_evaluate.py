@@ -195,6 +195,27 @@ def test_an_image_that_cannot_be_read_is_left_out_for_all_methods(model: Model, 
     assert len(report["task"]["skipped"]) == 1
 
 
+def test_each_rest_stands_beside_the_k_without_one(model: Model, data: Path) -> None:
+    report = run(model, data, "--k", "none,3", "--rest", "40%", "--rest", "2")
+    methods = {method["name"]: method for method in report["methods"]}
+    assert list(methods) == ["none", "K = 3", "K = 3 + rest 40%", "K = 3 + rest 2"]
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for rest in ("40%", "2"):
+        costs = list[int]()
+        for record in records:
+            with model.open(data.parent / record["image"]) as image:
+                costs.append(image.ask(record["question"], 3, rest=rest, max_new_tokens=TOKENS).stats.kv_bytes)
+        assert methods[f"K = 3 + rest {rest}"]["kv_bytes"] == sum(costs) / len(costs)
+    assert methods["K = 3"]["flops"] < methods["K = 3 + rest 2"]["flops"] < methods["none"]["flops"]
+
+
+def test_a_rest_without_a_numbered_k_is_refused(model: Model, data: Path) -> None:
+    for words in ([], ["--k", "none"]):
+        done = CliRunner().invoke(evaluate, ["exact", str(data), *words, "--rest", "10%"])
+        assert done.exit_code == 2
+        assert "name one or more with --k" in done.output
+
+
 def test_every_k_with_every_reduction_once() -> None:
     found = make_methods([None, 3, 3], ["none", "fastv:k=2,ratio=0.5"])
     assert [(method.k, method.reduce.partition(":")[0]) for method in found] == [

@@ -70,6 +70,7 @@ struct AskOptions {
   std::string guide_kind;  // the form of the answer, as in vtx.h
   std::optional<std::string> guide;
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
+  std::optional<std::string> rest;   // image tokens that stay from K on, "10%" or "57"
 };
 
 // An image or a video that is about to be opened; what lies in memory must live until then.
@@ -236,6 +237,7 @@ class Conversation {
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
     raw.guide_kind = text_of(options.guide_kind), raw.guide = options.guide ? text_of(*options.guide) : nullptr;
     raw.about = options.about ? text_of(*options.about) : nullptr;
+    raw.rest = options.rest ? text_of(*options.rest) : nullptr;
     std::vector<const char*> stop;
     for (const std::string& text : options.stop) stop.push_back(text_of(text));
     raw.stop = stop.data(), raw.stop_count = stop.size();

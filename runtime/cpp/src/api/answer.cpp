@@ -38,7 +38,7 @@ Json notes_of(const std::vector<MethodPtr>& parts, const PrefillResult& done) {
     notes.emplace_back("the prompt has no image: " + listed(names, " and ") + " had nothing to leave out");
     return notes;
   }
-  if (done.k == 0) return notes;
+  if (done.k == 0 || done.rest > 0) return notes;
   const std::vector<std::string>& last = done.cuts.back().by;
   for (const MethodPtr& part : parts) {
     std::string idle;
@@ -103,6 +103,7 @@ void Options::check() const {
     if (size_t at = first_invalid_utf8(text); at != std::string::npos)
       fail(Kind::request, "a stop string is not UTF-8 text (byte ", at, ")");
   }
+  if (rest) read_rest(*rest);
   if (about) {
     if (size_t at = first_invalid_utf8(*about); at != std::string::npos)
       fail(Kind::request, "about is not UTF-8 text (byte ", at, ")");
@@ -151,8 +152,9 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
       asked.push_back(Json::Object{{"k", d.k}, {"probability", d.probability}, {"ms", d.ms}});
     out.emplace_back("gate", asked);
   }
+  out.emplace_back("rest", done.rest);
   out.emplace_back("reduce", to_spec(reductions));
-  if (answer.prefill && !reductions.empty()) add_report(out, reductions, done);
+  if (answer.prefill && (!reductions.empty() || done.rest > 0)) add_report(out, reductions, done);
   if (m.text.seg_token_id) {
     Json::Array states;
     for (size_t i = 0; i < answer.seg_states.count(); ++i) {

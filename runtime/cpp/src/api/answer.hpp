@@ -28,6 +28,7 @@ struct Options {
   std::vector<std::string> stop;
   double timeout = 0;  // seconds from the question to the answer's end; 0: no limit
   OnToken on_token;
+  std::optional<std::string> rest;   // image tokens that stay from K on, "10%" or "57"; none: the default with that K
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
   std::optional<Guide> guide;        // the form that the answer is held to
 

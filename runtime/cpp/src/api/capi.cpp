@@ -150,6 +150,7 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   out.gate_threshold = o.gate_threshold, out.timeout = o.timeout;
   out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0;
   if (o.about) out.about = o.about;
+  if (o.rest) out.rest = o.rest;
   if (o.guide) out.guide = vtxcore::Guide{text_or(o.guide_kind, ""), o.guide};
   if (o.stop_count) require(o.stop, "stop");
   vtxcore::check_stop_count(o.stop_count);

@@ -64,7 +64,8 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     std::string reason = other ? "another device or arithmetic was asked for" : obstacle(bundle_, card->device, fitted);
     card_ = reason.empty() ? "used" : "ignored: " + reason;
     if (reason.empty())
-      device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce;
+      device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce,
+      default_rest_ = card->rest;
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
     if (reason.empty() && max_pixels == 0) max_pixels = card->max_pixels;
   }
@@ -250,10 +251,13 @@ GuidedAnswer Model::guided(const Guide& guide) const {
 Policy Model::policy(const Options& options, const std::vector<PreparedImage>& images) const {
   const Manifest& m = manifest();
   std::string k = options.k == "default" ? default_k_ : options.k;
+  std::optional<std::string> named = options.k == "default" && !options.rest ? default_rest_ : options.rest;
+  std::optional<Rest> rest;
+  if (named) rest = read_rest(*named);
   std::string reduce = options.reduce == "default" ? default_reduce_ : options.reduce;
   auto odds = [this](int64_t layer, const Rows& rows) { return backend_->gate(layer, rows); };
   auto norm = [this] { return read_final_norm(bundle_); };
-  Policy policy = make_policy(k, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
+  Policy policy = make_policy(k, rest, reduce, m, backend_->dialect, odds, options.gate_threshold, norm);
   for (const MethodPtr& part : policy.reductions())
     if (layout_->has_marks() && part->entry())
       fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",

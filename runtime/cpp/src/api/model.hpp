@@ -74,6 +74,7 @@ class Model {
   std::chrono::steady_clock::time_point start_;
   Bundle bundle_;
   std::string default_k_, default_reduce_, card_;
+  std::optional<std::string> default_rest_;  // goes with `default_k_`
   std::string fit_;
   LayoutPtr layout_;
   VideoLayoutPtr video_layout_;  // null: the model, or libvtx, takes no videos

@@ -16,6 +16,11 @@ std::string read_k(Fields& fields) {
   return fields.text("k");
 }
 
+std::optional<std::string> read_rest_of(Fields& fields) {
+  if (!fields.has("rest") || fields.get("rest").is_null()) return std::nullopt;
+  return fields.get("rest").integer() != nullptr ? std::to_string(fields.whole("rest")) : fields.text("rest");
+}
+
 }  // namespace
 
 std::optional<Card> read_card(const Bundle& bundle) {
@@ -37,7 +42,8 @@ std::optional<Card> read_card(const Bundle& bundle) {
               how.text("reduce"),
               read_k(how),
               how.whole_or_null("max_tiles", 1).value_or(0),
-              how.whole_or_null("max_pixels", 1).value_or(0)};
+              how.whole_or_null("max_pixels", 1).value_or(0),
+              read_rest_of(how)};
 }
 
 }  // namespace vtxcore

@@ -40,6 +40,33 @@ class Withdraw : public Method {
   int64_t k_;
 };
 
+// All but a rest leave before layer `k`: those that the prompt's last token attends to most in layer k - 1.
+class WithdrawToRest : public Method {
+ public:
+  WithdrawToRest(int64_t k, Rest rest) : k_(k), rest_(rest) {}
+  std::string name() const override { return "rest"; }
+  std::string spec() const override {
+    return cat("rest:k=", k_, rest_.is_share ? ",share=" : ",number=", python_repr(rest_.value));
+  }
+  bool whole() const override { return true; }
+  Needs needs() const override {
+    Needs needs;
+    needs.cuts = {k_};
+    needs.queries = {k_ - 1};
+    return needs;
+  }
+  std::optional<int64_t> last_query_keeps(int64_t count) const override {
+    return std::min(count, rest_.is_share ? share(rest_.value, count) : static_cast<int64_t>(rest_.value));
+  }
+  std::optional<Mask> keep_mask(const Boundary& boundary) const override {
+    return most_attended(boundary, *last_query_keeps(boundary.count()));
+  }
+
+ private:
+  int64_t k_;
+  Rest rest_;
+};
+
 class Gate : public Method {
  public:
   Gate(Odds odds, Ids ks, double threshold, std::shared_ptr<std::vector<Decision>> decisions)
@@ -140,9 +167,33 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
   }
 }
 
-// The policy that decides where the whole image leaves.
-MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, double threshold,
-                    std::shared_ptr<std::vector<Decision>>& decisions) {
+// The reason why the attention that a layer gives to image tokens cannot rank them; empty: it can.
+std::string unscored(const ModelSpec& model, int64_t layer) {
+  if (model.two_way == TwoWay::prompt) return "the image tokens of this model also attend to the question";
+  if (std::count(model.conv_layers.begin(), model.conv_layers.end(), layer) > 0)
+    return cat("layer ", layer, " of this model keeps a state in place of attention");
+  return model.slides(layer) ? cat("layer ", layer, " of this model has a sliding window") : "";
+}
+
+// What leaves before layer `k`.
+MethodPtr withdrawal(int64_t k, const std::optional<Rest>& rest, const Manifest& m, const std::string& dialect) {
+  if (!rest || rest->value == 0) return std::make_shared<Withdraw>(k);
+  if (rest->is_share && rest->value == 1) return std::make_shared<Full>();
+  auto out = std::make_shared<WithdrawToRest>(k, *rest);
+  if (std::string lack = lacking(out->needs(), m, dialect); !lack.empty()) {
+    std::string why = unscored(m.model, k - 1);
+    fail(Kind::request, "at K = ", k, " this bundle cannot keep a rest: it lacks ", lack, "; ",
+         why.empty() ? "export it again with this vtx" : why + "; use another K, or leave the rest out");
+  }
+  return out;
+}
+
+// The policy that decides where the whole image leaves, or all but a rest of it.
+MethodPtr make_exit(const std::string& k, const std::optional<Rest>& rest, const Manifest& m, const std::string& dialect,
+                    const Odds& odds, double threshold, std::shared_ptr<std::vector<Decision>>& decisions) {
+  if (rest && (k == "none" || k == "auto"))
+    fail(Kind::request, "a rest is what stays of the image from a prebuilt K on, and K is ", k,
+         "; give K as a number, or leave the rest out");
   if (k == "none") return std::make_shared<Full>();
   if (k == "auto") {
     if (m.gates.empty())
@@ -166,17 +217,35 @@ MethodPtr make_exit(const std::string& k, const Manifest& m, const Odds& odds, d
   if (!sources.empty() && number > sources.front())  // of bundles that an earlier vtx made
     fail(Kind::request, "K = ", number, ": layers that read the keys and values of layer ", sources.front(),
          " would still see the image there; use a lower K, or none");
-  return std::make_shared<Withdraw>(number);
+  return withdrawal(number, rest, m, dialect);
 }
 
 }  // namespace
 
-Policy make_policy(const std::string& k, const std::string& reduce, const Manifest& m, const std::string& dialect,
-                   const Odds& odds, double threshold, const std::function<Floats()>& final_norm) {
+Rest read_rest(const std::string& text) {
+  bool percent = !text.empty() && text.back() == '%';
+  std::string digits = text.substr(0, text.size() - (percent ? 1 : 0));
+  size_t point = digits.find('.');
+  auto is_number = [](const std::string& part) {
+    return !part.empty() && part.size() < 10 && part.find_first_not_of("0123456789") == std::string::npos;
+  };
+  bool sound = is_number(digits.substr(0, point));
+  if (point != std::string::npos) sound = sound && percent && is_number(digits.substr(point + 1));
+  double value = sound ? std::stod(digits) : -1;
+  if (percent) value /= 100;
+  if (!sound || (percent && value > 1))
+    fail(Kind::request, "rest is '", text.substr(0, 38), "'; it must be a share of the image tokens such as 10%, at most ",
+         "100%, or a number of them such as 57");
+  return {percent, value};
+}
+
+Policy make_policy(const std::string& k, const std::optional<Rest>& rest, const std::string& reduce, const Manifest& m,
+                   const std::string& dialect, const Odds& odds, double threshold,
+                   const std::function<Floats()>& final_norm) {
   Policy policy;
   std::vector<MethodPtr> reductions = parse_spec(reduce);
   check_provided(reductions, m, dialect);
-  policy.parts.push_back(make_exit(k, m, odds, threshold, policy.decisions));
+  policy.parts.push_back(make_exit(k, rest, m, dialect, odds, threshold, policy.decisions));
   policy.parts.insert(policy.parts.end(), reductions.begin(), reductions.end());
   if (policy.needs().final_norm) policy.final_norm = final_norm();
   return policy;

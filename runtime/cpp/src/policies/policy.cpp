@@ -14,6 +14,11 @@ std::string PromptText::key() const {
   return hash.hex();
 }
 
+std::optional<Mask> most_attended(const Boundary& boundary, int64_t count) {
+  if (count >= boundary.count()) return std::nullopt;
+  return highest(boundary.scores(true).first, count);
+}
+
 Needs Policy::needs() const {
   Needs all;
   for (const MethodPtr& part : parts) {
@@ -40,7 +45,24 @@ std::vector<MethodPtr> Policy::reductions() const {
 std::set<int64_t> Policy::token_cuts() const {
   std::set<int64_t> out;
   for (const MethodPtr& part : reductions()) out.merge(part->needs().cuts);
+  if (std::optional<int64_t> rest = rest_cut()) out.insert(*rest);
   return out;
+}
+
+std::optional<int64_t> Policy::rest_cut() const {
+  for (const MethodPtr& part : parts)
+    if (Needs needs = part->needs(); part->whole() && !needs.queries.empty()) return *needs.cuts.begin();
+  return std::nullopt;
+}
+
+std::pair<bool, bool> Policy::reads(int64_t layer, int64_t count) const {
+  bool any = false, more = false;
+  for (const MethodPtr& part : parts) {
+    if (part->needs().queries.count(layer) == 0) continue;
+    std::optional<int64_t> kept = part->last_query_keeps(count);
+    any |= kept != count, more |= !kept;
+  }
+  return {any, more};
 }
 
 std::optional<int64_t> Policy::exit() const {

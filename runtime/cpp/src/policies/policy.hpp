@@ -53,6 +53,9 @@ struct Boundary {
   int64_t count() const { return count_of(present); }
 };
 
+// The `count` image tokens that get most attention from the prompt's last token, mean over heads; none: all.
+std::optional<Mask> most_attended(const Boundary& boundary, int64_t count);
+
 // The part of a method that works on an image before it enters the decoder.
 class Entry {
  public:
@@ -68,7 +71,8 @@ class Entry {
   virtual std::optional<Ids> select(const ImageTokens&, const PromptText*) const { return std::nullopt; }
 };
 
-// A method that leaves out image tokens. At its cuts a `whole` one removes all or none.
+// A method that leaves out image tokens. At its cuts a `whole` one, a part of K and not of a spec, removes all or none, or
+// where it has queries all but some.
 class Method {
  public:
   virtual ~Method() = default;
@@ -77,6 +81,9 @@ class Method {
   virtual bool whole() const { return false; }
   virtual bool fixed() const { return false; }  // whether a whole one removes all whatever is asked
   virtual bool renumbers() const { return false; }
+  // How many of so many image tokens go on, of a method that of the attention reads only that of the prompt's last token, and
+  // none where that is all; none: of any other.
+  virtual std::optional<int64_t> last_query_keeps(int64_t) const { return std::nullopt; }
   virtual Needs needs() const { return {}; }
   virtual std::shared_ptr<const Entry> entry() const { return nullptr; }
   // Which tokens of the images it never drops; none: there are no such tokens.
@@ -111,6 +118,10 @@ struct Policy {
   std::set<int64_t> token_cuts() const;
   // The layer before which the whole image leaves whatever is asked; none if a question decides, or never.
   std::optional<int64_t> exit() const;
+  // The layer from which only a rest of the image goes on, which every prompt chooses anew; none without a rest.
+  std::optional<int64_t> rest_cut() const;
+  // Whether methods read the attention of `layer` where `count` image tokens are left, and of more than the last token.
+  std::pair<bool, bool> reads(int64_t layer, int64_t count) const;
   bool renumbers() const;
   std::vector<std::shared_ptr<const Entry>> entries() const;
   std::optional<Removal> ask(const Boundary& boundary) const;
@@ -119,10 +130,20 @@ struct Policy {
 
 using Odds = std::function<Floats(int64_t, const Rows&)>;
 
-// The policy that `k` ("none", "auto" or a number) and `reduce` (a spec) mean, checked against the bundle.
-// Throws Error(request).
-Policy make_policy(const std::string& k, const std::string& reduce, const Manifest& m, const std::string& dialect,
-                   const Odds& odds, double threshold, const std::function<Floats()>& final_norm);
+// Image tokens that stay from K on: a share of them, or a number.
+struct Rest {
+  bool is_share;
+  double value;
+};
+
+// The rest that "10%" or "57" means. Throws Error(request).
+Rest read_rest(const std::string& text);
+
+// The policy that `k` ("none", "auto" or a number), `rest` (none: no image token) and `reduce` (a spec) mean, checked against
+// the bundle. Throws Error(request).
+Policy make_policy(const std::string& k, const std::optional<Rest>& rest, const std::string& reduce, const Manifest& m,
+                   const std::string& dialect, const Odds& odds, double threshold,
+                   const std::function<Floats()>& final_norm);
 
 // The methods that a spec names, in the order in which they work; "none" names none. Throws Error(request).
 std::vector<MethodPtr> parse_spec(const std::string& text);

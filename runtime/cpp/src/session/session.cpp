@@ -103,7 +103,7 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
   Selection asked{prompt.prefix_key(whole_prompt()), policy.key(), suffix};
   reused_suffix_ = 0;
   bool continues =
-      after && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
+      after && !policy.rest_cut() && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
   if (!continues) return select(asked, policy);
   Selection before = *after;  // `after` may be what this session holds
   bool cached = selection_ && before == *selection_;
@@ -126,6 +126,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   selection_.reset();
   suffix_.clear();
   Needs needs = policy.needs();
+  rest_cut_ = policy.rest_cut();
   prepare(policy);
   first_pruned_ = stages_.size();
   cuts_.clear();
@@ -135,7 +136,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   std::optional<Mask> survivors;
   TokenStates here = embed(selection.ids, true);
   for (size_t number = 0; number < stages_.size(); ++number) {
-    if (number > 0 && sees_image(number - 1)) {
+    if (number > 0 && image_count(number - 1) > 0) {
       if (std::optional<Removal> removal = policy.ask(boundary(number, here, policy))) {
         const PrunedPrefix& pruned = remove(number, *removal);
         if (removal->shrinks) survivors = pruned.present;
@@ -144,7 +145,8 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
     check_();
     layouts_.push_back(layout(number));
     const StageSpec& stage = stages_[number];
-    here.hidden = run(number, here, stage.query && needs.queries.count(stage.last) > 0 && sees_image(number));
+    auto [query, alone] = policy.reads(stage.last, image_count(number));
+    here.hidden = run(number, here, query, alone);
   }
   if (survivors && needs.shrinks) shrink(*needs.shrinks, *survivors, selection.ids.size());
   if (policy.renumbers())  // as the released code decodes: each layer at its own cache's length
@@ -216,12 +218,12 @@ StageCache& Session::cache(size_t number) {
   return *reading_;
 }
 
-// Whether the suffix sees an image token in stage `number`.
-bool Session::sees_image(size_t number) const {
+// The number of image tokens that the suffix sees in stage `number`.
+int64_t Session::image_count(size_t number) const {
   const Mask& present = layouts_[number].present;
-  for (size_t i = 0; i < present.size(); ++i)
-    if (present[i] && prefix_.is_vision[i]) return true;
-  return false;
+  int64_t count = 0;
+  for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix_.is_vision[i];
+  return count;
 }
 
 // What a policy may know before stage `number`.
@@ -255,7 +257,7 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
       for (float value : *values)
         if (!std::isfinite(value))
           fail(Kind::bundle, "the attention of layer ", stages_[stage].last,
-               " is not a number; use --reduce none, or export at fp32");
+               " is not a number; use --reduce none and no --rest, or export at fp32");
     return Scores(take(total, image_slots), take(most, image_slots));
   };
   auto scores = [number, scores_of](bool last_only) { return scores_of(number - 1, last_only); };
@@ -339,6 +341,7 @@ void Session::replace_prefix(const Prompt& prompt) {
   pruned_prefix_.reset();
   prefix_ = std::move(prefix);
   continues_ = false;
+  holding_.clear();
 }
 
 void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches) {
@@ -389,11 +392,10 @@ void Session::prepare(const Policy& policy) {
   if (prefix_.common > 0 && (ranks || prefix_.begun.size() < exit_))
     prefix_.run_from(
         static_cast<size_t>(std::find(prefix_.is_vision.begin(), prefix_.is_vision.end(), 1) - prefix_.is_vision.begin()));
-  holding_.clear();
   size_t lacking = stages_.size();
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (cuts.count(stages_[number].first) == 0) continue;
-    holding_.insert(number);
+    holding_.insert(number);  // also for the questions to come, some of which go back to this K
     if (!prefix_.held(number)) lacking = std::min(lacking, number);
   }
   if (size_t depth = prefix_.depth(); depth < exit_ && !prefix_.held(depth)) {
@@ -410,9 +412,9 @@ PrefixSlots Session::layout(size_t number) const {
 }
 
 // Runs a suffix through stage `number`, and before it what continues of the prefix if it has yet to run: both in one run,
-// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept; always where the prefix sees
-// the suffix. The suffix's hidden states.
-Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
+// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept and that is to be `alone` there,
+// as it always is of image tokens that see each other; always where the prefix sees the suffix. The suffix's hidden states.
+Rows Session::run(size_t number, const TokenStates& suffix, bool query, bool alone) {
   if (!stages_[number].keeps()) {  // only the last token's hidden state is read
     const int64_t position = layout(number).position + static_cast<int64_t>(suffix.count()) - 1;
     return cache(number).append(last_of(suffix), text_positions(position, 1));
@@ -439,7 +441,8 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
     here.mark(slots.slots);
     Rows found(0, states.width), behind;
     if (count > 0) {  // all of it may be in the cache
-      bool joins = whole_prompt() || (!query && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
+      alone = query && (alone || m_.model.two_way == TwoWay::images);
+      bool joins = whole_prompt() || (!alone && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
       auto first = static_cast<std::ptrdiff_t>(start);
       Ids running = indices_of(slots.present);
       Positions positions = whole ? prefix_.positions : pruned->positions;
@@ -457,7 +460,7 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query) {
       Ids outputs = leaves ? indices_of(Mask(prefix_.is_vision.begin() + first, prefix_.is_vision.end()), false) : Ids();
       size_t own = leaves ? outputs.size() : count;
       for (size_t row = count; row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
-      found = here.append(both, positions, false, leaves ? &outputs : nullptr);
+      found = here.append(both, positions, query && joins, leaves ? &outputs : nullptr);
       behind = take(found, count_up(static_cast<int64_t>(own), found.count() - own));
       cut(found, own);
     }
@@ -533,9 +536,7 @@ PrefillResult Session::result(Floats logits, bool reused) {
   out.vision_tokens = count_of(prefix_.is_vision);
   Ids kept, slots;
   for (size_t number = 0; number < stages_.size(); ++number) {
-    int64_t count = 0;
-    const Mask& present = layouts_[number].present;
-    for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix_.is_vision[i];
+    int64_t count = image_count(number);
     kept.push_back(count);
     for (int64_t layer = stages_[number].first; layer <= stages_[number].last; ++layer) {
       const Ids& cached = stages_[number].cached;  // the others have no slots
@@ -543,10 +544,12 @@ PrefillResult Session::result(Floats logits, bool reused) {
     }
     if (count == 0 && out.vision_tokens > 0 && out.k == 0) out.k = stages_[number].first;
   }
+  for (const Cut& cut : cuts_)
+    if (cut.layer == rest_cut_ && count_of(cut.kept) > 0) out.k = cut.layer, out.rest = count_of(cut.kept);
   if (reused && reused_stages_ > 0) out.reused_layers = stages_[reused_stages_ - 1].last;
   bool ran = false;
   for (size_t number = reused_stages_; number < stages_.size(); ++number)
-    ran |= stages_[number].keeps() && sees_image(number);
+    ran |= stages_[number].keeps() && image_count(number) > 0;
   size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
   out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
   out.slots = slots;

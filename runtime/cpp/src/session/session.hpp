@@ -33,12 +33,12 @@ struct Cut {
   Mask kept;
 };
 
-// What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens, 0 where some
-// stayed; `reused_layers`: in layers 1 to this one no image token was run; `reused_tokens`: of the prompt that caches of an
+// What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens but for
+// a `rest` of them that stayed there, 0 where none left by K; `reused_layers`: in layers 1 to this one no image token was run; `reused_tokens`: of the prompt that caches of an
 // earlier question served: the prefix where no image token was run, or what it has in common with the one before.
 struct PrefillResult {
   Floats logits;
-  int64_t k = 0;
+  int64_t k = 0, rest = 0;
   bool reused_image = false;
   int64_t reused_layers = 0, reused_tokens = 0, vision_tokens = 0;
   Ids slots, vision_kept;
@@ -99,7 +99,7 @@ class Session {
   size_t held(size_t agreed);
   Step step(bool logits, int64_t token);
   TokenStates embed(const Ids& ids, bool of_prompt = false);
-  bool sees_image(size_t number) const;
+  int64_t image_count(size_t number) const;
   bool whole_prompt() const { return m_.model.two_way == TwoWay::prompt; }  // its tokens see each other both ways
   std::unique_ptr<StageCache> new_cache(size_t number, int64_t slots);
   Boundary boundary(size_t number, const TokenStates& suffix, const Policy& policy);
@@ -107,7 +107,7 @@ class Session {
   Prefix empty_prefix() const;
   void prepare(const Policy& policy);
   PrefixSlots layout(size_t number) const;
-  Rows run(size_t number, const TokenStates& suffix, bool query);
+  Rows run(size_t number, const TokenStates& suffix, bool query, bool alone = false);
   const PrunedPrefix& remove(size_t number, const Removal& removal);
   void shrink(int64_t from, const Mask& survivors, size_t suffix);
   PrefillResult result(Floats logits, bool reused);
@@ -132,6 +132,7 @@ class Session {
   size_t exit_ = 0;                            // the stage before which all image tokens leave for certain
   bool drops_unread_ = true;                   // whether hidden states that only another K would read are left out
   size_t reused_suffix_ = 0;                   // tokens of the last prefill's suffix that were cached
+  std::optional<int64_t> rest_cut_;            // of the policy that selected them
   size_t reused_stages_ = 0;                   // from the first on, in which the last prefill ran no image token
   std::vector<PrefixSlots> layouts_;
   std::vector<Cut> cuts_;

@@ -205,12 +205,12 @@ std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStat
 }
 
 // Many hidden states in runs of nearly the same size, which gives the same ones.
-std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens, const Positions& positions,
-                                                              bool query) const {
+std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens,
+                                                              const Positions& positions) const {
   std::vector<Run> out;
   size_t first = 0;
   for (const Run& run : windows(tokens, positions)) {
-    for (size_t end : run_ends(tokens, first, run.end, query ? 0 : context_.most_rows)) out.push_back({end, run.window});
+    for (size_t end : run_ends(tokens, first, run.end, context_.most_rows)) out.push_back({end, run.window});
     first = run.end;
   }
   return out;
@@ -248,7 +248,7 @@ Rows OpenvinoStageCache::run(const TokenStates& tokens, const Positions& positio
   Ids wanted = outputs ? *outputs : count_up(0, count);
   RopeRows rope = rope_rows(context_.rope, context_.manifest, positions);
   Rows out(wanted.size(), tokens.hidden.width);
-  const std::vector<Run> parts = runs(tokens, positions, query);
+  const std::vector<Run> parts = runs(tokens, positions);
   if (query) {
     const ModelSpec& model = context_.manifest.model;
     query_ = Rows(count, static_cast<size_t>(model.heads * model.heads_of(spec_.last)));

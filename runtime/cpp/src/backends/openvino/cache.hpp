@@ -57,7 +57,7 @@ class OpenvinoStageCache : public StageCache {
   // Runs of tokens that see the same number of slots in layers that slide, before they are cut to the number of one run.
   // Throws Error(request): the tokens of an image would have to go in several.
   std::vector<Run> windows(const TokenStates& tokens, const Positions& positions) const;
-  std::vector<Run> runs(const TokenStates& tokens, const Positions& positions, bool query) const;
+  std::vector<Run> runs(const TokenStates& tokens, const Positions& positions) const;
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
   // Runs `count` tokens over what is set, behind `before` others.
   void run_request(int64_t before, size_t count);

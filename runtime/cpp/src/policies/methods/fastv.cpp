@@ -10,11 +10,11 @@ namespace {
 class FastV : public Reduction {
  public:
   using Reduction::Reduction;
+  std::optional<int64_t> last_query_keeps(int64_t count) const override {
+    return count - static_cast<int64_t>(std::floor(rounded_to(options_.number("ratio") * static_cast<double>(count), 9)));
+  }
   std::optional<Mask> keep_mask(const Boundary& boundary) const override {
-    int64_t count = boundary.count();
-    auto leave = static_cast<int64_t>(std::floor(rounded_to(options_.number("ratio") * static_cast<double>(count), 9)));
-    if (leave == 0) return std::nullopt;
-    return highest(boundary.scores(true).first, count - leave);
+    return most_attended(boundary, *last_query_keeps(boundary.count()));
   }
 };
 
