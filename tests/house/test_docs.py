@@ -44,7 +44,9 @@ def test_a_page_can_be_read_in_one_go(page: Path) -> None:
     assert len(" ".join(line for line in text.splitlines() if not line.startswith("|")).split()) <= PROSE
 
 
-@pytest.mark.parametrize("script", ["reference/api.py", "reference/commands.py", "measurements/tables.py"])
+@pytest.mark.parametrize("script", [
+    "reference/api.py", "reference/commands.py", "reference/cpp.py", "reference/endpoints.py", "measurements/tables.py",
+])  # fmt: skip
 def test_generated_pages_are_as_the_code_and_the_results_are(script: str) -> None:
     for path, text in runpy.run_path(str(ROOT / "docs" / script))["pages"]().items():
         assert path.read_text(encoding="utf-8") == text, f"run: python docs/{script}"
