@@ -118,7 +118,9 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3": {
         "image_token_index": 262144,
-        "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024,
+        },
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 896},
     },
     "gemma4": {
@@ -243,7 +245,7 @@ def _about(family: Family, _: ModelConfig) -> str:
 
 
 def _decoder(_: Family, config: ModelConfig) -> str:
-    """Where its layers differ from a llama's in what a runtime must do."""
+    """Its text model, and what of its layers a runtime must do otherwise than for a llama."""
     text, parts = config.text, list[str]()
     if text.conv_layers:
         kind = "the gated delta rule" if text.delta else "convolutions"
