@@ -226,7 +226,8 @@ audit: $(READY) ## known vulnerabilities of PyTorch and the packages in ci.lock;
 	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement ci.lock
 
 pages: $(READY) ## write the generated pages of the documentation anew
-	for script in reference/api reference/commands reference/limits reference/models measurements/tables; do \
+	for script in reference/api reference/commands reference/cpp reference/endpoints reference/limits reference/models \
+		measurements/tables; do \
 		$(BIN)/python docs/$$script.py || exit 1; \
 	done
 

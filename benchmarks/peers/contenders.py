@@ -18,9 +18,9 @@ from benchmarks.peers.worker import MARK
 
 US = "vtx"
 CPP = "libvtx"  # us, too: the same bundles in C++
-RIVALS = (US, CPP, "transformers", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
+RIVALS = (US, CPP, "transformers", "exporters", "openvino", "openvino_cdpruner", "llamacpp", "ortgenai")
 WITH_OPTIONS = ("openvino_cdpruner",)  # nothing without options
-INSTALLED = tuple(f"{rival}@{AUTO}" for rival in (US, CPP, "transformers", "openvino", "llamacpp", "ortgenai"))
+INSTALLED = tuple(f"{rival}@{AUTO}" for rival in RIVALS if rival not in WITH_OPTIONS)
 USUAL = (US, f"{US}/9", *RIVALS[1:])  # the checkpoint made by default has 16 layers
 KINDS = {"f16": "bf16", "q8_0": "int8", "q4_0": "int4"}  # what a rival's own word is compared with
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,8 @@ from benchmarks.peers.contract import AUTO, Result
 from benchmarks.peers.table import Rounds, agreement
 
 TITLES = {US: "vtx", CPP: "libvtx", "openvino": "OpenVINO GenAI", "llamacpp": "llama.cpp",
-          "ortgenai": "onnxruntime-genai", "transformers": "transformers"}  # fmt: skip
+          "ortgenai": "onnxruntime-genai", "transformers": "transformers",
+          "exporters": "transformers' exporter"}  # fmt: skip
 FIGURES = {
     "load": ("load, s", 0.001, 2),
     "vision": ("image encoder, s", 0.001, 2),

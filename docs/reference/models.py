@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.bundling.prepare import plan_reductions
+from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.eagle import NAMES as EAGLE_TOWERS
 from vtx.exporter.checkpoint.families.openvla import TOWERS as OPENVLA_TOWERS
@@ -21,6 +23,7 @@ from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import ACTIONS
 from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import VtxError
+from vtx.runtime.modules import modules_of
 from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
@@ -32,22 +35,23 @@ CPP = Path(__file__).parents[2] / "runtime/cpp/src"
 BUNDLE = "bundle/manifest", "bundle/model", "bundle/text_settings"  # of libvtx, with the keys that it knows
 HEAD = f"""# Models
 
-The model families that vtx exports. A family is identified by a checkpoint's `architectures` and `model_type`, and has
-one file in `exporter/checkpoint/families/`. This page is generated from the code by `python docs/reference/models.py`;
-a test compares them.
+The model families that vtx exports, by `architectures` and `model_type` of `config.json`. Generated from the code by
+`python docs/reference/models.py`; a test compares them. [What families change](../explanation/families.md) explains
+the kinds of layers and images, [checkpoints in their authors' layout](../how-to/original.md) how to export those, and
+[videos](../how-to/videos.md) how to ask about them.
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
 those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
 registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
-Precisions, K, gates, calibration and streaming export work in the same way for every family. onnxruntime and OpenVINO
-give the same answers *(run on a CPU: `tests/runtime/session/test_contract.py`)*. Graphs for TensorRT come from the same
-builder *(run on onnxruntime: `tests/exporter/graphs/test_dialects.py`)*; TensorRT-RTX engines were built from random
-models, fp16 and int4, of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`, `lfm2_vl`, `qwen3_5`,
-`gemma3` and `gemma4`
-*(built without a GPU)*. `vtx-calibrate` and `vtx-train-gate` were run on Qwen2-VL and SmolVLM, `vtx-tune` on SmolVLM,
-LLaVA-OneVision, Qwen2.5-VL and Qwen3-VL *(run on a CPU, small random models)*. Real files were tried by
-`make published`: published configuration, processor, template and tensor names, a real tokenizer of that kind, small
-random weights. Some of those files were written down from memory, not copied.
+
+**Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
+Gemma 4 within twice transformers' own distance from float64), or a plain PyTorch statement where transformers lacks
+it, without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
+on a CPU)*. Engines of
+TensorRT-RTX were built from random models of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`,
+`lfm2_vl`, `qwen3_5`, `gemma3` and `gemma4` *(built without a GPU)*. "Real files tried" (`make published`): published
+configuration, processor, template and tensor names, a real tokenizer of that kind and small random weights; some of
+those files were written down from memory. Of a family with "none", compare answers with its authors' code first.
 """
 # The shapes of published checkpoints, most with a CLIP tower, from which the cells are computed.
 _TOWER = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
@@ -115,7 +119,9 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3": {
         "image_token_index": 262144,
-        "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34},
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024,
+        },
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 896},
     },
     "gemma4": {
@@ -243,7 +249,37 @@ def _rest(_: Family, config: ModelConfig) -> str:
 
 
 Columns = Mapping[str, Cell]
+ABOUT = {module.FAMILY.model_type: module for module in modules_of(families) if hasattr(module, "FAMILY")}
+
+
+def _about(family: Family, _: ModelConfig) -> str:
+    """The first sentence of its file."""
+    return " ".join((inspect.getdoc(ABOUT[family.model_type]) or "").partition("\n\n")[0].split()).rstrip(".")
+
+
+def _decoder(_: Family, config: ModelConfig) -> str:
+    """Its text model, and what of its layers a runtime must do otherwise than for a llama."""
+    text, parts = config.text, list[str]()
+    if text.conv_layers:
+        kind = "the gated delta rule" if text.delta else "convolutions"
+        parts.append(f"{kind} in {len(text.conv_layers)} of {text.layers} layers, which keep a state")
+    if text.sliding:
+        parts.append(f"windows of {text.sliding.window} in {len(text.sliding.layers)} of {text.layers} layers")
+    if text.shared:
+        parts.append(f"layers from {text.shared} on read K and V of earlier ones")
+    if text.two_way:
+        seen = {"images": "an image's tokens see each other", "prompt": "the prompt sees itself both ways"}
+        parts.append(seen[text.two_way])
+    if text.rope.sections:
+        parts.append("positions of time, row and column")
+    return f"{text.family}{': ' if parts else ''}{'; '.join(parts)}"
+
+
 FACTS: Columns = {
+    "what it is": _about,
+    "decoder": _decoder,
+}
+FILES: Columns = {
     "architecture": lambda family, _: f"`{family.architecture}`",
     "layout": lambda _, config: f"`{spec_of(config.layout).name}`",
     "image processors": lambda family, _: ", ".join(f"`{kind.name}`" for kind in family.processors),
@@ -292,7 +328,7 @@ def page() -> str:
     def numbered(match: re.Match[str]) -> str:
         return f"no ({notes.setdefault(match[1], len(notes) + 1)})"
 
-    lines = [HEAD.rstrip(), *table(FACTS), *table(TOKENS), "", "## Engines, runtimes and options"]
+    lines = [HEAD.rstrip(), *table(FACTS), *table(FILES), *table(TOKENS), "", "## Engines, runtimes and options"]
     lines += [
         "",
         "onnxruntime and OpenVINO support every family. `no (1)`: refused with an error; note 1 gives the reason.",

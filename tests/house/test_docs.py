@@ -44,7 +44,35 @@ def test_a_page_can_be_read_in_one_go(page: Path) -> None:
     assert len(" ".join(line for line in text.splitlines() if not line.startswith("|")).split()) <= PROSE
 
 
-@pytest.mark.parametrize("script", ["reference/api.py", "reference/commands.py", "measurements/tables.py"])
+GENERATED = {"api.md", "api-answers.md", "commands.md", "commands-models.md", "commands-measuring.md", "cpp.md",
+             "endpoints.md", "limits.md", "models.md"}  # fmt: skip
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/how-to/*.md")), ids=lambda page: page.stem)
+def test_a_how_to_page_has_one_task(page: Path) -> None:
+    assert words(page) <= 900
+
+
+def test_the_pages_that_people_write_stay_few() -> None:
+    written = [page for page in ROOT.glob("docs/**/*.md") if page.name not in GENERATED]
+    assert len(written) < len([*ROOT.glob("docs/**/*.md")]) - 8
+    assert sum(map(words, written)) <= 45_000
+    assert words(ROOT / "docs/measurements/index.md") <= 1500
+    assert words(ROOT / "CONTRIBUTING.md") <= 1500
+
+
+def test_the_way_through_the_pages_leads_to_every_task() -> None:
+    linked = set(LINK.findall((ROOT / "docs/which-way.md").read_text(encoding="utf-8")))
+    assert {f"how-to/{page.name}" for page in ROOT.glob("docs/how-to/*.md")} <= linked
+
+
+@pytest.mark.parametrize("script", [
+    "reference/api.py", "reference/commands.py", "reference/cpp.py", "reference/endpoints.py", "measurements/tables.py",
+])  # fmt: skip
 def test_generated_pages_are_as_the_code_and_the_results_are(script: str) -> None:
     for path, text in runpy.run_path(str(ROOT / "docs" / script))["pages"]().items():
         assert path.read_text(encoding="utf-8") == text, f"run: python docs/{script}"

@@ -30,6 +30,7 @@ WORDS = {  # pattern: what to write instead
     r"\bforecast again\b": "new estimate",
     r"\b(spares_rows|_FURTHER|WIDE)\b": "the noun of the thing",
     r"[;:] take (the|a|an|another)\b": "use",
+    r"\b([Pp]reviously|[Ff]ormerly|[Ff]irst design|lab notes?|[Aa]s of this run)\b": "what holds: git has the rest",
 }
 
 

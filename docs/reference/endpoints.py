@@ -1,0 +1,155 @@
+"""Writes docs/reference/endpoints.md: `python docs/reference/endpoints.py`.
+
+Addresses are the server's routes, fields the types that requests are read by. The columns of other servers, and the
+clients that were tried, are in endpoints.json.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vtx.runtime.api.options import Options
+from vtx.runtime.server.app import SHEETS, make_app
+from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.openai import completions, embeddings, responses
+from vtx.runtime.server.openai.fields import NEVER_IGNORED, ChatFields, RawPrompt
+from vtx.runtime.server.openai.request import IGNORED, NEUTRAL, OPTIONS, SAMPLING
+from vtx.runtime.session.sampling import Sampling
+
+PAGE = Path(__file__).with_suffix(".md")
+KNOWN = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
+NAMES: Mapping[Any, str] = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "", Any: "anything",
+}  # fmt: skip
+DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
+ITEMS = (responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields)
+
+
+def pages() -> dict[Path, str]:
+    """The text of the page."""
+    parts = [
+        "# Endpoints and fields of vtx-serve",
+        "Generated from the server's routes and types by `python docs/reference/endpoints.py`; a test compares them.\n"
+        f"{KNOWN['sources']}",
+        "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
+        "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
+        "## Objects in these fields", _objects((ChatFields,)),
+        "## Fields of responses",
+        "`/v1/responses` has these objects in `input`, `tools` and `text`, `instructions` as a system message, and\n"
+        f"fields of a chat completion, renamed as here: {_renamed(responses.NAMES)}.",
+        _objects(ITEMS),
+        "## Fields of completions and embeddings",
+        f"`/v1/completions` has a text `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
+        "default; `tools` are refused. `/v1/embeddings`:",
+        _objects((embeddings.EmbeddingFields,)),
+        "## Unknown fields",
+        "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",
+        ", ".join(f"`{name}`" for name in sorted(NEVER_IGNORED)),
+        "## Clients that were tried", KNOWN["about_clients"], _table(("client", "tried"), KNOWN["clients"]),
+    ]  # fmt: skip
+    return {PAGE: "\n\n".join(parts) + "\n"}
+
+
+def addresses() -> list[str]:
+    """Methods and paths of the server, without files of its page."""
+    app: Any = make_app(typing.cast(Any, types.SimpleNamespace()), Limits())
+    while not hasattr(app, "routes"):
+        app = app._app  # the access log and the guard around it
+    posted = [("POST" if "POST" in route.methods else "GET", route.path) for route in app.routes]
+    return [f"{method} {path}" for method, path in posted if path not in SHEETS]
+
+
+def _addresses() -> Iterator[list[str]]:
+    known = KNOWN["addresses"]
+    for address in addresses():
+        yield [f"`{address}`", *known[address]]
+
+
+def _fields() -> Iterator[list[str]]:
+    elsewhere = KNOWN["fields"]
+    for field in fields(ChatFields):
+        yield [*_cells(ChatFields, field), *elsewhere.get(field.name, ("yes", "yes"))]
+    for name, values in NEUTRAL.items():
+        listed = " or ".join(f"`{json.dumps(value)}`" for value in values)
+        yield [f"`{name}`", f"only {listed}, without effect", "", *elsewhere.get(name, KNOWN["unmentioned"])]
+    for name in sorted(IGNORED):
+        yield [f"`{name}`", "any, without effect", "", *elsewhere.get(name, KNOWN["unmentioned"])]
+
+
+def _objects(kinds: Iterable[type]) -> str:
+    """A table of the fields of these types but ChatFields, and of all types within them, each once."""
+    queue, rows, done = [*kinds], list[list[str]](), set[type]()
+    while queue:
+        kind = queue.pop(0)
+        if kind in done:
+            continue
+        done.add(kind)
+        queue += [inner for field in fields(kind) for inner in _within(_hints(kind)[field.name])]
+        if kind is not ChatFields:
+            rows += [[f"`{kind.__name__}`", *_cells(kind, field)] for field in fields(kind)]
+    about = "\n".join(
+        f"- `{kind.__name__}`: {inspect.getdoc(kind)}" for kind in sorted(done, key=_name) if kind is not ChatFields
+    )
+    return f"{about}\n\n{_table(('object', 'field', 'value', 'default'), rows)}"
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _within(hint: Any) -> list[type]:
+    """The types of objects in a field's type."""
+    if is_dataclass(hint):
+        return [typing.cast(type, hint)]
+    return [kind for part in typing.get_args(hint) for kind in _within(part)]
+
+
+def _cells(kind: type, field: Field[Any]) -> list[str]:
+    """Name, value and default of a field."""
+    default = ""
+    if field.default is MISSING and field.default_factory is MISSING:
+        default = "required"
+    else:
+        value = getattr(DEFAULTS.get(field.name), field.name, field.default)
+        default = f"`{json.dumps(value)}`" if isinstance(value, bool | int | float | str) and value != "" else ""
+    return [f"`{field.name}`", _value(_hints(kind)[field.name]), default]
+
+
+def _value(hint: Any) -> str:
+    """A field's type in words."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(filter(None, (_value(part) for part in parts if part is not RawPrompt)))
+    if origin is tuple:
+        return "a list of texts" if parts[0] is str else f"a list of {_value(parts[0])}"
+    if is_dataclass(hint):
+        return f"`{typing.cast(type, hint).__name__}`"
+    return NAMES.get(hint, "an object")
+
+
+def _renamed(names: Mapping[str, str]) -> str:
+    return ", ".join(f"`{old}` to `{new}`" for old, new in names.items())
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = [*head]
+    lines = [columns, ["---"] * len(columns), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
