@@ -26,9 +26,9 @@ PASSED, NO_RESULT = 0, (2, 3, 4, 5)
 
 
 def read_faults(rooms: list[str]) -> list[dict[str, Any]]:
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ImportError:  # Python 3.10
+    else:
         import tomli as tomllib
     faults: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["fault"]
     return [fault for fault in faults if not rooms or fault["room"] in rooms]

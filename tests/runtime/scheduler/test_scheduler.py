@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -104,6 +106,17 @@ def test_no_more_run_than_may_and_the_rest_follow_in_their_order() -> None:
     order = run(2, 4, 4, 4, 4)
     assert max(order.index("a"), order.index("b")) < order.index("c") < order.index("d")
     assert order.index("c") > min(len(order) - 1 - order[::-1].index(name) for name in "ab")
+
+
+def test_an_urgent_request_is_tried_if_nothing_else_is_to_be_done() -> None:
+    """Whatever earlier answers took: times that were once long would else refuse all that come."""
+    stream: Any = Script("a", 2, [])
+    client = Client(stream)
+    client.job = Job(lambda: stream, client.kept.append, client.emit, ends_at=time.monotonic() + WAIT, urgent=True)
+    with scheduler(1) as made, patch.object(made, "_prompt_seconds", 10 * WAIT):
+        made.submit(client.job)
+        assert client.ended.wait(WAIT)
+    assert isinstance(client.events[-1], Done)
 
 
 def test_what_fails_ends_alone_and_is_not_kept() -> None:

@@ -17,6 +17,12 @@ def wrong(means: NDArray[np.float64], share: float, *, single: bool) -> float:
     return float(np.mean([ImageLosses(of_draw, single).p_value(share) <= RISK for of_draw in means]))
 
 
+def test_the_bound_of_a_quantile_is_the_smallest_that_so_many_values_show() -> None:
+    """Of a 99th percentile: from 299 values on the largest, from 473 on the second largest."""
+    found = {count: quantile_upper(range(count), 0.99) for count in (298, 299, 472, 473)}
+    assert found == {298: None, 299: 298, 472: 471, 473: 471}
+
+
 def test_the_exact_bound_is_the_one_of_tables() -> None:
     """0 of 299 show less than 1%, 0 of 298 do not; 3 of 200 show 3.83% (Clopper and Pearson, one-sided)."""
     assert least_images(0.01, single=True) == 299
