@@ -15,7 +15,8 @@ import pytest
 from tests.support.serving import WAIT, Served, asking, serving, until, user
 from vtx.runtime.server.keys import Keys, read_keys
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.uploads import FREE_BYTES, network_of
+from vtx.runtime.server.refusal import Refusal
+from vtx.runtime.server.uploads import FREE_BYTES, Uploads, network_of
 
 BODY = 1 << 20
 SLACK = 64 << 20  # of the process, next to the bodies
@@ -58,6 +59,17 @@ def test_of_too_many_bodies_on_their_way_the_oldest_end(tiny_bundle: Path) -> No
             connection.settimeout(0.1)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
+
+
+def test_a_client_has_a_number_of_bodies_and_others_have_theirs() -> None:
+    limits = Limits()
+    uploads = Uploads(limits)
+    with ExitStack() as bodies:
+        for _ in range(limits.client_uploads):
+            bodies.enter_context(uploads.begin("one"))
+        with pytest.raises(Refusal, match=f"{limits.client_uploads} bodies of requests are being read"):
+            bodies.enter_context(uploads.begin("one"))
+        bodies.enter_context(uploads.begin("another"))
 
 
 def test_the_bodies_of_one_client_leave_room_for_anothers(tiny_bundle: Path) -> None:
