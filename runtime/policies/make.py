@@ -37,7 +37,7 @@ def read_rest(value: object) -> Rest:
             rest = float(f"{whole}{fraction or ''}") / 100
         elif not fraction:
             rest = int(whole)
-    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= rest <= MAX_NUMBER:
+    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= int(rest) <= MAX_NUMBER:
         return int(rest)
     if isinstance(rest, float) and 0 <= rest <= 1:
         return rest
