@@ -122,7 +122,7 @@ def _prebuilt(k: int | str, manifest: Manifest) -> int:
 
 
 def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
-    """What leaves before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
+    """The withdrawal before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
     if not rest:
         return Withdraw(k)
     if isinstance(rest, float) and rest == 1:
