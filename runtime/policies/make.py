@@ -37,7 +37,7 @@ def read_rest(value: object) -> Rest:
             rest = float(f"{whole}{fraction or ''}") / 100
         elif not fraction:
             rest = int(whole)
-    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= rest <= MAX_NUMBER:
+    if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= int(rest) <= MAX_NUMBER:
         return int(rest)
     if isinstance(rest, float) and 0 <= rest <= 1:
         return rest
@@ -122,7 +122,7 @@ def _prebuilt(k: int | str, manifest: Manifest) -> int:
 
 
 def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
-    """The part that leaves before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
+    """The withdrawal before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
     if not rest:
         return Withdraw(k)
     if isinstance(rest, float) and rest == 1:

@@ -120,7 +120,7 @@ class DeltaSpec:
 
 
 class Attending(Protocol):
-    """The facts of a decoder that `unscored` reads."""
+    """The part of a decoder that `unscored` reads."""
 
     @property
     def two_way(self) -> str | None: ...
