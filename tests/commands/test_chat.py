@@ -100,7 +100,7 @@ def test_an_image_that_is_not_there_is_told_before_a_bundle_is_looked_for(tmp_pa
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--k", "7", "K = 7"), ("--k", "auto", "needs gates"), ("--reduce", "fastv:k=4", "not exported for fastv")],
+    [("--k", "7", "K = 7"), ("--k", "auto", "needs gates"), ("--reduce", "fastv:k=3", "not exported for fastv")],
 )
 def test_what_the_bundle_lacks_is_refused_before_the_first_question(
     bundle: Path, images: list[str], option: str, value: str, message: str

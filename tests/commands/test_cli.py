@@ -32,7 +32,7 @@ Make = Callable[..., Path]
 FIELDS = {
     "text", "token_ids", "k", "full_layers", "exit_layer", "prompt_tokens", "vision_tokens", "vision_tokens_kept",
     "kv_slots", "kv_bytes", "reused_image", "reused_layers", "reused_tokens", "device", "compute", "precision",
-    "timings_ms", "reduce", "question", "image", "bundle", "stopped",
+    "timings_ms", "reduce", "rest", "question", "image", "bundle", "stopped",
 }  # fmt: skip
 TIMINGS = {"load", "vision", "prefill", "first_token", "decode_per_token"}
 COMMANDS = ("export", "run", "inspect", "doctor")

@@ -62,7 +62,7 @@ def journal_of(out: Path) -> Path:
     return out.with_name(f".{out.name}.journal")
 
 
-class Outcome(NamedTuple):
+class BatchResult(NamedTuple):
     """Numbers of lines: those that failed, and those whose answer was cut before its form was complete."""
 
     failed: int
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 def run_batch(
     answer: Answers, folder: Path, tasks: Tasks, out: Path, asking: Asking, *, report: Progress,
     warn: Callable[[str], None],
-) -> Outcome:  # fmt: skip
+) -> BatchResult:  # fmt: skip
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
     Each answer is on disk at once. What an earlier run of the same lines, model and
@@ -112,7 +112,7 @@ def run_batch(
             raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
     with suppress(OSError):
         journal_of(out).unlink()
-    return Outcome(len(reasons), sum("incomplete" in journal.results[key] for key in keys.values()))
+    return BatchResult(len(reasons), sum("incomplete" in journal.results[key] for key in keys.values()))
 
 
 def on_this_machine(model: Model, asking: Asking) -> Answers:

@@ -273,7 +273,7 @@ def test_a_bundle_holds_the_dialects_that_were_asked_for(tiny_checkpoint: Checkp
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp16", dialects=("ort", "trt"))
     folder = run_export(plan_export(options), tmp_path / "bundle", force=False, report=lambda *_: None).folder
     assert not list(folder.glob("*.plain.onnx"))
-    assert [len(list(folder.glob(f"*.{name}.onnx"))) for name in options.dialects] == [5, 5]
+    assert [len(list(folder.glob(f"*.{name}.onnx"))) for name in options.dialects] == [6, 6]
     assert len(list((folder / "weights").iterdir())) == 1, "weights are shared"
     assert sum(path.stat().st_size for path in folder.glob("*.onnx")) < 1 << 18
 

@@ -255,7 +255,7 @@ def test_a_stage_that_gives_fewer_queries_than_tokens_is_refused(
     cut_output(forged, name, 1, QUERY)
     asked = ("--device", "openvino", "--threads", "1", "--k", "none", "--reduce", "fastv:k=4")
     done = run("run", "--bundle", forged, *asked, pictures[0], "red?")
-    assert f"{name} gives 1 outputs for 17 tokens; export" in done.stderr.decode()
+    assert f"{name} gives 1 outputs for 41 tokens; export" in done.stderr.decode()
 
 
 def test_outputs_of_a_wrong_size_are_not_told_as_a_lack_of_memory(

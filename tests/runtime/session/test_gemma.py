@@ -24,8 +24,11 @@ from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelEr
 from vtx.tools.model.decoder import PER_LAYER
 
 
-def test_the_graph_of_images_reads_one_row_of_the_table_of_inputs_to_layers(folder: Path) -> None:
+def test_the_graph_of_images_reads_one_row_of_the_table_of_inputs_to_layers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     """E2B's table is 4.7 GB, which an engine would read and widen to gather a row while it loads."""
+    folder = export(tiny_checkpoint(GEMMA4), tmp_path / "bundle", (4,)).folder
     tables = [
         each
         for graph in folder.glob("vision.*.onnx")

@@ -159,8 +159,8 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path) -> None:
 
 
 def test_a_layer_without_a_cache_has_none_bound(folder: Path, tmp_path: Path) -> None:
-    stage = replace(manifest_of(folder).stages[1], caches=("slots", "none"))
-    assert stage.cached == (stage.first,)
+    stage = replace(manifest_of(folder).stages[1], caches=("none", "slots"))
+    assert stage.cached == (stage.last,)
     copied = tmp_path / "bundle"
     shutil.copytree(folder, copied)
     manifest = manifest_of(folder)

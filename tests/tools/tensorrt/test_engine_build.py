@@ -112,6 +112,7 @@ def test_an_engine_of_every_graph_lies_in_the_bundle_and_is_recorded(bundle: Bun
     record = read_engines(bundle, "sm89")
     assert set(record.engines) == set(made) == {
         "vision.trt10.onnx", "embed.trt10.onnx", "stage-01-01.trt10.onnx", "stage-02-03.trt10.onnx", "head.trt10.onnx",
+        "score.trt10.onnx",
     }  # fmt: skip
     assert (record.flavour, record.version, record.capability) == (RTX, "1.7.1", (8, 9))
     folder = bundle.path("engines/sm89")
@@ -195,7 +196,7 @@ def test_a_builder_that_fails_leaves_what_was_built_before_it(
     assert "head.trt10.onnx" not in read_engines(bundle, "sm89").engines
     assert not list(bundle.path("engines/sm89").glob(".*"))
     monkeypatch.setattr(engines, "build", good)
-    assert run(bundle) == ["head.trt10.engine"]
+    assert run(bundle) == ["head.trt10.engine", "score.trt10.engine"]
 
 
 def test_two_builds_of_one_target_do_not_meet(bundle: Bundle, made: list[str]) -> None:

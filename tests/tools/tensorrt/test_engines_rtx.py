@@ -66,7 +66,7 @@ def test_every_precision_becomes_engines(precision: str, bundles: Callable[[str]
     cards = CARDS if precision == "fp16" else ("sm89",)
     for card in cards:
         outcomes = list(build_engines(plan(bundle, card), IGNORE))
-        assert len(outcomes) == 5
+        assert len(outcomes) == 6
         assert all(outcome.built is not None for outcome in outcomes)
         found = fingerprint.read_engines(bundle, card)
         assert found.capability == TARGETS[card].capability
