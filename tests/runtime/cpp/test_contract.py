@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +129,22 @@ def test_an_internvit_beside_a_llava_is_that_of_python(
         assert_answers_equal(model, pictures, QUESTIONS, ("none", 3, 3))
 
 
+def traced_on_devices() -> list[Any]:
+    """Every traced family on both engines; slow but for the representatives, each on the engine named with it."""
+    cases = []
+    for name, device in product(TRACED, ("cpu", "openvino")):
+        marks = [pytest.mark.representative if (name, device) in REPRESENTATIVES else pytest.mark.slow]
+        marks += [needs_openvino] if device == "openvino" else []
+        cases.append(pytest.param(name, device, marks=marks))
+    return cases
+
+
 def traced(family: Family, device: str) -> tuple[str, ...]:
     """Reductions of a family on a device; on OpenVINO windows over gaps within a second image are refused."""
     return () if device == "openvino" and family.tiny.family == "gemma3" else family.traced
 
 
-@named(TRACED)
-@DEVICES
+@pytest.mark.parametrize(("name", "device"), traced_on_devices())
 def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, device: str) -> None:
     """First, second and third questions, chats, images, K and gates: ids, logits and the lengths of caches."""
     family, gates = FAMILIES[name], write_gate(tmp_path, 168)

@@ -26,6 +26,7 @@ static const void *none(unsigned version) { return version > 15 ? 0 : "an API"; 
 static const char *version(void) { return "1.15.1"; }
 const struct base *OrtGetApiBase(void) { static const struct base it = {none, version}; return &it; }
 """
+ENGINES = ("VTX_ONNXRUNTIME", "VTX_OPENVINO", "VTX_PLUGINS", "VTX_TENSORRT", "VTX_CUDART", "VTX_LLGUIDANCE")
 OTHER_OPENVINO = "int get_openvino_version(void) { return 0; }\n"
 
 
@@ -43,7 +44,7 @@ def made(folder: Path, name: str, source: str) -> Path:
 
 def refusal(bundle: Path, *arguments: str | Path, **variables: str) -> str:
     """The one line with which vtx-cpp-run ends; of the variables that name engines only `variables` are there."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VTX_")}
+    environment = {name: value for name, value in os.environ.items() if name not in ENGINES}
     command = [str(BUILD / "vtx-cpp-run"), "--bundle", str(bundle), "--text-only", "Who?", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **variables})
     assert (done.returncode, done.stdout) == (1, "")
