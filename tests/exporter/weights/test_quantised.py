@@ -23,7 +23,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.quantised.matrix import stored_scheme
+from vtx.exporter.checkpoint.quantised.matrix import Matrix, stored_scheme
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.api.load import load
@@ -149,6 +149,17 @@ def test_towers_and_projectors_may_be_quantised_and_so_may_heads(tiny_checkpoint
 )
 def test_integers_stay_in_blocks_that_engines_read(width: int, block: int, fits: bool) -> None:
     assert (stored_scheme("I4", width, block) == Scheme("I4", block)) is fits
+
+
+@pytest.mark.parametrize("name", ["awq-32", "gptq-v1-zeros", "packed-int4-zeros", "fp8-block", "nf4-nested"])
+def test_some_rows_of_a_matrix_are_those_of_the_whole(tiny_checkpoint: Make, tmp_path: Path, name: str) -> None:
+    folder, _ = pair(tiny_checkpoint, tmp_path, name)
+    matrix = open_checkpoint(str(folder)).tensors["text.layers.0.mlp.gate_proj.weight"].source
+    assert isinstance(matrix, Matrix)
+    rows = matrix.shape[0]
+    whole = matrix.read(np.arange(rows))
+    for first, last in ((3, 11), (rows // 2 + 1, rows), (rows - 5, rows)):
+        np.testing.assert_array_equal(matrix.read(np.arange(first, last)), whole[first:last])
 
 
 def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path) -> None:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from tests.support.scripts import script
 from vtx.runtime.bundle.spec.manifest import Manifest
 
 ROOT = Path(__file__).parents[3]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_names_and_limits_of_cpp_are_those_of_python() -> None:
