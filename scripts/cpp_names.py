@@ -110,10 +110,11 @@ def header() -> str:
         "struct Instructions {",
         "  const char *compute, *flag;",
         "};",
+        "// clang-format off",
         "inline constexpr Instructions kInstructions[] = {",
     ]
     lines += [f'    {{"{compute}", "{flag}"}},' for compute, flags in INSTRUCTIONS.items() for flag in flags]
-    lines.append("};")
+    lines += ["};", "// clang-format on"]
     lines.append(f"inline constexpr int64_t kBudgets[] = {{{', '.join(map(str, budget.BUDGETS))}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kUsualRate = {video_child.USUAL_RATE};")

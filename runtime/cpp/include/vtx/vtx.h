@@ -185,8 +185,8 @@ typedef struct vtx_ask_options {
   const char* about;      /* text by which image tokens are chosen in place of the question; NULL: by the question */
   const char* guide_kind; /* the form of the answer: "schema" (JSON text), "choices" (a JSON list), "regex" or "grammar" */
   const char* guide;      /* what gives that form; needs llguidance 1.7 or newer, which is found at run time; NULL: none */
-  const char* rest; /* image tokens that stay from K on, those that the prompt's last token attends to most: a share, "10%", or
-                       a number, "57"; NULL: the rest of the bundle's card with the card's K, else none */
+  const char* rest; /* image tokens that stay from K on, those that the prompt's last token attends to most: a share,
+                       "10%", or a number, "57"; NULL: the rest of the bundle's card with the card's K, else none */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
@@ -197,8 +197,8 @@ VTX_API vtx_status vtx_ask(vtx_conversation* conversation, const char* question,
                            vtx_answer** answer);
 
 /* The next turn of a chat: the turns before it are part of the prompt. The image tokens that stay are the first turn's while
- * `options` ask for the same K, reductions and gate threshold; a turn that asks for others, or for a rest, selects anew, by all turns
- * so far. A turn counts once its answer is complete. vtx_chat_restart forgets all turns. */
+ * `options` ask for the same K, reductions and gate threshold; a turn that asks for others, or for a rest, selects anew, by
+ * all turns so far. A turn counts once its answer is complete. vtx_chat_restart forgets all turns. */
 VTX_API vtx_status vtx_chat(vtx_conversation* conversation, const char* question, const vtx_ask_options* options,
                             vtx_answer** answer);
 VTX_API vtx_status vtx_chat_restart(vtx_conversation* conversation);

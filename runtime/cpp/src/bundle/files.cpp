@@ -120,8 +120,8 @@ int Folder::descriptor(const std::string& name, bool links) const {
   if (target.empty()) return -1;
   std::string inside = root == "/" ? root : root + "/";
   if (target.compare(0, inside.size(), inside) != 0)
-    fail(Kind::bundle, name, " is a link that leaves the bundle, to ", target, "; if you trust it, use a copy of the bundle with files in place of links: cp -rL ",
-         path_, " COPY");
+    fail(Kind::bundle, name, " is a link that leaves the bundle, to ", target,
+         "; if you trust it, use a copy of the bundle with files in place of links: cp -rL ", path_, " COPY");
   return open_below(root, parts_of(target.substr(inside.size())));
 }
 

@@ -168,6 +168,7 @@ inline constexpr RowsOfARun kRowsOfARun[] = {{"int8", "bf16", 256}, {"int4", "f3
 struct Instructions {
   const char *compute, *flag;
 };
+// clang-format off
 inline constexpr Instructions kInstructions[] = {
     {"bf16", "avx512_bf16"},
     {"bf16", "amx_bf16"},
@@ -178,6 +179,7 @@ inline constexpr Instructions kInstructions[] = {
     {"int8", "asimddp"},
     {"int8", "i8mm"},
 };
+// clang-format on
 inline constexpr int64_t kBudgets[] = {70, 140, 280, 560, 1120};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kUsualRate = 24.0;

@@ -81,8 +81,8 @@ class Method {
   virtual bool whole() const { return false; }
   virtual bool fixed() const { return false; }  // whether a whole one removes all whatever is asked
   virtual bool renumbers() const { return false; }
-  // How many of so many image tokens go on, of a method that of the attention reads only that of the prompt's last token, and
-  // none where that is all; none: of any other.
+  // How many of so many image tokens go on, of a method that of the attention reads only that of the prompt's last token,
+  // and none where that is all; none: of any other.
   virtual std::optional<int64_t> last_query_keeps(int64_t) const { return std::nullopt; }
   virtual Needs needs() const { return {}; }
   virtual std::shared_ptr<const Entry> entry() const { return nullptr; }
@@ -139,8 +139,8 @@ struct Rest {
 // The rest that "10%" or "57" means. Throws Error(request).
 Rest read_rest(const std::string& text);
 
-// The policy that `k` ("none", "auto" or a number), `rest` (none: no image token) and `reduce` (a spec) mean, checked against
-// the bundle. Throws Error(request).
+// The policy that `k` ("none", "auto" or a number), `rest` (none: no image token) and `reduce` (a spec) mean, checked
+// against the bundle. Throws Error(request).
 Policy make_policy(const std::string& k, const std::optional<Rest>& rest, const std::string& reduce, const Manifest& m,
                    const std::string& dialect, const Odds& odds, double threshold,
                    const std::function<Floats()>& final_norm);

@@ -102,8 +102,8 @@ Rows Session::run_suffix(const Prompt& prompt, const Policy& policy, const Selec
   Ids suffix(prompt.ids.begin() + static_cast<std::ptrdiff_t>(prompt.prefix_length()), prompt.ids.end());
   Selection asked{prompt.prefix_key(whole_prompt()), policy.key(), suffix};
   reused_suffix_ = 0;
-  bool continues =
-      after && !policy.rest_cut() && after->key == asked.key && after->policy == asked.policy && common_prefix(after->ids, suffix) > 0;
+  bool continues = after && !policy.rest_cut() && after->key == asked.key && after->policy == asked.policy &&
+                   common_prefix(after->ids, suffix) > 0;
   if (!continues) return select(asked, policy);
   Selection before = *after;  // `after` may be what this session holds
   bool cached = selection_ && before == *selection_;
@@ -412,8 +412,9 @@ PrefixSlots Session::layout(size_t number) const {
 }
 
 // Runs a suffix through stage `number`, and before it what continues of the prefix if it has yet to run: both in one run,
-// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept and that is to be `alone` there,
-// as it always is of image tokens that see each other; always where the prefix sees the suffix. The suffix's hidden states.
+// which reads the weights once, but not with a long suffix, nor with one whose `query` is kept and that is to be `alone`
+// there, as it always is of image tokens that see each other; always where the prefix sees the suffix. The suffix's hidden
+// states.
 Rows Session::run(size_t number, const TokenStates& suffix, bool query, bool alone) {
   if (!stages_[number].keeps()) {  // only the last token's hidden state is read
     const int64_t position = layout(number).position + static_cast<int64_t>(suffix.count()) - 1;

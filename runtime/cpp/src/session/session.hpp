@@ -34,8 +34,9 @@ struct Cut {
 };
 
 // What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens but for
-// a `rest` of them that stayed there, 0 where none left by K; `reused_layers`: in layers 1 to this one no image token was run; `reused_tokens`: of the prompt that caches of an
-// earlier question served: the prefix where no image token was run, or what it has in common with the one before.
+// a `rest` of them that stayed there, 0 where none left by K; `reused_layers`: in layers 1 to this one no image token was
+// run; `reused_tokens`: of the prompt that caches of an earlier question served: the prefix where no image token was run, or
+// what it has in common with the one before.
 struct PrefillResult {
   Floats logits;
   int64_t k = 0, rest = 0;

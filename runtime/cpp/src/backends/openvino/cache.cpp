@@ -205,8 +205,7 @@ std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStat
 }
 
 // Many hidden states in runs of nearly the same size, which gives the same ones.
-std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens,
-                                                              const Positions& positions) const {
+std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates& tokens, const Positions& positions) const {
   std::vector<Run> out;
   size_t first = 0;
   for (const Run& run : windows(tokens, positions)) {

@@ -23,9 +23,8 @@ TensorrtRows::TensorrtRows(TensorrtCacheContext& context, size_t count) : contex
     return std::make_unique<StatesMemory>(context.cuda, capacity, static_cast<size_t>(capacity) * row_bytes());
   });
   first_ = made->buffer.address();
-  memory_ = {made.release(), [&context, key](StageMemory* memory) {
-               give_back(context, key, std::unique_ptr<StageMemory>(memory));
-             }};
+  memory_ = {made.release(),
+             [&context, key](StageMemory* memory) { give_back(context, key, std::unique_ptr<StageMemory>(memory)); }};
 }
 
 Floats TensorrtRows::read() const {

@@ -29,8 +29,7 @@ class HiPrune : public EntryReduction {
     auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(size)));
     int64_t most = std::min(size, number_to_keep(options_.number("keep"), size));
     int64_t anchors = std::llrint(static_cast<double>(most) * options_.number("alpha") / 5);
-    Mask in = highest(take(patches.signals.at(cat(names::kReceived, ".0")), own), anchors),
-         near(own.size(), 0);
+    Mask in = highest(take(patches.signals.at(cat(names::kReceived, ".0")), own), anchors), near(own.size(), 0);
     for (int64_t token : indices_of(in))
       for (int64_t step : {int64_t{-1}, int64_t{1}, -side, side}) {
         near[static_cast<size_t>(std::clamp<int64_t>(token + step, 0, size - 1))] = 1;
