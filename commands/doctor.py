@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.shared.options import option, options
+from vtx.commands.shared.options import named_once, option, options
 from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.terminal.console import bar, command, note, say_json, say_report, table
 from vtx.tools.common.loading import Loading
@@ -38,7 +38,7 @@ def doctor(
     write_traces: Path | None, check_traces: Path | None,
 ) -> None:  # fmt: skip
     """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
-    bundle = named or bundle
+    bundle = named_once(bundle, named)
     if bundle is None and (write_traces or check_traces):
         raise click.UsageError("--write-traces and --check-traces need a BUNDLE")
     if bundle is None and compare is None and loading != Loading():

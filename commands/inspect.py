@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from vtx.commands.shared.options import option, options
+from vtx.commands.shared.options import named_once, option, options
 from vtx.runtime.terminal.console import command, say, say_json, table
 from vtx.runtime.terminal.last import last_bundle
 from vtx.tools.common.loading import Loading
@@ -22,7 +22,7 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
     from vtx.runtime.strict import json_value
     from vtx.runtime.units import size
 
-    opened = Bundle.open(last_bundle(named or bundle), key=loading.key)
+    opened = Bundle.open(last_bundle(named_once(bundle, named)), key=loading.key)
     facts, card = describe(opened), read_card(opened)
     if as_json:
         say_json({**facts, **({} if card is None else {"card": json_value(card)})})

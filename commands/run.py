@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vtx.runtime.vision.video import Video
 
 MAX_STATE = 1 << 20  # bytes
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm")  # ends of the names of pictures
 NO_STATE = Path("none")
 
 
@@ -163,15 +162,17 @@ def run(
 
 def _check_questions(questions: Sequence[str], first: str) -> None:
     """Raise click's UsageError without a question, or for one that is the name of a picture or a video."""
+    from vtx.runtime.vision.limits import KNOWN_FORMATS
     from vtx.runtime.vision.video import SUFFIXES
 
+    pictures = (".jpg", *(f".{name.lower()}" for name in KNOWN_FORMATS))
     if not questions:
         if " " in first and not Path(first).exists():
             raise click.UsageError(f"{first!r} is not a picture; name one before it, or ask without one by --text-only")
         raise click.UsageError('no question given: vtx-run image.jpg "question"')
     for question in questions:
         ending = "" if " " in question else Path(question).suffix.lower()
-        if ending in PICTURES:
+        if ending in pictures:
             raise click.UsageError(f"{question!r} is a picture, not a question; use --image {question}")
         if ending in SUFFIXES:
             raise click.UsageError(f"{question!r} is a video, not a question; use --video {question}")

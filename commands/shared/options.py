@@ -250,6 +250,13 @@ def need_exporter() -> None:
         raise DeviceError(f'{name} needs {e.name} here; pip install "vtx-edge[export]"') from e
 
 
+def named_once(bundle: str | None, named: str | None) -> str | None:
+    """The bundle that is named as an argument or by --bundle. Raises click's UsageError if by both."""
+    if named is not None and given("bundle"):
+        raise click.UsageError("BUNDLE and --bundle both name a bundle; leave one out")
+    return named or bundle
+
+
 def given(name: str) -> bool:
     """Return True if the command line gives an option, even with its default value."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE

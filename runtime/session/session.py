@@ -59,10 +59,9 @@ class PrefillResult:
     without K and V.
 
     `k` is the first layer without image tokens, but for a `rest` of them that stayed there; None if none left by K.
-    `images` are the image tokens that entered,
-    `reused_layers`: in layers 1 to this one no image token was run, since the caches of an earlier question hold them.
-    `reused_tokens`: tokens of the prompt that they served; the prefix counts if no image token was run, or the part of
-    it that an earlier prefix has in common with it.
+    `images` are the image tokens that entered. `reused_layers`: in layers 1 to this one no image token was run, since
+    the caches of an earlier question hold them. `reused_tokens`: tokens of the prompt that they served; the prefix
+    counts if no image token was run, or the part of it that an earlier prefix has in common with it.
     `cuts`: the layers before which some left. A chat's next turn continues after `selection`.
     """
 

@@ -60,6 +60,9 @@ def test_a_bundle_is_named_with_or_without_the_option(command: str, bundle: Path
     alone, named = invoke(command, str(bundle), "--json"), invoke(command, "--bundle", str(bundle), "--json")
     assert named.exit_code == alone.exit_code == 0, named.output
     assert json.loads(named.stdout).keys() == json.loads(alone.stdout).keys()
+    both = invoke(command, str(bundle), "--bundle", str(bundle))
+    assert both.exit_code == 2
+    assert "BUNDLE and --bundle both name a bundle" in both.stderr
 
 
 def test_other_machines_need_a_key_or_a_word(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

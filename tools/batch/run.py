@@ -75,10 +75,9 @@ def run_batch(
 ) -> BatchResult:  # fmt: skip
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
-    Each answer is on disk at once. What an earlier run of the same lines, model and
-    options has answered is not asked again, unless an image of the line has changed since. `warn` gets a message for
-    each bad line. Raises RequestError for too many bad lines, or a journal of another batch; ExportError if the
-    output cannot be written.
+    Each answer is on disk at once. What an earlier run of the same lines, model and options has answered is not asked
+    again, unless an image of the line has changed since. `warn` gets a message for each bad line. Raises RequestError
+    for too many bad lines, or a journal of another batch; ExportError if the output cannot be written.
     """
     identity = {
         "model": str(folder.resolve()), "bundle": sha256(folder / "vtx.json"), "lines": tasks.digest, "k": asking.k,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,25 +29,22 @@ CONTROL = "random"  # a measure of other reductions, not one to ship
 HALVINGS = 3  # of an image's tiles or tokens
 KEPT = (0.75, 0.5, 0.25, 0.125)  # shares of the image tokens
 DROPPED = (0.25, 0.5, 0.75, 0.9)
-STRENGTHS: Mapping[str, tuple[str, ...]] = {
-    "cls": tuple(f"cls:keep={share}" for share in KEPT),
-    "random": tuple(f"random:keep={share}" for share in KEPT),
-    "divprune": tuple(f"divprune:keep={share}" for share in KEPT),
-    "visionzip": tuple(f"visionzip:dominant={share},contextual={share / 8}" for share in KEPT),
-    "hiprune": tuple(f"hiprune:keep={share},layer={block}" for share in KEPT for block in (2, 9)),
-    "lsm": tuple(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
-    "cdpruner": tuple(f"cdpruner:keep={share}" for share in KEPT),
-    "cdpruner, text=none": tuple(f"cdpruner:keep={share},text=none" for share in KEPT),
-    "cdpruner, text=tower": tuple(f"cdpruner:keep={share},text=tower" for share in KEPT),
-    "dart": tuple(f"dart:keep={share}" for share in KEPT),
-    "dart, k=0": tuple(f"dart:keep={share},k=0" for share in KEPT),
-    "fastv": tuple(f"fastv:k=2,ratio={share}" for share in DROPPED),
-    "pyramiddrop": tuple(f"pyramiddrop:ratio={share},layers={a}/{2 * a}/{3 * a}" for a in (6, 8) for share in KEPT[:3]),
-    "mustdrop": (
-        "mustdrop:192", "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.02,alpha=0.03,tau=off",
-        "mustdrop:gamma=0.05,alpha=0.1,tau=off",
-    ),
-}  # fmt: skip
+STRENGTHS = (
+    *(f"cls:keep={share}" for share in KEPT),
+    *(f"divprune:keep={share}" for share in KEPT),
+    *(f"visionzip:dominant={share},contextual={share / 8}" for share in KEPT),
+    *(f"hiprune:keep={share},layer={block}" for share in KEPT for block in (2, 9)),
+    *(f"lsm:tau={tau}" for tau in (0.95, 0.9, 0.8, 0.6)),
+    *(f"cdpruner:keep={share}" for share in KEPT),
+    *(f"cdpruner:keep={share},text=none" for share in KEPT),
+    *(f"cdpruner:keep={share},text=tower" for share in KEPT),
+    *(f"dart:keep={share}" for share in KEPT),
+    *(f"dart:keep={share},k=0" for share in KEPT),
+    *(f"fastv:k=2,ratio={share}" for share in DROPPED),
+    *(f"pyramiddrop:ratio={share},layers={a}/{2 * a}/{3 * a}" for a in (6, 8) for share in KEPT[:3]),
+    "mustdrop:192", "mustdrop:64", "mustdrop:64,tau=off", "mustdrop:gamma=0.02,alpha=0.03,tau=off",
+    "mustdrop:gamma=0.05,alpha=0.1,tau=off",
+)  # fmt: skip
 
 
 class ImageLimit(NamedTuple):
@@ -170,7 +167,7 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
     ks: list[K] = [None, *manifest.variants, *(["auto"] if manifest.gates else [])]
     exported = [spec for spec in manifest.reductions if spec != NONE]
     families = {part.name for spec in exported for part in parse(spec)} - {CONTROL}
-    strengths = (spec for steps in STRENGTHS.values() for spec in steps if parse(spec)[0].name in families)
+    strengths = (spec for spec in STRENGTHS if parse(spec)[0].name in families)
     methods = [Method(k, spec) for spec in (NONE, *exported) for k in ks]
     layout = read_layout(manifest.layout, manifest.model.tower)
     asked = [(method, NO_LIMIT) for method in (*methods, *(Method(None, to_spec(parse(spec))) for spec in strengths))]
