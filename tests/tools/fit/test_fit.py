@@ -226,9 +226,10 @@ def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(bundle: Bundl
     assert any(now < before for before, now in pairs)
     assert card is not None
     assert card.guarantee.limit == pytest.approx(0.45)
-    assert card.in_words.endswith("the full model, so no answer changes")
-    others = dataclasses.replace(card, reference="another")
-    assert others.in_words.endswith("at most 45% of the answers were right and are wrong now (95% confidence)")
+    full = dataclasses.replace(card, reference=f"{card.chosen.bundle}: {card.chosen.configuration.name}")
+    assert full.in_words.endswith("the full model, so no answer changes")
+    other = dataclasses.replace(card, reference="another")
+    assert other.in_words.endswith("at most 45% of the answers were right and are wrong now (95% confidence)")
     assert "were right and are wrong now" in CliRunner().invoke(doctor, [str(bundle.folder)]).stdout
 
 
