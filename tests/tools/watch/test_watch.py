@@ -379,7 +379,7 @@ def test_fifty_sources_take_turns_on_one_model(engine: Engine) -> None:
         run.told.events = []
         run.watcher.step()
         run.watcher.wake.wait(0.01)
-    assert len(set(asked[:50])) == 50
+    assert len(set(asked[:54])) == 50, "five are asked about at once, and end in any order"
     assert max(asked.count(name) for name in set(asked)) <= 3
     looks = sum(watched.look is not None for watched in run.watcher.watched.values())
     assert looks <= 5, "frames are prepared when the model has time for them"
