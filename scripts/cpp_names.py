@@ -77,7 +77,7 @@ def header() -> str:
         "MOST_WHOLE": checks.MOST, "MOST_THREADS": checks.MOST_THREADS,
         "MAX_STEPS": action_spec.MAX_STEPS, "MAX_BINS": action_spec.MAX_BINS, "MAX_NUMBERS": action_spec.MAX_NUMBERS,
         "MAX_LAYERS": model_spec.MAX_LAYERS, "MAX_SIZE": model_spec.MAX_SIZE, "MAX_SEGMENT": model_spec.MAX_SEGMENT,
-        "MERGED_PATCHES": model_spec.MERGED, "NECK_SQUARE": model_spec.NECK_SQUARE, "MAX_TAPS": model_spec.MAX_TAPS,
+        "MAX_TAPS": model_spec.MAX_TAPS,
         "RECENT": slots.RECENT, "TRIED": slots.TRIED, "STATE_BYTES": slots.STATE_BYTES,
         "MAX_ID": text_settings.MAX_ID, "MAX_INPUT_SIDE": image_settings.MAX_INPUT_SIDE, "QUICK_BYTES": QUICK_BYTES,
         "MAX_RESOLUTIONS": anyres.MAX_RESOLUTIONS, "MAX_TILES": anyres.MAX_TILES, "MAX_MARKED_SIDE": marked.MAX_SIDE,
@@ -116,6 +116,8 @@ def header() -> str:
     lines += [f'    {{"{compute}", "{flag}"}},' for compute, flags in INSTRUCTIONS.items() for flag in flags]
     lines += ["};", "// clang-format on"]
     lines.append(f"inline constexpr int64_t kBudgets[] = {{{', '.join(map(str, budget.BUDGETS))}}};")
+    positions = ", ".join(f'"{kind}"' for kind in model_spec.POSITIONS)
+    lines.append(f"inline constexpr const char* kTowerPositions[] = {{{positions}}};")
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kUsualRate = {video_child.USUAL_RATE};")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")

@@ -17,14 +17,12 @@ from vtx.exporter.checkpoint.families.openvla import TOWERS as OPENVLA_TOWERS
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
-from vtx.exporter.checkpoint.spec import model_spec
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import ACTIONS
 from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import VtxError
 from vtx.runtime.modules import modules_of
-from vtx.runtime.strict import json_value
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
@@ -183,16 +181,14 @@ def _video(_: Family, config: ModelConfig) -> str:
 
 def _cpp(family: Family, config: ModelConfig) -> str:
     """Support by libvtx, which refuses by name the parts of a manifest that it does not know."""
-    layout, spec = spec_of(config.layout), model_spec(config, "")
+    layout = spec_of(config.layout)
     file = CPP / f"vision/layouts/{layout.name}.cpp"
     if not file.exists():
         return f"no: libvtx does not support the layout `{layout.name}`"
     source = file.read_text(encoding="utf-8")
     bases = re.findall(r'#include "(vision/layouts/\w+)\.hpp"', source)  # whose parameters it has, too
     known = "".join((CPP / f"{name}.cpp").read_text(encoding="utf-8") for name in (*BUNDLE, *bases)) + source
-    fields = {
-        *json_value(spec.tower), *json_value(spec.projector), *layout.parameters, *(["video"] if config.video else []),
-    }  # fmt: skip
+    fields = {*layout.parameters, *(["video"] if config.video else [])}
     fields |= {"seg_token_id"} if family.seg_token else set()
     later = sorted(fields - {*re.findall(r'"(\w+)"', known)})
     if later:

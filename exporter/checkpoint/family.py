@@ -11,7 +11,6 @@ from vtx.exporter.checkpoint.config import (
     VISION_FAMILIES,
     ModelConfig,
     VideoConfig,
-    VisionConfig,
     feature_layers_of,
     image_token_of,
     parse_parts,
@@ -22,6 +21,7 @@ from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+from vtx.tools.model.vision import VisionConfig
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text

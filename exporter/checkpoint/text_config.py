@@ -8,6 +8,7 @@ from typing import Any
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, original_positions, read_rope, size
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, DeltaSpec, RopeSpec, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
+from vtx.runtime.strict import optional
 from vtx.tools.model.decoder import Decoder
 
 MAX_POSITIONS = (1 << 24) - 1
@@ -29,7 +30,9 @@ class TextConfig(Decoder):
 
     `v_norm`: an RMS norm without weights over each head of values.
     `rotates_first`: of a head only the first numbers rotate, twice as many as there are frequencies other than 0.
-    `two_way` and the numbers from `padding_id` on as in `ModelSpec`.
+    `two_way` as in `ModelSpec`. `padding_id`: the token of whose entries in the table of inputs to layers those of
+    image tokens are made; `attention_scale`: the factor of attention's products if it is not 1 over the root of the
+    head size; `softcap`: the bound of logits, by tanh.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
     by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
@@ -41,16 +44,16 @@ class TextConfig(Decoder):
     activation: str
     rope: RopeSpec
     max_positions: int
-    factors: tuple[tuple[str, float], ...] = ()
-    shifts: tuple[tuple[str, float], ...] = ()
-    scaled_embedding: bool = False
-    two_way: str | None = None
-    v_norm: bool = False
-    rotates_first: bool = False
-    sliding: SlidingSpec | None = None
-    padding_id: int | None = None
-    attention_scale: float | None = None
-    softcap: float | None = None
+    factors: tuple[tuple[str, float], ...] = optional(())
+    shifts: tuple[tuple[str, float], ...] = optional(())
+    scaled_embedding: bool = optional(False)
+    two_way: str | None = optional(None)
+    v_norm: bool = optional(False)
+    rotates_first: bool = optional(False)
+    sliding: SlidingSpec | None = optional(None)
+    padding_id: int | None = optional(None)
+    attention_scale: float | None = optional(None)
+    softcap: float | None = optional(None)
 
     def scale(self, layer: int) -> float:
         """The factor of the products of a layer's attention."""

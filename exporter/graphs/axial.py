@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.decoder import add_layer_inputs
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.decoder import PER_LAYER
 from vtx.tools.model.tensors import Shapes
+from vtx.tools.model.vision import VisionConfig
 
 THETA = 100.0
 PATCHES, POSITIONS, PROJECTION = "vision.patch_embed.weight", "vision.position_embedding_table", "projector.linear_1"

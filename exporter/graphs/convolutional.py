@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import ATTENDING, STEM, VisionConfig
+from vtx.exporter.checkpoint.config import ATTENDING, STEM
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import VisionConfig
 
 WIDER, KERNEL, SQUEEZED = 4, 7, 16  # an MLP's width, its kernel, and the share that the last convolution's gate has
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var")

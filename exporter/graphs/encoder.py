@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import VisionConfig
 
 LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the MLP
 

@@ -14,12 +14,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.encoder import block_tensors, build_block
-from vtx.runtime.bundle.spec.model_spec import NECK_SQUARE
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
 CLIP, CONVNEXT, SAM, EVA, PIX2STRUCT = (f"vision.{name}" for name in ("clip", "convnext", "sam", "eva02", "pix2struct"))
 STEM, KERNEL, WIDER = 4, 7, 4  # of ConvNeXt: sides of its stem and of its convolutions, and an MLP's width

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.builder import Builder
+from vtx.tools.model.vision import VisionConfig
 
 SIDE = 3  # of a window, in patches
 WINDOW = SIDE**2

@@ -6,13 +6,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import projected
 from vtx.exporter.graphs.native import Grid
-from vtx.runtime.bundle.spec.model_spec import MERGED
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import MERGED, VisionConfig
 
 PATCHES, POSITIONS = "vision.embeddings.patch_embedding", "vision.embeddings.position_embedding.weight"
 MERGER, MERGER_ACTIVATION = "vision.vit_merger", "gelu_pytorch_tanh"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import norm
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import VisionConfig
 
 MOMENTS = 2  # of a video in one patch; an image fills both
 THETA = 10_000.0

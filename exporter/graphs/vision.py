@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.axial import axial_tensors, build_axial
 from vtx.exporter.graphs.builder import FLOAT, Builder
@@ -21,6 +21,7 @@ from vtx.exporter.graphs.native import Grid, build_native, native_tensors
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.vision import VisionConfig
 
 IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
 TOWER, BESIDE = "vision", "vision.beside"  # the first parts of their names in a graph

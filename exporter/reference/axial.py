@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.reference.native import attended, rotated
+from vtx.tools.model.vision import VisionConfig
 
 BASE = 100.0
 

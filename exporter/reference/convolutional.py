@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import VisionConfig
+from vtx.tools.model.vision import VisionConfig
 
 PLAIN = 3  # stages without attention
 HEAD = 32

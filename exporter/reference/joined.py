@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.graphs.joined import CLIP, CONVNEXT, EVA, PIX2STRUCT, SAM, STEM, WHITE, eva_angles
 from vtx.exporter.reference.native import attended
-from vtx.runtime.bundle.spec.model_spec import NECK_SQUARE
+from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
 
 class JoinedTowers:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.encoder import LAYER_SCALES
@@ -30,11 +30,12 @@ from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer,
 from vtx.exporter.reference.native import NativeTower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import MERGED, PARTS
+from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask
 from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
+from vtx.tools.model.vision import MERGED, VisionConfig
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 FINAL_NORM = "text.norm.weight"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.checkpoint.config import VisionConfig
+from vtx.tools.model.vision import VisionConfig
 
 BASE = 10_000.0
 Function = Callable[[Tensor, str], Tensor]

@@ -156,9 +156,8 @@ def check_provided(reductions: Sequence[Reduction], manifest: Manifest, dialect:
         if part.of_videos and manifest.video is None:
             raise RequestError(f"{part.name} {NO_VIDEOS}")
         tower = manifest.model.tower
-        two = tower.beside is not None or bool(tower.towers)
         if reason := _never_there(
-            part.needs(), max(tower.square, tower.pool), class_token=tower.class_token, two_towers=two
+            part.needs(), max(tower.square, tower.pool), class_token=tower.class_token, two_towers=tower.several
         ):
             raise RequestError(f"{part.name} {reason}")
         lacking = _lacking(part.needs(), manifest, dialect)

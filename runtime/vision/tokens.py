@@ -175,7 +175,7 @@ class ImageTokens:
         signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
         patches, before = Patches(indices, merged == names.WINDOW, signals), None
         if tower is not None and (own := outputs.get(names.TOWER_TOKENS)) is not None:
-            width = tower.feature_width
+            width = tower.state_width
             before = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
         if len(present) == len(hidden):
             return cls(hidden, patches, tower=before)

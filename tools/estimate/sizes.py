@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
-from vtx.runtime.bundle.spec.model_spec import ModelSpec, SlidingLayers, TowerSpec
-from vtx.runtime.strict import Strict
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
+from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
 from vtx.tools.estimate.towers import (
@@ -31,6 +31,7 @@ from vtx.tools.estimate.towers import (
     VisionSize,
 )
 from vtx.tools.model.decoder import Decoder
+from vtx.tools.model.vision import VisionConfig, VisionModel
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
@@ -142,13 +143,14 @@ KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _
 
 def bundle_size(bundle: Bundle) -> ModelSize:
     manifest = bundle.manifest
-    size = spec_size(manifest.model, read_layout(manifest.layout, manifest.model.tower), "bundle")
-    size = size.acting(manifest.action, manifest.bins)
+    layout, decoder = read_layout(manifest.layout, manifest.model.tower), decoder_of(text_values(manifest.model))
+    vision = vision_size(vision_of(manifest.model), layout, decoder.hidden)
+    if manifest.dialects["ort"].vision_last_attention:
+        vision = replace(vision, used=vision.layers)
+    size = ModelSize(manifest.model.name, "bundle", decoder, vision, layout).acting(manifest.action, manifest.bins)
     if manifest.video is not None and manifest.video.own_graph and _has_tower_of_videos(bundle):
-        size = size.with_towers(2)
-    if size.vision is None or not manifest.dialects["ort"].vision_last_attention:
-        return size
-    return replace(size, vision=replace(size.vision, used=size.vision.layers))
+        return size.with_towers(2)
+    return size
 
 
 def _has_tower_of_videos(bundle: Bundle) -> bool:
@@ -157,61 +159,73 @@ def _has_tower_of_videos(bundle: Bundle) -> bool:
     return any(tensor.startswith("video.") for name in stored for tensor in bundle.header(name).tensors)
 
 
-def spec_size(m: ModelSpec, layout: Layout, source: str) -> ModelSize:
-    """Sizes of a model; an image counts with its maximum of tokens and views."""
-    names = [field.name for field in fields(Decoder)]
-    values: dict[str, Any] = {name: getattr(m, name, True) for name in names if hasattr(m, name) or name in m.flags}
-    sliding = m.sliding and SlidingLayers(m.sliding.layers, m.sliding.window, m.sliding.head_dim)
-    decoder = Decoder(**values | {"ffn": m.intermediate, "sliding": sliding})
-    tower = m.tower
+def text_values(model: ModelSpec) -> dict[str, Any]:
+    """What a bundle states of its decoder: the facts, and the rest of its configuration."""
+    return {k: v for k, v in json_value(model).items() if k not in ("name", "tower", "parts")} | model.parts.text
+
+
+def vision_of(model: ModelSpec) -> VisionModel:
+    """A bundle's tower and projector. Raises BundleError."""
+    return Strict().read(VisionModel, model.parts.vision, "vtx.json: model.parts.vision")
+
+
+def decoder_of(values: Mapping[str, Any]) -> Decoder:
+    """The decoder of a configuration in the form of JSON, without what its size does not depend on."""
+    names = {field.name for field in fields(Decoder)}
+    sizes = {name: value for name, value in values.items() if name in names}
+    if sizes.get("sliding") is not None:
+        sizes["sliding"] = {name: value for name, value in sizes["sliding"].items() if name != "rope"}
+    return Strict().read(Decoder, sizes, "vtx.json: model.parts.text")
+
+
+def vision_size(model: VisionModel, layout: Layout, out: int) -> VisionSize:
+    """The sizes of a tower before a decoder of `out` channels; an image counts with its most tokens and views."""
+    tower, most = model.vision, layout.max_tokens
     if tower.axis_positions is not None:
-        axial = AxialSize(
-            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.intermediate,
-            patches=tower.shuffle**2 * layout.max_tokens, patch=tower.patch, class_token=False, features=1,
-            view_tokens=layout.max_tokens, image_tokens=layout.max_tokens, out=m.hidden, projector_bias=False,
-            projector_layers=1, axis_positions=tower.axis_positions, square=tower.shuffle**2, heads=tower.heads,
-            clipped="clipped" in tower.flags, standardised="standardised" in tower.flags,
+        return AxialSize(
+            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.ffn,
+            patches=tower.shuffle**2 * most, patch=tower.patch, class_token=False, features=1, view_tokens=most,
+            image_tokens=most, out=out, projector_bias=False, projector_layers=1,
+            axis_positions=tower.axis_positions, square=tower.shuffle**2, heads=tower.heads, clipped=tower.clipped,
+            standardised=tower.standardised,
         )  # fmt: skip
-        return ModelSize(m.name, source, decoder, axial, layout)
-    if "native" in tower.flags:
-        native = NativeSize(
-            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.intermediate,
-            patches=tower.shuffle**2 * layout.max_tokens, patch=tower.patch, class_token=False,
-            features=tower.shuffle**2, view_tokens=layout.max_tokens, image_tokens=layout.max_tokens, out=m.hidden,
-            gated="gated" in tower.flags, window=1 if tower.window is None else tower.window**2,
-            whole=tower.layers if tower.window is None else max(1, len(tower.full_blocks)),
-            maps=len(tower.maps), positions=(tower.position_grid or 0) ** 2,
+    if tower.native:
+        return NativeSize(
+            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.ffn,
+            patches=tower.shuffle**2 * most, patch=tower.patch, class_token=False, features=tower.shuffle**2,
+            view_tokens=most, image_tokens=most, out=out, gated=tower.gated,
+            window=1 if tower.window is None else tower.window**2,
+            whole=tower.layers if tower.window is None else max(1, len(tower.full_blocks)), maps=len(tower.maps),
+            positions=(tower.position_grid or 0) ** 2,
         )  # fmt: skip
-        return ModelSize(m.name, source, decoder, native, layout)
     kind: Callable[..., VisionSize] = VisionSize
     if tower.stage_blocks:
         kind = partial(ConvolutionalSize, blocks=tower.stage_blocks, widths=tower.stage_widths)
-    if "naflex" in tower.flags:
+    if tower.naflex:
         kind = partial(
-            NaflexSize, between=m.projector.intermediate, positions=(tower.position_grid or 1) ** 2,
-            projector_norm=m.projector.norm_eps is not None, merged_after=tower.merged_after,
+            NaflexSize, between=model.between(out), positions=(tower.position_grid or 1) ** 2,
+            projector_norm=model.projector_norm_eps is not None, merged_after=tower.merged_after,
         )  # fmt: skip
     if tower.pool > 1:
         kind = partial(PooledSize, pool=tower.pool)
     if (second := tower.beside) is not None:
         beside = VisionSize(
-            second.layers, second.used_layers, second.hidden, second.intermediate, second.grid**2, second.patch,
-            second.class_token, 1, second.tokens, layout.max_tokens, m.hidden,
+            second.layers, second.layers - 1, second.hidden, second.ffn, second.grid**2, second.patch,
+            second.class_token, 1, second.states, most, out,
         )  # fmt: skip
-        kind = partial(PairedSize, beside=beside, registers=tower.registers or 0, projected=m.projector.widths)
+        kind = partial(PairedSize, beside=beside, registers=tower.registers or 0, projected=model.projector_widths)
     if tower.towers:
         kind = partial(JoinedSize, parts=tuple(map(_part, tower.towers)))
-    vision = kind(
-        layers=tower.layers, used=tower.used_layers, hidden=tower.hidden, ffn=tower.intermediate,
+    return kind(
+        layers=tower.layers, used=max(model.feature_layers), hidden=tower.hidden, ffn=tower.ffn,
         patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
-        features=len(tower.feature_layers) * tower.shuffle**2, view_tokens=tower.tokens,
-        image_tokens=layout.max_tokens, out=m.hidden, views=layout.max_views, projector_bias=m.projector.bias,
-        projector_layers=m.projector.layers,
+        features=len(model.feature_layers) * tower.shuffle**2, view_tokens=model.view_tokens, image_tokens=most,
+        out=out, views=layout.max_views, projector_bias=model.projector_bias,
+        projector_layers=model.projector_layers,
     )  # fmt: skip
-    return ModelSize(m.name, source, decoder, vision, layout)
 
 
-def _part(tower: TowerSpec) -> TowerPart:
+def _part(tower: VisionConfig) -> TowerPart:
     """A tower whose features are joined to others'; positions are those of its tables, with a class token's."""
     positions = (tower.position_grid or tower.grid) ** 2 + (tower.family in ("clip", "eva02"))
     if tower.axis_positions is not None:
@@ -220,7 +234,7 @@ def _part(tower: TowerSpec) -> TowerPart:
         positions = 0
     whole = tower.layers if tower.window is None else len(tower.full_blocks)
     return TowerPart(
-        tower.family, tower.layers, tower.hidden, tower.intermediate, tower.heads, tower.grid**2, tower.patch, whole,
+        tower.family, tower.layers, tower.hidden, tower.ffn, tower.heads, tower.grid**2, tower.patch, whole,
         window=None if tower.window is None else tower.window**2, blocks=tower.stage_blocks, widths=tower.stage_widths,
         positions=positions, neck=tower.neck,
     )  # fmt: skip

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from vtx.runtime.bundle.spec.model_spec import MERGED
 from vtx.runtime.strict import optional
+from vtx.tools.model.vision import MERGED
 
 STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = 4, 2, 49, 4, 16  # as in exporter/graphs/convolutional.py
 MOMENTS = 2  # of a video that a patch's kernel covers; an image fills both

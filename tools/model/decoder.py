@@ -41,10 +41,10 @@ class Decoder(ByLayer):
     kv_heads: int
     head_dim: int
     vocab: int
-    tied: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
+    tied: bool = optional(False)
+    qkv_bias: bool = optional(False)
+    o_bias: bool = optional(False)
+    mlp_bias: bool = optional(False)
     qk_norm: bool = optional(False)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, check_layers, check_values, parse
+from vtx.exporter.checkpoint.config import ModelConfig, check_layers, check_values, parse
 from vtx.exporter.checkpoint.families.llava_llama import (
     DECODER,
     IMAGE_TOKEN_ID,
@@ -21,9 +21,10 @@ from vtx.exporter.checkpoint.fields import MAX_WIDTH
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.image_settings import MAX_INPUT_SIDE
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, NECK_SQUARE
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single
+from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
 NAMES = "clip-448;convnext-1024;sam-1024;det-1024;pix2struct-1024"
 SIDE, TOKEN = 1024, 32  # pixels: of a picture, and of a token

@@ -8,12 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig, image_token_of, parse_parts, tower_of
+from vtx.exporter.checkpoint.config import ModelConfig, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, number, size
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native_tiles import NativeTiles
+from vtx.tools.model.vision import VisionConfig
 
 TILE = 512
 NORM_EPS = 1e-5  # of the projector's norm: no setting

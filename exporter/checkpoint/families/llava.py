@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.family import ONE_PIECE, Family, read_llava_like
 from vtx.runtime.vision.layouts.single import Single
+from vtx.tools.model.vision import VisionConfig
 
 
 def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:

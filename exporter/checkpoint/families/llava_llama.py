@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.llava import in_one_piece
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import tiles_of
@@ -19,6 +19,7 @@ from vtx.exporter.checkpoint.original.templates import TEMPLATES
 from vtx.exporter.checkpoint.text_config import MAX_POSITIONS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
+from vtx.tools.model.vision import VisionConfig
 
 # The original has no image token: <unk>, which no text gives, is its placeholder. Its embedding is never read.
 IMAGE_TOKEN_ID = 0

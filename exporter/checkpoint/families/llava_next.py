@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor, read_llava_like
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.tools.model.vision import VisionConfig
 
 
 def anyres(parsed: Any, vision: VisionConfig, select: str) -> Anyres:

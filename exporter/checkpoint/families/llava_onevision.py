@@ -6,13 +6,14 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, image_token_of
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, image_token_of
 from vtx.exporter.checkpoint.families.llava_next import FAMILY as LLAVA_NEXT
 from vtx.exporter.checkpoint.families.llava_next import anyres
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor, read_llava_like
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.anyres import Anyres
 from vtx.runtime.vision.layouts.frames import Frames
+from vtx.tools.model.vision import VisionConfig
 
 FRAMES = 8  # of a video: 32, which the model was trained with, take 6,273 tokens
 

@@ -10,7 +10,6 @@ from typing import Any
 from vtx.exporter.checkpoint.config import (
     ModelConfig,
     VideoConfig,
-    VisionConfig,
     check_values,
     image_token_of,
     parse_parts,
@@ -20,13 +19,13 @@ from vtx.exporter.checkpoint.config import (
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, size
 from vtx.exporter.checkpoint.text_config import text_config_of
-from vtx.runtime.bundle.spec.model_spec import MERGED
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tokenizer import encode
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx.runtime.vision.layouts.slices import MARKS, Slices
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.tools.model.vision import MERGED, VisionConfig
 
 NORM_EPS = 1e-6  # of the projector's norm: no setting
 MODE, MODES = "downsample_mode", ("16x", "4x")  # patches of a token

@@ -8,14 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VisionConfig,
-    check_layers,
-    check_values,
-    parse,
-    part_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, check_layers, check_values, parse, part_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Config, Family, ImageProcessor, OriginalLayout, WholeLayout
 from vtx.exporter.checkpoint.fields import NUMBERS
 from vtx.exporter.checkpoint.original.known_towers import thirds
@@ -24,6 +17,7 @@ from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionRange
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single
+from vtx.tools.model.vision import VisionConfig
 
 if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, VisionConfig, check_values, part_of
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, check_values, part_of
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID, padding, trained_length
 from vtx.exporter.checkpoint.family import ONE_PIECE, Config, Family, OriginalLayout, read_llava_like
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
@@ -14,6 +14,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.frames import Frames
 from vtx.runtime.vision.layouts.single import Single
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.tools.model.vision import VisionConfig
 
 FRAMES = 8  # of a video by default
 SHUFFLE = 2  # side of a token's square, in patches

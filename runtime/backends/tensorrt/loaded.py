@@ -133,7 +133,7 @@ class LoadedEngines:
             sizes[names.IDS] = 8 * max(longest[files.embed], longest[files.text_tower])
             sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
         if files.projector:
-            sizes[names.TOWER_STATES] = 4 * m.model.tower.feature_width * longest[files.projector]
+            sizes[names.TOWER_STATES] = 4 * m.model.tower.state_width * longest[files.projector]
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}

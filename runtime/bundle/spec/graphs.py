@@ -97,7 +97,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         outputs[names.RECEIVED] = Tensor("float32", (TOKENS, 2))
     if graphs.projector is not None:
         tower = m.model.tower
-        width = tower.feature_width + tower.hidden // tower.heads + 1
+        width = tower.state_width + tower.key_width + 1
         outputs[names.TOWER_TOKENS] = Tensor("float32", (images, STATES, width))
     outputs |= _token_inputs([each for each in m.token_inputs if each.of_images])
     return GraphIO(inputs, outputs)
@@ -105,7 +105,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
 
 def projector(m: Manifest) -> GraphIO:
     """The projector alone, if the bundle has its graph."""
-    states = Tensor("float32", (TOKENS, m.model.tower.feature_width))
+    states = Tensor("float32", (TOKENS, m.model.tower.state_width))
     return GraphIO({names.TOWER_STATES: states}, {names.HIDDEN: hidden(m)})
 
 

@@ -17,7 +17,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.strict import UPGRADE, optional
 
-FORMAT = 5
+FORMAT = 6
 MAX_BYTES = 4 << 20
 MAX_RELEASE_NAME = 100  # characters
 TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"

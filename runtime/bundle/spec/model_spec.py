@@ -10,13 +10,13 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import UPGRADE, optional
 
 MAX_LAYERS = 512
-MERGED = 2  # patches a side of a square that becomes one inside a tower
-NECK_SQUARE = 2  # patches a side of a square whose channels are joined behind a tower's neck
 MAX_SIZE = (1 << 31) - 1
 MAX_TAPS = 16  # of a convolution in the decoder
 MAX_SEGMENT = 1 << 12  # ids of the text tower; CLIP has 77
-CHANNELS = 3  # of a picture
 PARTS = 3  # of a position: time, row and column
+# of a tower's patches: from a table of one grid, stretched to the image's grid, or its nearest entries; by rotation; or
+# from two tables, by row and by column
+POSITIONS = ("table", "stretched", "nearest", "rotary", "axial")
 TWO_WAY = ("prompt", "images")  # tokens that see each other both ways: a prompt's, or those of each image
 
 
@@ -200,106 +200,34 @@ class ByLayer:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """A vision tower. Hidden states are counted from 0, the embeddings; the last of `feature_layers` is the deepest.
+    """What a runtime knows of a vision tower of `layers` layers.
 
-    `layers` are those of the checkpoint; the bundle holds them up to the deepest feature layer, or all if its vision
-    graph gives the attention of the last one. `select`: "default" leaves out the first token, "full" keeps all.
-    `qkv_bias`: q, k and v have biases; `layer_scale`: a learned scale follows each half of a layer. `shuffle`: side, in
-    patches, of a square whose states become one token, `pool` of one whose states are averaged to one before the
-    projector. `window`: side, in patches, of the windows within which layers
-    attend, but for `full_blocks`, counted from 0. `maps`: the layers, counted from 0, that give maps for the first
-    layers of the decoder. `flags` as in `ModelSpec`; with "native" among them images keep native resolution, and
-    `image` is the side of the largest square one. `stage_blocks` and `stage_widths`: blocks and channels of the stages
-    of a convolutional tower, which counts as one layer. `axis_positions`: entries of the tables of positions, one by
-    row and one by column, of a tower whose tokens are means of squares of `shuffle` x `shuffle` patches. `registers`:
-    tokens between the class token and the patches, which have no positions, and are left out with the class token.
-    `merged_after`: after that many layers squares of `MERGED` x `MERGED` patches become one.
-    `beside`: a second tower over the same patches, whose features are joined to those of the first; `pixel_scale` and
-    `pixel_shift` of a channel make its pixel values of the first one's. `towers`: those whose features, stretched to
-    one grid, are joined to the states of this one, which counts as one layer; `neck`: channels after a tower's layers,
-    of which those of `NECK_SQUARE` x `NECK_SQUARE` patches are joined.
+    `image` is the side of its images, or of the largest square one, in pixels, `patch` that of a patch; `square` is the
+    side, in patches, of a square that becomes one token, `pool` of one whose states are averaged to one token. One pass
+    has `states` hidden states, whose features have `state_width` numbers, the mean over heads of their keys
+    `key_width`, and gives `tokens` tokens. `several`: features of several towers are joined. `positions`: how patches
+    get theirs, one of `POSITIONS`; with all but "table" images keep native resolution.
     """
 
-    family: str
     layers: int
-    hidden: int
-    intermediate: int
-    heads: int
     image: int
     patch: int
+    square: int
+    pool: int
+    tokens: int
+    states: int
+    state_width: int
+    key_width: int
     class_token: bool
-    feature_layers: tuple[int, ...]
-    select: str
-    activation: str
-    eps: float
-    qkv_bias: bool = optional(True)
-    layer_scale: bool = optional(False)
-    shuffle: int = optional(1)
-    pool: int = optional(1)
-    flags: tuple[str, ...] = optional(())
-    position_grid: int | None = optional(None)
-    window: int | None = optional(None)
-    full_blocks: tuple[int, ...] = optional(())
-    maps: tuple[int, ...] = optional(())
-    stage_blocks: tuple[int, ...] = optional(())
-    stage_widths: tuple[int, ...] = optional(())
-    axis_positions: int | None = optional(None)
-    registers: int | None = optional(None)
-    merged_after: int | None = optional(None)
-    beside: TowerSpec | None = optional(None)
-    pixel_scale: tuple[float, ...] = optional(())
-    pixel_shift: tuple[float, ...] = optional(())
-    towers: tuple[TowerSpec, ...] = optional(())
-    neck: int | None = optional(None)
+    several: bool
+    positions: str
 
     def __post_init__(self) -> None:
         _check_sizes("model.tower", self)
-        joined = sum(tower.feature_width for tower in self.towers)
+        require(self.positions in POSITIONS, f"model.tower has unknown positions, {self.positions!r:.40}")
         require(
-            not self.towers or (joined == self.hidden and not any(t.towers or t.beside for t in self.towers)),
-            f"model.tower: its {len(self.towers)} towers give {joined} numbers a token, its hidden size is "
-            f"{self.hidden}, or one of them has several, too",
-        )
-        second, channels = self.beside, (self.pixel_scale, self.pixel_shift)
-        require(
-            all(len(values) in (0, CHANNELS) and all(map(math.isfinite, values)) for values in channels)
-            and len(self.pixel_scale) == len(self.pixel_shift),
-            f"model.tower: pixel values are scaled by {list(self.pixel_scale)!s:.60} and shifted by "
-            f"{list(self.pixel_shift)!s:.60}; both need {CHANNELS} numbers, or none",
-        )
-        require(
-            second is None or (second.beside is None and (second.image, second.tokens) == (self.image, self.tokens)),
-            "model.tower: the tower beside it sees other patches, or has one beside it, too",
-        )
-        blocks, widths = self.stage_blocks, self.stage_widths
-        require(
-            len(blocks) == len(widths) and all(1 <= n <= MAX_SIZE for n in (*blocks, *widths)),
-            f"stages of {list(blocks)!s:.60} blocks and {list(widths)!s:.60} channels do not fit each other",
-        )
-        states, chosen = self.layers + 1, self.feature_layers
-        require(
-            (self.window is None or self.window % self.shuffle == 0)
-            and all(0 <= number < self.layers for number in self.full_blocks),
-            f"windows of {self.window} patches and full blocks {list(self.full_blocks)!s:.60} do not fit a tower of "
-            f"{self.layers} layers",
-        )
-        require(
-            all(0 <= number < self.layers for number in self.maps) and list(self.maps) == sorted({*self.maps}),
-            f"maps of the layers {list(self.maps)!s:.60} do not fit a tower of {self.layers} layers",
-        )
-        require(
-            self.merged_after is None or self.merged_after <= self.layers,
-            f"model.tower: patches merge after layer {self.merged_after} of {self.layers}",
-        )
-        require(
-            self.patch <= self.image and self.hidden % self.heads == 0,
-            f"model.tower: images of {self.image} pixels in patches of {self.patch}, hidden size {self.hidden} with "
-            f"{self.heads} heads: sizes are inconsistent",
-        )
-        require(
-            bool(chosen) and all(0 <= n < states for n in chosen) and self.select in ("default", "full"),
-            f"feature layers {list(chosen)} with {self.select!r:.20} are not among the {states} hidden states of the "
-            "tower",
+            self.patch <= self.image,
+            f"model.tower: images of {self.image} pixels are smaller than patches of {self.patch}",
         )
 
     @property
@@ -307,74 +235,24 @@ class TowerSpec:
         """Patches on one side."""
         return self.image // self.patch
 
-    @property
-    def states(self) -> int:
-        """Tokens of one pass within the tower."""
-        return self.grid**2 + self.class_token + (self.registers or 0)
-
-    @property
-    def square(self) -> int:
-        """Side, in patches, of the square that becomes one token."""
-        return self.shuffle * (1 if self.merged_after is None else MERGED)
-
-    @property
-    def feature_width(self) -> int:
-        """Numbers of one of these tokens that go into the projector."""
-        if self.neck is not None:
-            return NECK_SQUARE**2 * self.neck
-        return self.hidden * len(self.feature_layers) + (0 if self.beside is None else self.beside.feature_width)
-
-    @property
-    def used_layers(self) -> int:
-        """Layers that features are made of."""
-        return max(self.feature_layers)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one pass of the tower, as they leave it."""
-        if self.square > 1:
-            return (-(-self.grid // self.square)) ** 2
-        return (self.states - (1 + (self.registers or 0) if self.select == "default" else 0)) // self.pool**2
-
 
 @dataclass(frozen=True, slots=True)
-class ProjectorSpec:
-    """Two matrices with an activation between: [intermediate, tower features] and [hidden, intermediate].
+class Parts:
+    """What graphs compute beyond these facts, of the decoder and of the tower with its projector.
 
-    `norm_eps` is the one of a norm on the tower's features, None if there is no norm; `rms_norm`: it has no mean and no
-    bias. `layers`: other than two matrices, an activation between each two of them. `widths` between each two, the
-    first `intermediate`, if they differ; empty: all are `intermediate`.
+    Tools and the exporter read them, no runtime does.
     """
 
-    intermediate: int
-    activation: str
-    bias: bool
-    norm_eps: float | None = optional(None)
-    layers: int = optional(2)
-    widths: tuple[int, ...] = optional(())
-    rms_norm: bool = optional(False)
-
-    def __post_init__(self) -> None:
-        _check_sizes("model.projector", self)
-        widths = self.widths
-        require(
-            not widths
-            or (len(widths) == self.layers - 1 and widths[0] == self.intermediate and min(widths) >= 1
-                and max(widths) <= MAX_SIZE),
-            f"model.projector: widths {list(widths)!s:.60} do not fit {self.layers} matrices and {self.intermediate}",
-        )  # fmt: skip
+    text: dict[str, Any]
+    vision: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ByLayer):
-    """The decoder's sizes, with those of tower and projector. `tied`: the head is the embedding table.
+    """What a runtime knows of a model's decoder, and of its tower.
 
-    `flags` name what else the graphs compute: the exporter's flags, which no runtime needs to know. `sliding` and
-    `shared` as in `ByLayer`. `per_layer`: numbers of a token's input to each layer, None without such inputs, and
-    `padding_id` the token of whose entries in their table those of image tokens are made. `shared_ffn`: the width of
-    the MLPs from layer `shared` on; `attention_scale`: the factor of attention's products if it is not 1 over the root
-    of the head size; `softcap`: the bound of logits, by tanh. `two_way`: the tokens that
-    see each other both ways, one of `TWO_WAY`; None: every token sees itself and those before.
+    `sliding` and `shared` as in `ByLayer`. `two_way`: the tokens that see each other both ways,
+    one of `TWO_WAY`; None: every token sees itself and those before.
     `conv_layers`, counted from 1, have in place of attention a convolution over `conv_taps` tokens each, the last one
     the token itself; with `delta`, the gated delta rule follows the convolution.
     """
@@ -383,33 +261,21 @@ class ModelSpec(ByLayer):
     family: str
     layers: int
     hidden: int
-    intermediate: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
     max_positions: int
     eps: float
-    activation: str
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     rope: RopeSpec
     tower: TowerSpec
-    projector: ProjectorSpec
-    flags: tuple[str, ...] = optional(())
+    parts: Parts
     two_way: str | None = optional(None)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)
     delta: DeltaSpec | None = optional(None)
     sliding: SlidingSpec | None = optional(None)
     shared: int | None = optional(None)
-    shared_ffn: int | None = optional(None)
-    per_layer: int | None = optional(None)
-    padding_id: int | None = optional(None)
-    attention_scale: float | None = optional(None)
-    softcap: float | None = optional(None)
 
     def __post_init__(self) -> None:
         _check_sizes("model", self)

@@ -59,7 +59,7 @@ class TokenBudget(Layout):
         return self.tokens
 
     def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.pool, any_shape=tower.axis_positions is not None)
+        check_squares(tower, self.patch, self.pool, any_shape=tower.positions == "axial")
 
     def within(self, max_pixels: int) -> TokenBudget:
         """The largest of the model's budgets whose images have at most `max_pixels`."""

@@ -66,7 +66,7 @@ class Native(Layout):
         return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
 
     def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.merge, any_shape="native" in tower.flags)
+        check_squares(tower, self.patch, self.merge, any_shape=tower.positions == "rotary")
 
     def within(self, max_pixels: int) -> Native:
         if max_pixels < self.unit**2:

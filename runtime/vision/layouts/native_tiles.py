@@ -64,12 +64,12 @@ class NativeTiles(Native):
         return (self.tile // self.unit) ** 2
 
     def check(self, tower: TowerSpec) -> None:
-        if (self.patch, self.merge, self.tile) != (tower.patch, tower.shuffle, tower.image) or (
-            "naflex" not in tower.flags
+        if (self.patch, self.merge, self.tile) != (tower.patch, tower.square, tower.image) or (
+            tower.positions != "stretched"
         ):
             raise BundleError(
                 f"vtx.json: the image layout has tokens of {self.merge} x {self.merge} patches of {self.patch} pixels "
-                f"and tiles of {self.tile}, the tower of {tower.shuffle} x {tower.shuffle} of {tower.patch} and tiles "
+                f"and tiles of {self.tile}, the tower of {tower.square} x {tower.square} of {tower.patch} and tiles "
                 f"of {tower.image}; export the bundle again"
             )
 

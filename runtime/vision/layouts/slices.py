@@ -71,7 +71,7 @@ class Slices(Layout):
         return max(rows * max(1, math.floor(side * stretch + 0.5)) for rows, stretch in stretched)
 
     def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.merge, any_shape="nearest" in tower.flags)
+        check_squares(tower, self.patch, self.merge, any_shape=tower.positions == "nearest")
 
     def limited(self, max_views: int) -> Slices:
         """With at most `max_views` views, the whole image included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ from tests.support.tiny import Tiny, make
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import config_of, model_spec
-from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import Strict, json_value
@@ -25,13 +24,6 @@ VARIANTS = (
     Tiny(family="internvl", vision="internvl", names="saved"),
     Tiny(family="vipllava", text="qwen2"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Later(TextConfig):
-    """A configuration with a flag that came after the manifest's format."""
-
-    wobble: bool = False
 
 
 def configured(folder: Path, tiny: Tiny = Tiny()) -> ModelConfig:  # noqa: B008 - frozen
@@ -47,20 +39,18 @@ def declared(config: ModelConfig, spec: ModelSpec) -> Any:
 def test_a_configuration_comes_back_from_the_manifest_as_it_was(tiny: Tiny, tmp_path: Path) -> None:
     config = configured(tmp_path, tiny)
     spec = Strict().read(ModelSpec, json.loads(json.dumps(json_value(model_spec(config, "it")))), "model")
-    assert "flags" not in json_value(spec)
     assert config_of(declared(config, spec)) == config
 
 
-def test_a_flag_that_the_manifest_has_no_field_for_is_declared_by_name(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    values = {field.name: getattr(config.text, field.name) for field in fields(config.text)}
-    with_flag = replace(config, text=Later(**values, wobble=True))
-    assert model_spec(with_flag, "it").flags == ("wobble",)
-    assert model_spec(replace(config, text=Later(**values)), "it").flags == ()
+def test_facts_are_stated_once(tmp_path: Path) -> None:
+    parts = model_spec(configured(tmp_path, VARIANTS[1]), "it").parts
+    assert not {field.name for field in fields(ModelSpec)} & parts.text.keys()
 
 
-def test_a_flag_of_another_release_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["text", "vision"])
+def test_a_flag_of_another_release_is_refused_by_name(tmp_path: Path, part: str) -> None:
     config = configured(tmp_path)
-    spec = replace(model_spec(config, "it"), flags=("wobble",))
-    with pytest.raises(BundleError, match="flag 'wobble' of the model is unknown"):
+    spec = model_spec(config, "it")
+    getattr(spec.parts, part)["wobble"] = True
+    with pytest.raises(BundleError, match=f"model.parts.{part}: unknown key 'wobble'"):
         config_of(declared(config, spec))

@@ -330,10 +330,9 @@ def test_a_manifest_that_lies_about_its_graphs_is_refused(folder: Path, part: st
     refused(folder)
 
 
-@pytest.mark.parametrize("size", ["patch", "image"])
-def test_a_tower_of_another_size_is_refused(folder: Path, size: str) -> None:
+def test_a_tower_of_other_tokens_is_refused(folder: Path) -> None:
     lying = bundles.manifest(folder)
-    lying["model"]["tower"][size] *= 2
+    lying["model"]["tower"]["tokens"] *= 2
     bundles.forge(folder, lying)
     assert "the tower gives" in refused(folder)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tests.support.bundles import ORT, export
 from tests.support.tiny import random_tensor
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.families import openvla
+from vtx.tools.model.vision import VisionConfig
 
 KS, WORDS, FASTV, NUMBERS = (3, 5, 8), "Pick the red Out", "fastv:k=2,ratio=0.5", 7
 EMPTY, PAD, PIECES = 29871, 32000, 32000

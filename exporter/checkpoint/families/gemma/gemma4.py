@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VisionConfig,
-    check_values,
-    image_token_of,
-    parse_parts,
-    part_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, check_values, image_token_of, parse_parts, part_of
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, check_patches, number, read_rope, size
 from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, MAX_POSITIONS, TextConfig
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.budget import TokenBudget
+from vtx.tools.model.vision import VisionConfig
 
 TOKENS = 280  # of an image by default
 THETA = 100.0  # of the tower's rotation

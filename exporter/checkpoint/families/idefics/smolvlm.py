@@ -7,14 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VideoConfig,
-    VisionConfig,
-    image_token_of,
-    parse_parts,
-    tower_of,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
@@ -22,6 +15,7 @@ from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelErr
 from vtx.runtime.vision.layouts.frames import MAX_LONGER, Frames
 from vtx.runtime.vision.layouts.marked import MAX_SIDE, MarkedTiles
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.tools.model.vision import VisionConfig
 
 SIDE = 4  # tiles along the longer side by default
 A_SECOND = 1.0  # frames of a video by default

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
     PROCESSOR,
     TENSORS,
@@ -20,6 +19,7 @@ from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.tools.model.vision import VisionConfig
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:

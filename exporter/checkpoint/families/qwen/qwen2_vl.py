@@ -7,14 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import (
-    ModelConfig,
-    VideoConfig,
-    VisionConfig,
-    check_layers,
-    image_token_of,
-    parse_parts,
-)
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, check_layers, image_token_of, parse_parts
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, size
 from vtx.exporter.checkpoint.text_config import TextConfig, text_config_of
@@ -23,6 +16,7 @@ from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelErr
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.tools.model.vision import VisionConfig
 
 NORM_EPS = 1e-6  # of the tower's norms: no setting
 FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels by default

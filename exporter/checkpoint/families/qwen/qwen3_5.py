@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vtx.exporter.checkpoint.config import VisionConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, adjust_video, read_qwen
 from vtx.exporter.checkpoint.families.qwen.qwen3_vl import (
     VIDEO_PROCESSOR,
@@ -15,6 +14,7 @@ from vtx.exporter.checkpoint.families.qwen.qwen3_vl import (
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import UnsupportedModelError
+from vtx.tools.model.vision import VisionConfig
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, VisionConfig
+from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
     PROCESSOR,
     TENSORS,
@@ -21,6 +21,7 @@ from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.pairs import Pairs
+from vtx.tools.model.vision import VisionConfig
 
 _DEFAULTS = {**SIGLIP_DEFAULTS, "resample": 3, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
 VIDEO_PROCESSOR = ImageProcessor("Qwen3VLVideoProcessor", _DEFAULTS, own_size=True)

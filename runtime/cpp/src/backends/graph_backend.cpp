@@ -94,7 +94,7 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, cons
   if (auto given = extras.find(names::kTau); given != extras.end()) tau = given->second;
   if (graphs_.vision_merges) inputs.push_back({names::kTau, "float32", {1}, &tau});
   const TowerSpec& tower = m_.model.tower;
-  int64_t unit = tower.patch * tower.shuffle;  // pixels a side of a token, if images keep their own size
+  int64_t unit = tower.patch * tower.square;  // pixels a side of a token, if images keep their own size
   int64_t tokens = m_.image.own_size() ? view.height * view.width / (unit * unit) : tower.tokens;
   GraphOutputs outputs = run(graphs_.vision, inputs, static_cast<size_t>(tokens));
   VisionOutputs found;
@@ -107,7 +107,7 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, cons
     else
       found.states[spec.name] = rows_of(graphs_.vision, output, width_of(spec));
   }
-  return image_tokens(std::move(found), tower.feature_width);
+  return image_tokens(std::move(found), tower.state_width);
 }
 
 std::shared_ptr<const ImageTokens> GraphBackend::video(const Pixels& view) {

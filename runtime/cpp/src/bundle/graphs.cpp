@@ -133,7 +133,7 @@ GraphIO video_io(const Manifest& m) {
 }
 
 GraphIO projector_io(const Manifest& m) {
-  return {{{names::kTowerStates, "float32", {"tokens", m.model.tower.feature_width}}}, {hidden(m)}};
+  return {{{names::kTowerStates, "float32", {"tokens", m.model.tower.state_width}}}, {hidden(m)}};
 }
 
 int64_t width_of(const TensorSpec& spec) { return std::get<int64_t>(spec.shape.back()); }
@@ -157,7 +157,7 @@ GraphIO vision_io(const Manifest& m, const std::string& dialect) {
   if (graphs.vision_last_attention) out.outputs.push_back({names::kClsAttentionLast, "float32", {"tokens"}});
   if (m.text_tower) out.outputs.push_back({names::kClipPatches, "float32", {"tokens", m.text_tower->width}});
   if (graphs.vision_received) out.outputs.push_back({names::kReceived, "float32", {"tokens", int64_t{2}}});
-  int64_t own_width = m.model.tower.feature_width + m.model.tower.key_width + 1;
+  int64_t own_width = m.model.tower.state_width + m.model.tower.key_width + 1;
   if (graphs.projector) out.outputs.push_back({names::kTowerTokens, "float32", {images, "states", own_width}});
   add_token_inputs(m, out.outputs, [](const TokenInput& each) { return each.of_images; });
   return out;

@@ -16,18 +16,15 @@
 
 namespace vtxcore {
 
-// One pass of the vision tower: pixels and patches a side, and its tokens as they leave it.
+// What a runtime knows of the vision tower: of one pass, pixels and patches a side, and its tokens.
 struct TowerSpec {
   int64_t image, patch, grid, tokens, states;  // tokens as they leave the tower, and within it
-  int64_t feature_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
-  int64_t shuffle;                   // patches a side that become one token, those that merge between blocks included
-  int64_t pool;                      // patches a side whose states are averaged to those of one token
+  int64_t state_width, key_width;  // numbers of one of these that are projected, and of the mean over heads of its keys
+  int64_t square;                  // patches a side that become one token
+  int64_t pool;                    // patches a side whose states are averaged to those of one token
   bool class_token;
-  bool paired;   // features of several towers are joined
-  bool native;   // images keep native resolution, and `image` is the side of the largest square one
-  bool naflex;   // likewise, with a table of positions that is resized to each image
-  bool nearest;  // likewise, with a table of positions whose nearest entry each patch has
-  bool axes;     // likewise, with a table of positions by row and one by column
+  bool several;           // features of several towers are joined
+  std::string positions;  // how patches get theirs; with all but "table" images keep native resolution
 };
 
 // The layers whose tokens see only the last `window` positions, their own included; `head_dim` is theirs.

@@ -45,76 +45,23 @@ Ids read_rope(const Json& value, int64_t head_dim, const std::string& of = "") {
 
 TowerSpec read_tower(const Json& value) {
   Fields fields(value, "vtx.json: model.tower");
-  fields.text("family");
-  int64_t layers = fields.whole("layers"), hidden = fields.whole("hidden");
-  fields.whole("intermediate");
-  int64_t heads = fields.whole("heads"), image = fields.whole("image"), patch = fields.whole("patch");
-  bool class_token = fields.flag("class_token");
-  Ids chosen = fields.wholes("feature_layers", 0, layers);
-  std::string select = fields.text("select");
-  fields.text("activation");
-  fields.positive("eps");
-  for (const char* later : {"qkv_bias", "layer_scale"})
-    if (fields.has(later)) fields.flag(later);
-  std::vector<std::string> flags = fields.has("flags") ? fields.texts("flags") : std::vector<std::string>();
-  auto flagged = [&](const char* flag) { return std::count(flags.begin(), flags.end(), flag) > 0; };
-  // The other flags say what the graphs compute.
-  const bool native = flagged("native"), naflex = flagged("naflex"), nearest = flagged("nearest");
-  fields.whole_or_null("position_grid", 1);
-  fields.whole_or_null("window", 1);
-  for (const char* later : {"full_blocks", "maps"})
-    if (fields.has(later)) fields.wholes(later, 0, layers - 1);
-  for (const char* later : {"stage_blocks", "stage_widths"})  // of a convolutional tower
-    if (fields.has(later)) fields.wholes(later, 1, names::kMaxSize);
-  int64_t shuffle = fields.has("shuffle") ? fields.whole("shuffle") : 1;
-  if (const auto after = fields.whole_or_null("merged_after", 1)) {
-    shuffle *= names::kMergedPatches;
-    if (*after > layers)
-      fail(Kind::bundle, "vtx.json: model.tower: patches merge after layer ", *after, " of ", layers, "; export again");
-  }
-  const int64_t pool = fields.has("pool") ? fields.whole("pool") : 1;
-  const bool axes = fields.whole_or_null("axis_positions", 1).has_value();
-  const int64_t registers = fields.whole_or_null("registers", 1).value_or(0);
-  for (const char* later : {"pixel_scale", "pixel_shift"}) {  // of a tower beside another one
-    const Json::Array& numbers = fields.has(later) ? fields.list(later) : Json::Array();
-    for (const Json& item : numbers)
-      if (!std::isfinite(fields.number_of(item, later))) fields.wrong<int>(later, "a list of finite numbers");
-    if (!numbers.empty() && numbers.size() != 3) fields.wrong<int>(later, "a list of 3 numbers, or of none");
-  }
-  std::optional<TowerSpec> second;
-  if (fields.has("beside") && !fields.get("beside").is_null()) second = read_tower(fields.get("beside"));
-  const std::optional<int64_t> neck = fields.whole_or_null("neck", 1);
-  int64_t joined = 0;
-  bool nested = false;
-  const Json::Array towers = fields.has("towers") ? fields.list("towers") : Json::Array();
-  for (const Json& item : towers) {  // whose features are joined to this one's states
-    const TowerSpec tower = read_tower(item);
-    joined += tower.feature_width;
-    nested = nested || tower.paired;
-  }
+  fields.whole("layers");
+  TowerSpec t;
+  t.image = fields.whole("image"), t.patch = fields.whole("patch");
+  t.square = fields.whole("square"), t.pool = fields.whole("pool");
+  t.tokens = fields.whole("tokens"), t.states = fields.whole("states");
+  t.state_width = fields.whole("state_width"), t.key_width = fields.whole("key_width");
+  t.class_token = fields.flag("class_token"), t.several = fields.flag("several");
+  t.positions = fields.text("positions");
   fields.done();
-  if (!towers.empty() && (joined != hidden || nested))
-    fail(Kind::bundle, "vtx.json: model.tower: its ", towers.size(), " towers give ", joined,
-         " numbers a token, its hidden size is ", hidden, ", or one of them has several, too; export again");
-  if (patch > image || hidden % heads != 0 || chosen.empty() || (select != "default" && select != "full") ||
-      image / patch > (1 << 15) || std::max(shuffle, pool) > image / patch)
-    fail(Kind::bundle, "vtx.json: model.tower: images of ", image, " pixels in patches of ", patch, ", hidden size ", hidden,
-         " with ", heads, " heads: sizes are inconsistent; export again");
-  int64_t grid = image / patch;
-  const int64_t along = (grid + shuffle - 1) / shuffle;
-  const int64_t states = grid * grid + (class_token ? 1 : 0) + registers;
-  const int64_t tokens = shuffle > 1 ? along * along : (states - (select == "default" ? 1 + registers : 0)) / (pool * pool);
-  int64_t width = product({hidden, static_cast<int64_t>(chosen.size())});
-  if (second) {
-    if (second->paired || second->image != image || second->tokens != tokens)
-      fail(Kind::bundle, "vtx.json: model.tower: the tower beside it sees other patches, or has one beside it, too; ",
-           "export again");
-    width += second->feature_width;
-  }
-  if (neck) width = product({names::kNeckSquare, names::kNeckSquare, *neck});
-  const bool of_several_towers = second.has_value() || !towers.empty();
-  return {image,  patch,  grid,    tokens, states, width, hidden / heads, shuffle, pool, class_token, of_several_towers,
-          native, naflex, nearest, axes};
+  const auto& known = names::kTowerPositions;
+  if (std::find(std::begin(known), std::end(known), t.positions) == std::end(known))
+    fail(Kind::bundle, "vtx.json: model.tower has unknown positions, '", t.positions.substr(0, 40), "'; export again");
+  if (t.patch > t.image)
+    fail(Kind::bundle, "vtx.json: model.tower: images of ", t.image, " pixels are smaller than patches of ", t.patch,
+         "; export again");
+  t.grid = t.image / t.patch;
+  return t;
 }
 
 // The layers with a convolution, and the numbers of one's state: its last columns, then the delta rule's matrices.
@@ -212,35 +159,19 @@ ModelSpec read_model(const Json& value) {
   m.name = fields.text("name"), m.family = fields.text("family");
   m.layers = fields.whole("layers", 1, names::kMaxLayers);
   m.hidden = fields.whole("hidden");
-  fields.whole("intermediate");
   m.heads = fields.whole("heads"), m.kv_heads = fields.whole("kv_heads"), m.head_dim = fields.whole("head_dim");
   m.vocab = fields.whole("vocab");
   m.max_positions = fields.whole("max_positions");
   m.eps = fields.positive("eps");
-  fields.text("activation");
-  for (const char* key : {"tied", "qkv_bias", "o_bias", "mlp_bias"}) fields.flag(key);
   if (m.heads % m.kv_heads != 0)
     fail(Kind::bundle, "vtx.json: ", m.heads, " heads cannot share ", m.kv_heads, " key/value heads evenly; export again");
   m.rope_parts = read_rope(fields.get("rope"), m.head_dim);
   m.sliding = read_sliding(fields, m.layers);
   m.shared = read_shared(fields, m);
   m.two_way = read_two_way(fields);
-  for (const char* later : {"attention_scale", "softcap"})  // what the graphs compute
-    if (fields.has(later) && !fields.get(later).is_null()) fields.positive(later);
-  for (const char* later : {"shared_ffn", "per_layer"}) fields.whole_or_null(later, 1);
-  fields.whole_or_null("padding_id", 0);
   read_convolutions(fields, m);
   m.tower = read_tower(fields.get("tower"));
-  Fields projector(fields.get("projector"), "vtx.json: model.projector");
-  projector.whole("intermediate");
-  projector.text("activation");
-  projector.flag("bias");
-  if (projector.has("norm_eps")) projector.positive("norm_eps");
-  if (projector.has("layers")) projector.whole("layers");
-  if (projector.has("rms_norm")) projector.flag("rms_norm");
-  if (projector.has("widths")) projector.wholes("widths", 1, names::kMaxSize);
-  projector.done();
-  if (fields.has("flags")) fields.texts("flags");  // what the graphs compute
+  fields.get("parts");  // by which tools estimate and the exporter computes
   fields.done();
   return m;
 }

@@ -93,7 +93,7 @@ inline constexpr int64_t kMaxScans = 100;
 inline constexpr int64_t kMaxScanBlocks = 33554432;
 inline constexpr int64_t kMaxFramePixels = 16777216;
 inline constexpr int64_t kMaxSampledFrames = 64;
-inline constexpr int64_t kFormat = 5;
+inline constexpr int64_t kFormat = 6;
 inline constexpr int64_t kMaxManifest = 4194304;
 inline constexpr int64_t kMaxTokenizer = 67108864;
 inline constexpr int64_t kMaxTemplateBytes = 524288;
@@ -108,8 +108,6 @@ inline constexpr int64_t kMaxNumbers = 256;
 inline constexpr int64_t kMaxLayers = 512;
 inline constexpr int64_t kMaxSize = 2147483647;
 inline constexpr int64_t kMaxSegment = 4096;
-inline constexpr int64_t kMergedPatches = 2;
-inline constexpr int64_t kNeckSquare = 2;
 inline constexpr int64_t kMaxTaps = 16;
 inline constexpr int64_t kRecent = 16;
 inline constexpr int64_t kTried = 65;
@@ -181,6 +179,7 @@ inline constexpr Instructions kInstructions[] = {
 };
 // clang-format on
 inline constexpr int64_t kBudgets[] = {70, 140, 280, 560, 1120};
+inline constexpr const char* kTowerPositions[] = {"table", "stretched", "nearest", "rotary", "axial"};
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kUsualRate = 24.0;
 inline constexpr double kLeastPenalty = 0.001;

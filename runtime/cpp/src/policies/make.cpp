@@ -127,10 +127,10 @@ std::string lacking(const Needs& needs, const Manifest& m, const std::string& di
 
 // The reason why no export of this model meets `needs`, and what to use; empty: one can.
 std::string never_there(const Needs& needs, const TowerSpec& tower) {
-  if (tower.paired && (needs.of_patches() || needs.projector))
+  if (tower.several && (needs.of_patches() || needs.projector))
     return "reads the patches of a single tower, but this model has several; use fastv, cdpruner, divprune, dart, or "
            "mustdrop:...,tau=off,key=0";
-  const int64_t side = std::max(tower.shuffle, tower.pool);  // in patches, of a token
+  const int64_t side = std::max(tower.square, tower.pool);  // in patches, of a token
   const std::string patches = cat(side, " x ", side, " patches");
   if (needs.of_patches() && !needs.text_tower && side > 1)
     return cat("works on single patches, but each token of this model covers ", patches,

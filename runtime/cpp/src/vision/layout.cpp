@@ -26,9 +26,9 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
 }
 
 void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape) {
-  if (patch != tower.patch || side != tower.shuffle || !any_shape)
+  if (patch != tower.patch || side != tower.square || !any_shape)
     fail(Kind::bundle, "vtx.json: the image layout has tokens of ", side, " x ", side, " patches of ", patch,
-         " pixels, the tower of ", tower.shuffle, " x ", tower.shuffle, " of ", tower.patch, "; export the bundle again");
+         " pixels, the tower of ", tower.square, " x ", tower.square, " of ", tower.patch, "; export the bundle again");
 }
 
 LayoutPtr Layout::limited(int64_t) const {

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.support.tiny import Tiny, make, random_image
+from tests.support.towers import tower_spec
 from vtx.exporter.checkpoint.families.llava_onevision import FAMILY as LLAVA_ONEVISION
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
@@ -213,14 +213,14 @@ def test_resolutions_that_are_no_tiles_are_refused(resolution: tuple[int, int]) 
 
 
 def test_a_tower_of_other_tiles_is_refused() -> None:
-    tower = TowerSpec("clip", 2, 8, 8, 1, 336, 14, True, (1,), "full", "gelu", 1e-5)
+    tower = tower_spec(336, 14, 577)
     with pytest.raises(BundleError, match="336 pixels and 576 tokens, the tower takes 336 pixels and gives 577"):
         HF.check(tower)
 
 
 @pytest.mark.parametrize("layout", [Single(576), HF], ids=["single", "anyres"])
 def test_a_declared_layout_is_read_as_strictly_as_the_manifest(layout: Single | Anyres) -> None:
-    tower = TowerSpec("clip", 24, 1024, 4096, 16, 336, 14, True, (23,), "default", "quick_gelu", 1e-5)
+    tower = tower_spec(336, 14, 576)
     spec = spec_of(layout)
     assert read_layout(spec, tower) == layout
     for name, value in spec.parameters.items():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import Tiny, make, random_image
+from tests.support.towers import tower_spec
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError, UnsupportedModelError
 from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
@@ -98,7 +98,7 @@ def test_tiles_that_are_none_are_refused(values: tuple[int, int, int, int]) -> N
 
 
 def test_a_manifest_declares_it_strictly() -> None:
-    tower = TowerSpec("siglip", 12, 768, 3072, 12, 512, 16, False, (12,), "full", "gelu", 1e-6, shuffle=4)
+    tower = tower_spec(512, 16, 64, 4)
     spec = spec_of(PUBLISHED)
     assert read_layout(spec, tower) == PUBLISHED
     for name in spec.parameters:

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.support.tiny import random_image
+from tests.support.towers import tower_spec
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_layout, spec_of
@@ -119,11 +119,9 @@ def test_what_is_no_layout_is_refused(changes: dict[str, int]) -> None:
 
 def test_a_manifest_must_say_what_the_tower_does() -> None:
     spec = spec_of(TINY)
-    tower = TowerSpec(
-        "qwen2_vl", 2, 32, 64, 2, 168, 14, False, (2,), "full", "silu", 1e-6, shuffle=2, flags=("native",)
-    )
+    tower = tower_spec(168, 14, 36, 2, "rotary")
     assert read_layout(spec, tower) == TINY
-    for other in (replace(tower, shuffle=1), replace(tower, flags=())):
+    for other in (replace(tower, square=1), replace(tower, positions="table")):
         with pytest.raises(BundleError, match="the image layout has tokens of 2 x 2 patches of 14 pixels"):
             read_layout(spec, other)
     with pytest.raises(BundleError, match="min_tokens 5 is not that of 'native'"):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import Tiny, make, random_image
+from tests.support.towers import tower_spec
 from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.vision.layout import limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
@@ -75,7 +75,7 @@ def test_tiles_that_are_none_are_refused(values: tuple[int, int, int, int]) -> N
 
 
 def test_a_manifest_declares_it_strictly() -> None:
-    tower = TowerSpec("internvit", 24, 1024, 4096, 16, 448, 14, True, (24,), "default", "gelu", 1e-6, shuffle=2)
+    tower = tower_spec(448, 14, 256, 2)
     spec = spec_of(PUBLISHED)
     assert read_layout(spec, tower) == PUBLISHED
     for name in spec.parameters:

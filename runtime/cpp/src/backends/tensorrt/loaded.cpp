@@ -121,7 +121,7 @@ std::map<std::string, int64_t> LoadedEngines::io_bytes() const {
   const std::string& vision = m.dialects.at(set_.dialect).vision;
   const bool own = m.image.own_size();
   const int64_t pictures = own && m.video ? 2 : 1;  // a pair of frames
-  int64_t most = own ? longest_side() : 0, unit = m.model.tower.patch * m.model.tower.shuffle;
+  int64_t most = own ? longest_side() : 0, unit = m.model.tower.patch * m.model.tower.square;
   std::map<std::string, int64_t> out;
   for (const auto& [graph, loaded] : engines_)
     for (const std::vector<TensorSpec>& side : {loaded.io.inputs, loaded.io.outputs})

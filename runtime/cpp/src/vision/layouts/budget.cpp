@@ -24,7 +24,7 @@ class TokenBudget : public Layout {
   // Nearly half of the budget is lost where a single row of squares is left.
   std::optional<int64_t> min_tokens() const override { return tokens_ / 2; }
 
-  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, pool_, tower.axes); }
+  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, pool_, tower.positions == "axial"); }
 
   // With the largest of the model's budgets whose images have at most so many pixels.
   LayoutPtr within(int64_t max_pixels) const override {

@@ -73,7 +73,7 @@ class Native : public Layout {
     return std::max({down(most), down(std::sqrt(names::kMaxRatio * most)), enlarged});
   }
 
-  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.native); }
+  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.positions == "rotary"); }
 
   LayoutPtr within(int64_t max_pixels) const override {
     check_pixels(max_pixels);

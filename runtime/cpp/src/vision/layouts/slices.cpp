@@ -40,7 +40,7 @@ class Slices : public Layout {
   }
   bool has_marks() const override { return true; }
 
-  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.nearest); }
+  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.positions == "nearest"); }
 
   LayoutPtr limited(int64_t max_views) const override {
     check_whole("max_tiles", max_views, 1, names::kMostWhole);
