@@ -24,7 +24,7 @@ from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.towers import JoinedSize, NaflexSize, NativeSize, PairedSize
+from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -64,8 +64,7 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
     if tower is not None:
         side = round((tower.patches / tower.view_tokens) ** 0.5)
         for part in parts:
-            two = isinstance(tower, PairedSize | JoinedSize)
-            check_patches(part, side, class_token=tower.class_token, two_towers=two)
+            check_patches(part, side, class_token=tower.class_token, two_towers=tower.several)
     if model.layout is not None:
         check_layout(parts, model.layout)
     counts, count, unknown = list[int](), vision, dict[str, None]()

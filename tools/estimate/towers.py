@@ -12,6 +12,14 @@ from vtx.tools.model.vision import MERGED
 
 STEM, ATTENDING, KERNEL, WIDER, SQUEEZED = 4, 2, 49, 4, 16  # as in exporter/graphs/convolutional.py
 MOMENTS = 2  # of a video that a patch's kernel covers; an image fills both
+Matrices = Iterator[tuple[tuple[int, int], int]]  # shapes [out, in], and the number of matrices that have each
+
+
+def block_matrices(hidden: int, ffn: int, layers: int, *, gated: bool = False) -> Matrices:
+    """The matrices of a transformer's layers."""
+    yield (hidden, hidden), 4 * layers
+    yield (ffn, hidden), (1 + gated) * layers
+    yield (hidden, ffn), layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,15 @@ class VisionSize:
     towers: int = 1
     projector_bias: bool = True
     projector_layers: int = 2
+    several = False  # towers' features are joined
+
+    def tower_matrices(self) -> Matrices:
+        """Those of the exported part of the towers, without the patches' kernel."""
+        yield from block_matrices(self.hidden, self.ffn, self.towers * self.used)
+
+    def projector_matrices(self) -> Matrices:
+        yield (self.out, self.features * self.hidden), 1
+        yield (self.out, self.out), self.projector_layers - 1
 
     def seeing(self, tokens: int) -> VisionSize:
         """The tower as it sees an image of that many tokens: the same for every image."""
@@ -78,7 +95,7 @@ class VisionSize:
 
     @property
     def projector_token_macs(self) -> int:
-        return self.features * self.hidden * self.out + (self.projector_layers - 1) * self.out * self.out
+        return sum(out * into * count for (out, into), count in self.projector_matrices())
 
     @property
     def parameters(self) -> int:
@@ -109,6 +126,14 @@ class NativeSize(VisionSize):
     whole: int = 1
     maps: int = optional(0)
     positions: int = optional(0)
+
+    def tower_matrices(self) -> Matrices:
+        yield from block_matrices(self.hidden, self.ffn, self.layers, gated=self.gated)
+
+    def projector_matrices(self) -> Matrices:
+        """Of the merger, and of those of maps."""
+        yield (self.wide, self.wide), 1 + self.maps
+        yield (self.out, self.wide), 1 + self.maps
 
     def seeing(self, tokens: int) -> NativeSize:
         tokens = max(1, min(tokens, self.image_tokens))
@@ -141,10 +166,6 @@ class NativeSize(VisionSize):
         return self.features * self.hidden
 
     @property
-    def projector_token_macs(self) -> int:
-        return (1 + self.maps) * self.wide * (self.wide + self.out)
-
-    @property
     def parameters(self) -> int:
         h, norm = self.hidden, self.hidden * (1 if self.gated else 2)
         matrices = 4 * h * h + (2 + self.gated) * h * self.ffn
@@ -169,6 +190,16 @@ class NaflexSize(VisionSize):
     projector_norm: bool = True
     merged_after: int | None = optional(None)
 
+    def tower_matrices(self) -> Matrices:
+        yield from block_matrices(self.hidden, self.ffn, self.used)
+        if self.merged_after is not None:
+            yield (self.hidden, self.hidden), 4
+            yield from ((shape, 1) for shape in self.merger())
+
+    def projector_matrices(self) -> Matrices:
+        yield (self.between, self.features * self.hidden), 1
+        yield (self.out, self.between), 1
+
     def seeing(self, tokens: int) -> NaflexSize:
         views = max(1, -(-tokens // self.view_tokens))
         each = max(1, -(-tokens // views))
@@ -178,11 +209,6 @@ class NaflexSize(VisionSize):
     def stretched(self, times: int) -> NaflexSize:
         """The tower as it sees a view of `times` the pixels of a tile, as an engine takes memory for one."""
         return replace(self, patches=times * self.patches, view_tokens=times * self.view_tokens)
-
-    @property
-    def bound(self) -> int:
-        """Numbers that go into the tower and out of it, of one view."""
-        return self.patches * 3 * self.patch**2 + self.view_tokens * self.out
 
     def merger(self) -> tuple[tuple[int, int], ...]:
         """Shapes of the matrices of the MLP that makes one patch of those of a square."""
@@ -199,10 +225,6 @@ class NaflexSize(VisionSize):
         before, behind = (VisionSize.layer_macs_on(self, count) for count in (tokens, tokens // each))
         merger = tokens * (4 * h * h + 2 * each * h) + tokens // each * sum(a * b for a, b in self.merger())
         return (self.merged_after * before + (self.used - self.merged_after) * behind + merger) // self.used
-
-    @property
-    def projector_token_macs(self) -> int:
-        return self.between * (self.features * self.hidden + self.out)
 
     @property
     def parameters(self) -> int:
@@ -244,6 +266,9 @@ class AxialSize(VisionSize):
     clipped: bool = False
     standardised: bool = False
 
+    def tower_matrices(self) -> Matrices:
+        yield from block_matrices(self.hidden, self.ffn, self.layers, gated=True)
+
     def seeing(self, tokens: int) -> AxialSize:
         tokens = max(1, min(tokens, self.image_tokens))
         return replace(self, patches=self.square * tokens, view_tokens=tokens, image_tokens=tokens)
@@ -274,6 +299,11 @@ class PairedSize(VisionSize):
     beside: VisionSize | None = None
     registers: int = 0
     projected: tuple[int, ...] = ()
+    several = True
+
+    def tower_matrices(self) -> Matrices:
+        for tower in (self, self.second):
+            yield from block_matrices(tower.hidden, tower.ffn, tower.used)
 
     @property
     def second(self) -> VisionSize:
@@ -293,14 +323,9 @@ class PairedSize(VisionSize):
     def patch_macs(self) -> int:
         return self.patches * (self.hidden + self.second.hidden) * 3 * self.patch * self.patch
 
-    def projector_shapes(self) -> Iterator[tuple[int, int]]:
-        """The projector's matrices, [out, in]."""
+    def projector_matrices(self) -> Matrices:
         widths = self.features * self.hidden + self.second.hidden, *self.projected, self.out
-        yield from ((out, into) for into, out in pairwise(widths))
-
-    @property
-    def projector_token_macs(self) -> int:
-        return sum(out * into for out, into in self.projector_shapes())
+        yield from (((out, into), 1) for into, out in pairwise(widths))
 
     @property
     def parameters(self) -> int:
@@ -309,8 +334,8 @@ class PairedSize(VisionSize):
             h = size.hidden
             layer = 4 * h * h + 2 * h * size.ffn + 4 * h + size.ffn + h + 4 * h + scales * h
             towers += size.used * layer + h * (3 * self.patch * self.patch + 1) + (self.patches + prefix) * h
-        biases = sum(out for out, _ in self.projector_shapes()) if self.projector_bias else 0
-        return towers + self.projector_token_macs + biases
+        biases = sum(out for (out, _), _ in self.projector_matrices())
+        return towers + self.projector_token_macs + self.projector_bias * biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +345,8 @@ class ConvolutionalSize(VisionSize):
     blocks: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
 
-    def matrices(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """Shapes of the matrices of attention, and their numbers."""
+    def tower_matrices(self) -> Matrices:
+        """Of attention alone: others are convolutions."""
         for blocks, width in [*zip(self.blocks, self.widths, strict=True)][-ATTENDING:]:
             yield from (((3 * width, width), blocks), ((width, width), blocks))
 
@@ -487,6 +512,11 @@ class JoinedSize(VisionSize):
     """
 
     parts: tuple[TowerPart, ...] = ()
+    several = True
+
+    def tower_matrices(self) -> Matrices:
+        for part in self.parts:
+            yield from ((shape, count) for shape, count, _ in part.matrices())
 
     def layer_macs_on(self, tokens: int) -> int:
         """All towers for one view."""

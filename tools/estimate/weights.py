@@ -11,15 +11,7 @@ from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme, tied_head
 from vtx.tools.estimate.sizes import ActionSize, ModelSize
-from vtx.tools.estimate.towers import (
-    AxialSize,
-    ConvolutionalSize,
-    JoinedSize,
-    NaflexSize,
-    NativeSize,
-    PairedSize,
-    VisionSize,
-)
+from vtx.tools.estimate.towers import VisionSize
 from vtx.tools.model.decoder import PER_LAYER, Decoder
 
 SCALE_BYTES = 2
@@ -80,40 +72,11 @@ def head_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGro
 
 
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
-    """The exported part of the towers, and the projector."""
-    hidden, layers, wide = size.hidden, size.towers * size.used, size.features * size.hidden
-    gated, between = (size.gated, wide) if isinstance(size, NativeSize) else (isinstance(size, AxialSize), size.out)
-    between = size.between if isinstance(size, NaflexSize) else between
-    mergers = 1 + size.maps if isinstance(size, NativeSize) else 1
-    if isinstance(size, ConvolutionalSize):
-        tower = [WeightGroup("vision.stages.0.qkv.weight", shape, count) for shape, count in size.matrices()]
-    elif isinstance(size, JoinedSize):
-        own = (matrix for part in size.parts for matrix in part.matrices())
-        tower = [WeightGroup("vision.towers.weight", shape, count) for shape, count, _ in own]
-    else:
-        tower = _blocks(hidden, size.ffn, layers, gated)
-    projector = [
-        WeightGroup("projector.linear_1.weight", (between, wide), mergers),
-        WeightGroup("projector.linear_2.weight", (size.out, between), mergers * min(1, size.projector_layers - 1)),
-    ]
-    if isinstance(size, NaflexSize) and size.merger():
-        tower.append(WeightGroup("vision.vit_merger.self_attn.weight", (hidden, hidden), 4))
-        tower += [WeightGroup("vision.vit_merger.linear.weight", shape) for shape in size.merger()]
-    if isinstance(size, PairedSize):
-        tower += _blocks(size.second.hidden, size.second.ffn, size.second.used)
-        projector = [WeightGroup("projector.linear_1.weight", shape) for shape in size.projector_shapes()]
-    matrices = (*tower, *projector)
+    """The exported part of the towers, and the projector: their matrices, and all else together."""
+    matrices = [WeightGroup("vision.matrices.weight", shape, count) for shape, count in size.tower_matrices()]
+    matrices += [WeightGroup("projector.matrices.weight", shape, count) for shape, count in size.projector_matrices()]
     yield from matrices
-    yield WeightGroup("vision.embeddings", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
-
-
-def _blocks(hidden: int, ffn: int, layers: int, gated: bool = False) -> list[WeightGroup]:
-    """The matrices of a tower's layers."""
-    return [
-        WeightGroup("vision.blocks.0.attn.weight", (hidden, hidden), 4 * layers),
-        WeightGroup("vision.blocks.0.mlp.fc1.weight", (ffn, hidden), (1 + gated) * layers),
-        WeightGroup("vision.blocks.0.mlp.fc2.weight", (hidden, ffn), layers),
-    ]
+    yield WeightGroup("vision.others", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
 
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
