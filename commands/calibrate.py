@@ -152,6 +152,8 @@ def _show_calibration(report: CalibrationReport) -> None:
         "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
         f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as in the data."
     )
+    if len(report.kinds) > 1:
+        _show_kinds(report)
     for choice in report.choices:
         outcome, *remarks = choice.notes if choice.k is None else (f"K = {choice.k}", *choice.notes)
         click.echo(f"{choice.rule}: {outcome}")
@@ -162,6 +164,16 @@ def _show_calibration(report: CalibrationReport) -> None:
             shares = {"next token": p.top1, "answer": p.agree, "right": p.right}
             shown = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
             click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
+
+
+def _show_kinds(report: CalibrationReport) -> None:
+    """The answers kept, or without them right, at each K by the kind of answer, and each kind's own choice."""
+    heads = ["K", *(f"{of.kind} ({of.items})" for of in report.kinds)]
+    rows = [["chosen", *(f"K = {of.k}" if of.k else "-" for of in report.kinds)]]
+    for number, point in enumerate(report.curve[1:], 1):
+        shares = [of.curve[number].agree or of.curve[number].right for of in report.kinds]
+        rows.append([str(point.k), *(f"{s.share:.0%} ({s.low:.0%}..{s.high:.0%})" if s else "-" for s in shares)])
+    table("answers kept, by the kind of answer", heads, rows)
 
 
 def calibrated(

@@ -299,7 +299,7 @@ def find_bundle(
 
     Of a hub's `model`, ORG/NAME or ORG/NAME@REVISION, the one in the cache, fetched and exported now if it is absent.
     """
-    own_ks = [k for k in ks if k not in (None, "default")]
+    own_ks = [k for k in ks if k not in (None, "default", "card")]
     if model:
         if given("bundle") or given("bundles"):
             raise click.UsageError("--model and --bundle both name what to ask; leave one out")

@@ -33,6 +33,7 @@ from vtx.runtime.units import Progress, counter
 from vtx.tools.calibration.report import ItemResult, Measurement, read_result
 from vtx.tools.data.items import Data, image_key, plain
 from vtx.tools.data.journal import ResultJournal
+from vtx.tools.data.kinds import kind_of
 
 LOGITS = 1 << 25  # logits computed at a time
 
@@ -113,14 +114,13 @@ def calibrate(
             measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
         numbers: dict[object, int] = {}
-        results = tuple(
-            replace(
-                read_result(journal.results[digest], len(ks)),
-                image=numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers)),
-            )
-            for digest, prepared in items.items()
-        )
-        return Measurement(ks, results, tuple(skipped), tuple(items))
+        results = list[ItemResult]()
+        for digest, prepared in items.items():
+            result = read_result(journal.results[digest], len(ks))
+            image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
+            answer = prepared.item.answer or result.answer
+            results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
+        return Measurement(ks, tuple(results), tuple(skipped), tuple(items))
 
 
 class BatchMeasurer:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vtx.runtime.bundle.card import KINDS as ANSWERS
+from vtx.runtime.bundle.card import Kind
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
@@ -64,6 +66,16 @@ class MeanAttention:
     steps: Shares
 
 
+@dataclass(frozen=True, slots=True)
+class KindCurve:
+    """The curve over the items whose answers are of one kind, and the deciding rule's `k` for them alone."""
+
+    kind: Kind
+    items: int
+    k: int | None
+    curve: tuple[Point, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
     """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent."""
@@ -77,6 +89,7 @@ class CalibrationReport:
     choices: tuple[Choice, ...]
     curve: tuple[Point, ...]
     attention: MeanAttention | None = optional(None)
+    kinds: tuple[KindCurve, ...] = optional(())
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,8 +109,19 @@ def make_report(model: CalibratedModel, data: str, measured: Measurement, choosi
         model=model,
         data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
         min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
-        samples=measured.results,
+        kinds=kind_curves(measured, choosing), samples=measured.results,
     )  # fmt: skip
+
+
+def kind_curves(measured: Measurement, choosing: Choosing) -> tuple[KindCurve, ...]:
+    """A curve for each kind of answer that some items have."""
+    curves = list[KindCurve]()
+    for kind in ANSWERS:
+        results = tuple(result for result in measured.results if result.kind == kind)
+        if results:
+            curve = make_curve(replace(measured, results=results))
+            curves.append(KindCurve(kind, len(results), choose(curve, choosing, len(results))[-1].k, curve))
+    return tuple(curves)
 
 
 def make_curve(measured: Measurement) -> tuple[Point, ...]:
@@ -211,7 +235,7 @@ class ItemResult:
 
     `agree` and `right` [1 + K's], no withdrawal first: true if greedy decoding gives the model's own answer and the
     right one; None if there is none. `answer` is the model's own. `image` numbers what it is about: items with the same
-    images are not independent of each other.
+    images are not independent of each other. `kind`: that of the right answer, or of the model's own.
     """
 
     answer: str | None
@@ -222,6 +246,7 @@ class ItemResult:
     right: tuple[bool, ...] | None
     attention: AttentionShares | None = optional(None)
     image: int | None = optional(None)
+    kind: Kind | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: B
             for n in held_out:
                 with model.open(questions.parent / f"{n}.png") as image:
                     texts = [
-                        plain(image.ask(f"red {n}?", k, reduce=reduce, max_new_tokens=int(TOKENS)).text)
-                        for k, reduce in ((None, "none"), (how["k"], how["reduce"]))
+                        plain(image.ask(f"red {n}?", k, reduce=reduce, rest=rest, max_new_tokens=int(TOKENS)).text)
+                        for k, reduce, rest in ((None, "none", None), (how["k"], how["reduce"], how.get("rest")))
                     ]
                 changed += texts[0] != texts[1]
             assert evidence["changed"] == pytest.approx(changed / len(held_out))
