@@ -51,8 +51,8 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
 )  # fmt: skip
 def bench(
     bundle: str | None, ks: tuple[K, ...], rest: str | None, image: str | None, question: str | None,
-    prompt_tokens: int | None, new_tokens: int, repeats: int, warmup: int, loading: Loading, as_json: bool, target: Path | None,
-    plot: Path | None, video: str | None, frames: int | None,
+    prompt_tokens: int | None, new_tokens: int, repeats: int, warmup: int, loading: Loading, as_json: bool,
+    target: Path | None, plot: Path | None, video: str | None, frames: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of this machine's peak.
 

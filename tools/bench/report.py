@@ -100,6 +100,7 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         stages.append({"first": stage.first, "last": stage.last, "ms": spread(each)})
     return Depth(
         k=k, rest=stats.rest, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages),
-        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0], peak_bytes=result.memory[k][1],
+        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0],
+        peak_bytes=result.memory[k][1],
         shares=shares(work, ms, ceilings) if ceilings else None, **dataclasses.asdict(work),
     )  # fmt: skip
