@@ -78,7 +78,10 @@ class KindCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent."""
+    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent.
+
+    `rest`: what stayed of the image from each K on, None for nothing.
+    """
 
     model: CalibratedModel
     data: CalibrationData
@@ -90,6 +93,7 @@ class CalibrationReport:
     curve: tuple[Point, ...]
     attention: MeanAttention | None = optional(None)
     kinds: tuple[KindCurve, ...] = optional(())
+    rest: str | None = optional(None)
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,14 +106,16 @@ class CalibrationReport:
         return None if self.k is None else changed_answers(self.k, kept[0])
 
 
-def make_report(model: CalibratedModel, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
+def make_report(
+    model: CalibratedModel, data: str, measured: Measurement, choosing: Choosing, rest: str | None = None
+) -> CalibrationReport:
     curve = make_curve(measured)
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
         model=model,
         data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
         min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
-        kinds=kind_curves(measured, choosing), samples=measured.results,
+        kinds=kind_curves(measured, choosing), rest=rest, samples=measured.results,
     )  # fmt: skip
 
 
@@ -186,6 +192,11 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
                 "of this one"
             )
         raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
+    if (rest := report.get("rest")) is not None:
+        raise RequestError(
+            f"{path} was measured with a rest of {shown(str(rest))}, which an export does not record; name its K with "
+            f"--k, and ask with the rest"
+        )
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
     last = choices[-1] if isinstance(choices, list) and choices else None
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
