@@ -18,7 +18,7 @@ LONG = 12  # words; more are one, however they end
 
 
 def kind_of(answer: str, choices: int = 0) -> Kind:
-    """The kind of a reference answer, of a question that has so many `choices`; what fits no other is quoted text."""
+    """The kind of a reference answer, of a question with that many `choices`; what fits no other is quoted text."""
     text = " ".join(answer.split())
     bare, words = text.rstrip(" .!").casefold(), len(text.split())
     if bare in ("yes", "no"):
