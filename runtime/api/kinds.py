@@ -6,16 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vtx.runtime.bundle.card import CHOICE, NUMBER, TEXT, YES_NO, KindDepth
+from vtx.runtime.bundle.card import CHOICE, NUMBER, TEXT, YES_NO, Kind, KindDepth
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, unscored
 from vtx.runtime.prompt.guiding import Guide
 
 CARD = "card"  # in place of K: the card's for the kind of answer
-_OF_TYPES = {"boolean": YES_NO, "integer": NUMBER, "number": NUMBER}
+_OF_TYPES: dict[str, Kind] = {"boolean": YES_NO, "integer": NUMBER, "number": NUMBER}
 _COMBINED = ("prefixItems", "anyOf", "oneOf", "allOf")  # lists of schemas
 
 
-def kinds_of(guide: Guide | None) -> frozenset[str]:
+def kinds_of(guide: Guide | None) -> frozenset[Kind]:
     """The kinds of answer that a request's form asks for; whatever is not closed is quoted text."""
     if guide is not None and guide.choices is not None:
         return frozenset([_kind_of_values(guide.choices)])
@@ -41,15 +41,15 @@ def card_depth(depths: Sequence[KindDepth], guide: Guide | None, model: ModelSpe
     return max(ks), rest or None
 
 
-def _kind_of_values(values: Sequence[Any]) -> str:
+def _kind_of_values(values: Sequence[Any]) -> Kind:
     """The kind of an answer that is one of these values."""
     closed = [isinstance(value, bool) or str(value).lower() in ("yes", "no") for value in values]
     return YES_NO if all(closed) else CHOICE
 
 
-def _kinds_of_schema(schema: Any) -> frozenset[str]:
+def _kinds_of_schema(schema: Any) -> frozenset[Kind]:
     """The kinds of the values that a JSON schema leaves open; a text without a list of its values is quoted text."""
-    kinds, parts = set[str](), [schema]
+    kinds, parts = set[Kind](), [schema]
     while parts:
         part = parts.pop()
         if not isinstance(part, dict):

@@ -59,8 +59,8 @@ def cases(manifest: Manifest) -> Iterator[TraceCase]:
     for k, spec in product(ks, dict.fromkeys(map(to_spec, [(), *composed, *parts]))):
         yield TraceCase(k, spec)
     scored = [stage.last + 1 for stage in manifest.stages if stage.query and stage.last + 1 in manifest.variants]
-    for k in scored[:1]:
-        yield TraceCase(str(k), "none", RESTED)
+    if scored:
+        yield TraceCase(str(scored[0]), "none", RESTED)
 
 
 def questions(manifest: Manifest) -> Iterator[TraceQuestion]:
