@@ -34,6 +34,8 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
 )
 @options(
     "bundle", "ks",
+    option("--rest", str, "Image tokens that stay from each numbered K on, a share or a number [default: none].",
+           metavar="N%|N"),
     option("--image", click.Path(), "Image to ask about [default: a drawn scene]."),
     option("--video", click.Path(), "Video to ask about instead of an image."),
     option("--frames", int, "Frames sampled from the video [default: the bundle's].", metavar="N"),
@@ -48,9 +50,9 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
     "plot",
 )  # fmt: skip
 def bench(
-    bundle: str | None, ks: tuple[K, ...], image: str | None, question: str | None, prompt_tokens: int | None,
-    new_tokens: int, repeats: int, warmup: int, loading: Loading, as_json: bool, target: Path | None,
-    plot: Path | None, video: str | None, frames: int | None,
+    bundle: str | None, ks: tuple[K, ...], rest: str | None, image: str | None, question: str | None,
+    prompt_tokens: int | None, new_tokens: int, repeats: int, warmup: int, loading: Loading, as_json: bool,
+    target: Path | None, plot: Path | None, video: str | None, frames: int | None,
 ) -> None:  # fmt: skip
     """Measure a bundle at each K: latency, memory, and the share of this machine's peak.
 
@@ -58,6 +60,8 @@ def bench(
     keeps what was measured. vtx-eval compares the methods of a bundle.
     """
     end_on_sigterm()
+    if rest is not None and ks and not any(isinstance(k, int) for k in ks):
+        raise click.UsageError("--rest is what stays from K on; name one or more with --k")
     if question is not None and prompt_tokens is not None:
         raise click.UsageError("--question and --prompt-tokens are mutually exclusive")
     if image and video:
@@ -88,7 +92,7 @@ def bench(
     square = drawn.resize((max(drawn.size),) * 2)  # of which no crop cuts anything, so that no note says so
     options = BenchOptions(
         Video(video, frames) if video else image or square, QUESTION if question is None else question, prompt_tokens,
-        new_tokens, repeats, warmup, loading.threads or 1,
+        new_tokens, repeats, warmup, loading.threads or 1, rest,
     )  # fmt: skip
     model = loading.load(find_bundle(bundle, ks))
     interrupted = _measure(model, options, _chosen(ks, model.manifest), write)

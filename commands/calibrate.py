@@ -27,6 +27,7 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
     epilog="vtx-calibrate --samples 200\n"
     "vtx-calibrate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --max-accuracy-drop 1\n"
     "vtx-calibrate --bundle vtx-demo-k16-fp16 --attention --json\n"
+    "vtx-calibrate questions.jsonl --images photos --model ./my-llava --rest 10%\n"
     "vtx-calibrate questions.jsonl --images photos --bundle llava-int4 --device auto"
 )
 @options(
@@ -43,6 +44,7 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
     option("--eta", 0.003, "Also report the first K with a mean KL below this. It decides only with --max-new-tokens "
            "0."),
     option("--k-from", int, "First K to measure [default: 5]."),
+    option("--rest", str, "Image tokens that stay at each K, a share or a number [default: none].", metavar="N%|N"),
     option("--max-new-tokens", 16, "Maximum tokens of the model's own answers; 0: no answers, which needs the memory "
            "of one layer instead of the model."),
     option("--batch", 8, "Items per pass over the weights."),
@@ -55,8 +57,8 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 def calibrate(
     data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
     samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
-    max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, loading: Loading, out: Path | None,
-    as_json: bool,
+    rest: str | None, max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, loading: Loading,
+    out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the effect of withdrawal at every K and choose a K.
 
@@ -72,7 +74,7 @@ def calibrate(
     from vtx.tools.calibration.plots import draw_report
 
     choosing = Choosing(eta, max_accuracy_drop, min_kept)
-    options = CalibrationOptions(k_from, max_new_tokens, batch, attention)
+    options = CalibrationOptions(k_from, max_new_tokens, batch, attention, rest)
     engine = _engine(bundle, loading, "model", "tower", "allow_pickle", "chat_template")
     if engine is not None and attention:
         raise RequestError("an engine does not give its attention; leave out --attention, or --device and its options")
@@ -129,7 +131,7 @@ def _measure(
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak() or 0)} of memory")
-    made = make_report(source.calibrated, questions.source, measured, choosing)
+    made = make_report(source.calibrated, questions.source, measured, choosing, options.rest)
     write_report(made, folder)
     return made
 
@@ -147,11 +149,14 @@ def _show_calibration(report: CalibrationReport) -> None:
         for p in report.curve
     ]  # fmt: skip
     heads = ["K", "full", "KL", "from", "to", "reverse", "token", "answer", "right"]
-    table(f"{report.data.items} items of {report.data.source}", heads, rows)
+    rested = "" if report.rest is None else f", with a rest of {report.rest} at each K"
+    table(f"{report.data.items} items of {report.data.source}{rested}", heads, rows)
     click.echo(
         "K: first layer without vision tokens, after this number of full layers. KL: mean of the next token's,\n"
         f"with its {CONFIDENCE:.0%} interval. token, answer: as without withdrawal. right: as in the data."
     )
+    if len(report.kinds) > 1:
+        _show_kinds(report)
     for choice in report.choices:
         outcome, *remarks = choice.notes if choice.k is None else (f"K = {choice.k}", *choice.notes)
         click.echo(f"{choice.rule}: {outcome}")
@@ -162,6 +167,16 @@ def _show_calibration(report: CalibrationReport) -> None:
             shares = {"next token": p.top1, "answer": p.agree, "right": p.right}
             shown = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
             click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
+
+
+def _show_kinds(report: CalibrationReport) -> None:
+    """The answers kept, or without them right, at each K by the kind of answer, and each kind's own choice."""
+    heads = ["K", *(f"{of.kind} ({of.items})" for of in report.kinds)]
+    rows = [["chosen", *(f"K = {of.k}" if of.k else "-" for of in report.kinds)]]
+    for number, point in enumerate(report.curve[1:], 1):
+        shares = [of.curve[number].agree or of.curve[number].right for of in report.kinds]
+        rows.append([str(point.k), *(f"{s.share:.0%} ({s.low:.0%}..{s.high:.0%})" if s else "-" for s in shares)])
+    table("answers kept, by the kind of answer", heads, rows)
 
 
 def calibrated(

@@ -121,7 +121,7 @@ class _Talk:
             return True
         if name == "k":
             try:
-                self._begin_with(k=DepthType(default=True).convert(value, None, None))
+                self._begin_with(k=DepthType(asking=True).convert(value, None, None))
             except click.BadParameter as e:
                 note(str(e))
         elif name == "rest":

@@ -286,9 +286,14 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
     remember(bundle.folder)
     depth = ", ".join(map(str, plan.ks)) or "none"
-    asked = f'vtx-run --bundle {shlex.quote(str(out))} image.jpg "question"'
-    unmeasured = "; for quoted text measure first: vtx-calibrate, or keep a rest: --rest 10%" if plan.ks else ""
-    note(f"made {bundle.folder} (K = {depth}); ask it with: {asked}{unmeasured}")
+    named, k = shlex.quote(str(out)), bundle.manifest.default_k
+    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {named} image.jpg "question"')
+    if k is not None and plan.options.calibration is None:
+        withdrawn = "where a gate says so" if k == "auto" else f"at K = {k}"
+        note(
+            f"without a card the image leaves {withdrawn}; for quoted text measure first: vtx-fit {named} --questions "
+            "questions.jsonl"
+        )
     return Path(bundle.folder)
 
 
@@ -299,7 +304,7 @@ def find_bundle(
 
     Of a hub's `model`, ORG/NAME or ORG/NAME@REVISION, the one in the cache, fetched and exported now if it is absent.
     """
-    own_ks = [k for k in ks if k not in (None, "default")]
+    own_ks = [k for k in ks if k not in (None, "default", "card")]
     if model:
         if given("bundle") or given("bundles"):
             raise click.UsageError("--model and --bundle both name what to ask; leave one out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,7 @@ def fit(
     from vtx.tools.fit.asking import KeptAnswers, Questions, split
     from vtx.tools.fit.fit import check_enough
     from vtx.tools.fit.fit import fit as search
+    from vtx.tools.fit.kinds import fit_kinds
     from vtx.tools.fit.report import data_of, draw_front, in_tables, make_card, to_dict
     from vtx.tools.fit.search import Budget
     from vtx.tools.fit.settings import find_settings
@@ -133,6 +135,7 @@ def fit(
         fitted = search(
             settings, reference, answers, budget, seed, lambda seconds: note(f"predicted: at most {duration(seconds)}")
         )
+        fitted = replace(fitted, kinds=fit_kinds(fitted, answers, seed))
     for line in fitted.skipped:
         note(f"skipped {line}")
     found = to_dict(fitted, asked, machine)

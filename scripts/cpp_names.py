@@ -16,7 +16,7 @@ from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
 from vtx.runtime.backends.tensorrt.backend import ACTIONS, NO_FRAMES, NOT_BUILT
 from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
-from vtx.runtime.bundle import fingerprint, tensors
+from vtx.runtime.bundle import card, fingerprint, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import action_spec, image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.policies.make import NOT_RENUMBERED
@@ -64,6 +64,7 @@ def header() -> str:
     words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT, "NOT_FINITE": sampling.NOT_FINITE}
     words["PAIRS"] = manifest.PAIRS
     words |= {"KERNELS": fingerprint.KERNELS, "NO_ACTIONS": ACTIONS}
+    words |= {name: getattr(card, name) for name in ("YES_NO", "CHOICE", "NUMBER", "TEXT")}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
         "PRESENT_VALUE": names.present_value(""), "KEY_SCALE_OF": names.key_scale(""),

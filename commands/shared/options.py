@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 Declare = Callable[[Callable[..., None]], Callable[..., None]]
 PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
 PRECISION = click.Choice(list(PRECISIONS), case_sensitive=False)
-Depth = int | str | None  # K, "auto" for the gates, None for no withdrawal
+Depth = int | str | None  # K, "auto" for the gates, "card" for the card's by kind of answer, None for no withdrawal
 
 
 class DepthType(click.ParamType):  # type: ignore[type-arg]
-    """`17`, `none`, `auto`, and `default` for the bundle's.
+    """`17`, `none`, `auto`, and with `asking` `default` for the bundle's and `card` for its card's by kind of answer.
 
     With `several` also `none,17,9`, as a tuple; that option is `multiple`, with the callback `joined`.
     """
 
     name = "depth"
 
-    def __init__(self, *, several: bool = False, auto: bool = True, default: bool = False) -> None:
+    def __init__(self, *, several: bool = False, auto: bool = True, asking: bool = False) -> None:
         self._several = several
         self._names: dict[str, str | None] = {"none": None}
-        self._names |= {name: name for name, allowed in (("auto", auto), ("default", default)) if allowed}
+        self._names |= {
+            name: name for name, allowed in (("auto", auto), ("default", asking), ("card", asking)) if allowed
+        }
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -140,8 +142,9 @@ _SHARED: dict[str, Declare] = {
                         "first use, then cached (vtx-cache).", metavar="ORG/NAME[@REVISION]"),
     "hub_precision": option("--precision", PRECISION, "With --model: precision of the decoder weights [default: "
                             "fp16; a quantised checkpoint's own]."),
-    "k": click.option("--k", type=DepthType(default=True), default="default", metavar="N|auto|none",
-                      help="Prebuilt K [default: the bundle's]."),
+    "k": click.option("--k", type=DepthType(asking=True), default="default", metavar="N|auto|card|none",
+                      help="Prebuilt K; card: that of the bundle's card for the kind of answer [default: the "
+                           "bundle's]."),
     "rest": option("--rest", str, "Image tokens that stay from K on, those that the question attends to most: a share "
                    "of them, e.g. 10%, or a number [default: the card's; without a card none].", metavar="N%|N"),
     "ks": option("--k ks", DepthType(several=True), "Prebuilt K, none or auto [default: all in the bundle; with "

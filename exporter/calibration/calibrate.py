@@ -27,30 +27,42 @@ from vtx.exporter.reference.model import Reference, Sample
 from vtx.exporter.reference.prompts import PreparedItem, prepare
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.memory import RUN_BASE, needed_memory
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
+from vtx.runtime.policies.make import read_rest
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, counter
 from vtx.tools.calibration.report import ItemResult, Measurement, read_result
 from vtx.tools.data.items import Data, image_key, plain
 from vtx.tools.data.journal import ResultJournal
+from vtx.tools.data.kinds import kind_of
 
 LOGITS = 1 << 25  # logits computed at a time
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """A measurement of every K from `k_from` (5) on; without new tokens only the next one is compared."""
+    """A measurement of every K from `k_from` (5) on; without new tokens only the next one is compared.
+
+    With a `rest`, "10%" or a number, that many image tokens stay at each K.
+    """
 
     k_from: int | None = None
     max_new_tokens: int = 16
     batch: int = 8
     attention: bool = False
+    rest: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_new_tokens < 0:
             raise RequestError(
                 f"--batch is {self.batch} and --max-new-tokens {self.max_new_tokens}; they must be at least 1 and 0"
             )
+
+        if self.rest is not None:
+            read_rest(self.rest)
+            if self.attention:
+                raise RequestError("--attention measures the full model; leave it out with --rest")
 
     def ks(self, layers: int, cuts: Sequence[int] | None = None) -> tuple[int, ...]:
         """The K to measure: all, or of a bundle on its engine those of its `cuts`."""
@@ -93,8 +105,18 @@ def calibrate(
         )
     askable, skipped = prepare(source, data, options.max_new_tokens)
     ks = options.ks(source.config.text.layers, source.cuts)
+    if options.rest is not None:
+        if source.engine is not None:
+            raise RequestError(
+                "a rest is measured in float32; leave out --device, or measure the bundle with vtx-eval or vtx-fit"
+            )
+        ks = tuple(k for k in ks if not unscored(source.config.text, k - 1))
+        if not ks:
+            raise RequestError(f"{source.name} has no K from {options.k_from or 5} on at which a rest can be chosen")
     with contextlib.ExitStack() as stack:
         kept = {name: value for name, value in asdict(options).items() if name != "batch"}
+        if options.rest is None:
+            del kept["rest"]
         identity = {"model": source.identity, "set of options": kept}
         journal = stack.enter_context(ResultJournal(out / "samples.jsonl", identity))
         items = {prepared.item.digest(): prepared for prepared in askable}
@@ -113,14 +135,13 @@ def calibrate(
             measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
         numbers: dict[object, int] = {}
-        results = tuple(
-            replace(
-                read_result(journal.results[digest], len(ks)),
-                image=numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers)),
-            )
-            for digest, prepared in items.items()
-        )
-        return Measurement(ks, results, tuple(skipped), tuple(items))
+        results = list[ItemResult]()
+        for digest, prepared in items.items():
+            result = read_result(journal.results[digest], len(ks))
+            image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
+            answer = prepared.item.answer or result.answer
+            results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
+        return Measurement(ks, tuple(results), tuple(skipped), tuple(items))
 
 
 class BatchMeasurer:
@@ -161,7 +182,12 @@ class BatchMeasurer:
             for i, tokens in (*enumerate(own), *forced.items())
         ]
         meter = AttentionMeter(samples[: len(batch)], self._source.config) if self._options.attention else None
-        hidden = self.reference.hidden(samples, [None, *self._ks], layer, meter)
+        depths: list[int | None] = [None, *self._ks]
+        if self._options.rest is None:
+            hidden = self.reference.hidden(samples, depths, layer, meter)
+        else:
+            assert isinstance(self.reference, Reference), "an engine was refused"
+            hidden = self.reference.hidden(samples, depths, layer, rest=read_rest(self._options.rest))
         right = dict(zip(forced, hidden[len(batch) :], strict=True))
         results = []
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):

@@ -32,8 +32,9 @@ from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
+from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.tokens import ImageTokens, Mask
+from vtx.runtime.vision.tokens import ImageTokens, Mask, highest
 from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
 from vtx.tools.model.vision import MERGED, VisionConfig
 
@@ -107,6 +108,15 @@ class _Streams:
     @property
     def text_positions(self) -> Tensor:
         return self.positions[~self.is_vision]
+
+    def keeping(self, stays: Tensor) -> _Streams:
+        """Streams of their own of the tokens [n] that stay, to run from the next layer on."""
+        maps = tuple(by_layer[stays[self.is_vision]] for by_layer in self.maps)
+        inputs = None if self.layer_inputs is None else self.layer_inputs[stays]
+        return _Streams(
+            self.full[stays], self.withdrawn[:0], self.is_vision[stays], self.positions[stays], maps,
+            self.groups[stays], inputs,
+        )  # fmt: skip
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
         """Run `full` through a layer, from 1: `decoder_layer`, and the map that follows it."""
@@ -307,9 +317,12 @@ class Reference:
         self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
         attend: Callable[[int, int, Tensor, Tensor], None] | None = None,
         watch: Callable[[int, int, Tensor], None] = lambda *_: None,
-        feed: Callable[[int, int, str, Tensor], None] | None = None,
+        feed: Callable[[int, int, str, Tensor], None] | None = None, rest: Rest | None = None,
     ) -> list[dict[int | None, Tensor]]:  # fmt: skip
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
+
+        With a `rest`, that many image tokens, or as a float that share of them, stay at each K: those that the prompt's
+        last token attends to most in the layer before it. `attend` is then not called.
 
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
         (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
@@ -317,10 +330,24 @@ class Reference:
         layer and its inputs [n, in], also without withdrawal.
         """
         text, streams, depths = self.config.text, self._enter(samples), sorted(k for k in ks if k is not None)
+        rested, received = [list[_Streams]() for _ in samples], [Tensor() for _ in samples]
+
+        def rank(layer: int, number: int, queries: Tensor, keys: Tensor) -> None:
+            if layer + 1 in depths:
+                last = len(samples[number].ids) - samples[number].last
+                scores = queries[0, :, last, None] @ keys[0, :, : last + 1].transpose(1, 2) * text.scale(layer)
+                received[number] = scores.softmax(-1)[:, 0].mean(0)[streams[number].is_vision[: last + 1]]
+
+        attend = attend if rest is None else rank
         for layer in range(1, text.layers + 1):
             weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
-                if layer in depths:
+                if layer in depths and rest is not None:
+                    count = WithdrawToRest(layer, rest).number_kept(len(received[number]), layer)
+                    stays = ~stream.is_vision
+                    stays[stream.is_vision] = torch.from_numpy(highest(received[number].numpy(), count))
+                    rested[number].append(stream.keeping(stays))
+                elif layer in depths:
                     stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
                 inputs = partial(feed, layer, number) if feed else None
@@ -328,13 +355,15 @@ class Reference:
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
                     stream.run_withdrawn(text, layer, weights)
+                for left in rested[number]:
+                    left.run(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
-        order: list[int | None] = [None, *depths]
-        return [
-            dict(zip(order, (s.full[-sample.last :], *s.withdrawn[:, -sample.last :]), strict=True))
-            for s, sample in zip(streams, samples, strict=True)
-        ]
+        found, order = list[dict[int | None, Tensor]](), [None, *depths]
+        for stream, own, sample in zip(streams, rested, samples, strict=True):
+            states = [stream.full, *stream.withdrawn, *(left.full for left in own)]
+            found.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
+        return found
 
     def keys_values(
         self, sample: Sample, report: Callable[[int], None] = lambda _: None

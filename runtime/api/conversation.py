@@ -112,7 +112,8 @@ class Conversation:
 
         Args:
             question: plain text; special tokens in it stay text.
-            k: a prebuilt K, "none" or None for no withdrawal; the bundle's default when left out.
+            k: a prebuilt K, "none" or None for no withdrawal, "auto" for the gates, "card" for that of the bundle's
+                card for the kind of answer; the bundle's default when left out.
             options: sampling and limits.
             keywords: fields of `Options` and `Sampling`, e.g. `max_new_tokens=64, temperature=0.7`, which override
                 `options`; and `reduce`, a spec of reductions such as "mustdrop:192", "none" or None for none; default:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.api.kinds import CARD, card_depth
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
@@ -204,6 +205,11 @@ class LoadedBundle:
     def _depth(self, k: K, options: Options) -> tuple[K, Rest | None]:
         """K and the rest that a question asks for; the default rest goes with the default K."""
         rest = options.rest
+        if isinstance(k, str) and k == CARD and rest is None:
+            if self.card is None or not self.card.kinds:
+                why = "no card is in use" if self.card is None else "the card has no K by kind of answer"
+                raise RequestError(f"K is card, and {why}; run vtx-fit, or give K as a number, or none")
+            return card_depth(self.card.kinds, options.guide, self.manifest.model)
         if isinstance(k, str) and k == DEFAULT:
             k = self.default_k
             rest = self.default_rest if rest is None else rest

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vtx.runtime.bundle.bundle import CARD, MANIFEST, Bundle
 from vtx.runtime.bundle.safetensors import parse_json
@@ -26,6 +27,9 @@ FORMAT = "vtx-card-1"
 MAX_BYTES = 1 << 20
 CHANGED, LOST = "change", "were right and are wrong now"
 CURE = "run vtx-fit again, or remove card.json"
+Kind = Literal["yes or no", "choice", "number", "word", "quoted text", "sentence"]
+KINDS: tuple[Kind, ...] = ("yes or no", "choice", "number", "word", "quoted text", "sentence")
+YES_NO, CHOICE, NUMBER, WORD, TEXT, SENTENCE = KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +116,29 @@ class Guarantee:
 
 
 @dataclass(frozen=True, slots=True)
+class KindDepth:
+    """The K of one kind of answers, None for no withdrawal, and the share of the image tokens that stays from it on.
+
+    `kept`: the share of the `questions` held out whose answers stay the same, each image counting the same; `low`: the
+    lower end of its one-sided 95% interval.
+    """
+
+    kind: Kind
+    k: int | None
+    rest: float
+    kept: float
+    low: float
+    questions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """The choice of `vtx-fit` for the bundle whose `vtx.json` has the SHA-256 `manifest`, its data and its machine.
 
     `reference` is the full model whose answers count as unchanged. `front`: the configurations that none beats in
     both time and changed answers. `quiet`: times were repeated until they agreed. `planned`: the profile of the device
     that times and memory are estimated for; nothing was measured there, and the answers are those of this machine.
+    `kinds`: K by the kind of answer, for K = "card"; a kind that is not there was not measured.
     """
 
     format: str
@@ -134,6 +155,7 @@ class Card:
     quiet: bool
     front: tuple[Evidence, ...]
     planned: str | None = optional(None)
+    kinds: tuple[KindDepth, ...] = optional(())
 
     @property
     def in_words(self) -> str:

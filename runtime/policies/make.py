@@ -73,7 +73,7 @@ def make_policy(
     if reductions:
         check_provided(reductions, manifest, dialect)
     exits: Reduction
-    if rest is not None and (k is None or k in ("none", "auto")):
+    if rest is not None and (k is None or k in ("none", "auto", "card")):
         raise RequestError(
             f"a rest is what stays of the image from a prebuilt K on, and K is {k or 'none'}; give K as a number, or "
             "leave the rest out"
@@ -92,7 +92,7 @@ def make_policy(
 
         exits = Gate(odds, manifest.gates, threshold)
     else:
-        exits = _withdrawal(_prebuilt(k, manifest), rest, manifest, dialect)
+        exits = withdrawal(_prebuilt(k, manifest), rest, manifest, dialect)
     policy = Policy((exits, *reductions))
     if not policy.needs.final_norm:
         return policy
@@ -121,7 +121,7 @@ def _prebuilt(k: int | str, manifest: Manifest) -> int:
     return int(k)  # it may be numpy's
 
 
-def _withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
+def withdrawal(k: int, rest: Rest | None, manifest: Manifest, dialect: str) -> Reduction:
     """The withdrawal before layer `k`. Raises RequestError: the bundle's graphs lack what chooses a rest there."""
     if not rest:
         return Withdraw(k)

@@ -53,8 +53,10 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     assert re.search(r"memory,\s[\d.]+ (s|min)\n", compared[0])
     (made,) = tmp_path.glob("vtx-*")
     assert made.name == f"vtx-{tiny_checkpoint().name}-k3-fp16"
-    caution = "; for quoted text measure first: vtx-calibrate, or keep a rest: --rest 10%"
-    assert " ".join(result.stderr.split()).endswith(caution)
+    assert " ".join(result.stderr.split()).endswith(
+        "without a card the image leaves at K = 3; for quoted text measure first: vtx-fit "
+        f"{made.name} --questions questions.jsonl"
+    )
     plain = invoke("export", "--model", tiny_checkpoint(), "--precision", "fp16")
     assert "quoted text" not in " ".join(plain.stderr.split())
 

@@ -10,9 +10,16 @@ from tests.support.families.gemma import gemma3_logits
 from tests.support.reference import Greedy, Inputs, Reference
 
 
-@torch.inference_mode()
 def chosen_rest(reference: Reference, inputs: Inputs, k: int, count: int) -> list[int]:
     """The `count` image rows of the prompt that its last row attends to most in layer K - 1, mean over heads."""
+    received = attention_to_image(reference, inputs, k)
+    ranked = sorted(range(len(received)), key=lambda row: -received[row])
+    return sorted(ranked[:count])
+
+
+@torch.inference_mode()
+def attention_to_image(reference: Reference, inputs: Inputs, k: int) -> list[float]:
+    """The attention that each image row of the prompt gets from its last row in layer K - 1, mean over heads."""
     rows, is_image = reference.prompt(inputs)
     weights = list[torch.Tensor]()
 
@@ -24,9 +31,8 @@ def chosen_rest(reference: Reference, inputs: Inputs, k: int, count: int) -> lis
         reference.next_logits(rows, is_image, None, reference.positions(inputs), reference.maps(inputs))
     finally:
         hook.remove()
-    received = weights[0][0].mean(0)[-1, is_image].tolist()
-    ranked = sorted(range(len(received)), key=lambda row: -received[row])
-    return sorted(ranked[:count])
+    received: list[float] = weights[0][0].mean(0)[-1, is_image].tolist()
+    return received
 
 
 @torch.inference_mode()

@@ -32,7 +32,10 @@ FILLER, ENDINGS = " a", (".", "a", " .", "?")
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The question, and how often to ask it. `prompt_tokens` replaces it to make a prompt of that many tokens."""
+    """The question, and how often to ask it. `prompt_tokens` replaces it to make a prompt of that many tokens.
+
+    `rest`: image tokens that stay from each numbered K on, "10%" or a number.
+    """
 
     image: ImageSource | Video
     question: str
@@ -41,6 +44,7 @@ class BenchOptions:
     repeats: int = 5
     warmup: int = 1
     threads: int = 1
+    rest: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("new_tokens", 2), ("repeats", 1), ("warmup", 0)):
@@ -86,14 +90,18 @@ class Bench:
         loaded, description = memory.resident(), machine.describe()
         backend, self._calls = timed(model.backend)
         self.model, self.options, self.ks = Model(model.bundle, backend, model.loaded.load_ms), options, tuple(ks)
-        self._ask_options = Options(options.new_tokens, ignore_eos=True)
         (self._image,) = self.model.loaded.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(options.image) as conversation:
             for k in self.ks:
-                conversation.stream(self.result.question, k, self._ask_options, reduce=None)
+                conversation.stream(self.result.question, k, self._answered(k), reduce=None)
         self._check_room(self.tokens(self.result.question))
+
+    def _answered(self, k: K, tokens: int | None = None) -> Options:
+        """The options of an answer at a K, of all new tokens or of this number."""
+        rest = self.options.rest if isinstance(k, int) else None
+        return Options(self.options.new_tokens if tokens is None else tokens, ignore_eos=True, rest=rest)
 
     def _question(self) -> str:
         """The question, or one of the requested length: a repeated word and a fitting ending."""
@@ -162,7 +170,7 @@ class Bench:
         with self.model.open(self.options.image) as conversation:
             preprocess_ms = 1000 * (time.perf_counter() - start)
             self._calls.clear()
-            stats = conversation.ask(self.result.question, k, self._ask_options, reduce=None).stats
+            stats = conversation.ask(self.result.question, k, self._answered(k), reduce=None).stats
             prefill, decode = split(self._calls)
             used = memory.resident(), memory.peak()
             second_ms = self._again(conversation, k)
@@ -171,5 +179,5 @@ class Bench:
 
     def _again(self, conversation: Conversation, k: K) -> float:
         """Milliseconds to the first token of one more question on an image that is already encoded."""
-        stats = conversation.ask(self.result.question, k, Options(max_new_tokens=1), reduce=None).stats
+        stats = conversation.ask(self.result.question, k, self._answered(k, 1), reduce=None).stats
         return stats.timings_ms["first_token"]

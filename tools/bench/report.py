@@ -21,10 +21,12 @@ FORMAT = "vtx-bench-1"
 class Depth:
     """The measurements at one K. `ms` are milliseconds by phase, None if the phase does not occur.
 
-    `prefill_stages` have those of the prompt in each stage, layers `first` to `last`.
+    `rest`: image tokens that stayed from it on. `prefill_stages` have those of the prompt in each stage, layers `first`
+    to `last`.
     """
 
     k: K
+    rest: int
     full_layers: int
     ms: Mapping[str, Series | None]
     prefill_stages: tuple[Mapping[str, Any], ...]
@@ -97,7 +99,8 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         each = [sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]
         stages.append({"first": stage.first, "last": stage.last, "ms": spread(each)})
     return Depth(
-        k=k, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages), kv_bytes=stats.kv_bytes,
-        kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0], peak_bytes=result.memory[k][1],
+        k=k, rest=stats.rest, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages),
+        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0],
+        peak_bytes=result.memory[k][1],
         shares=shares(work, ms, ceilings) if ceilings else None, **dataclasses.asdict(work),
     )  # fmt: skip

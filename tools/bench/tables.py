@@ -20,7 +20,8 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
     def row(depth: Depth) -> list[str]:
         first, *others = (depth.ms[name] for name in SHOWN)
         spread = "-" if first is None else shown(first, _digits(first.median))
-        return [str(depth.k or "none"), spread, *map(_median, others), size(depth.kv_bytes)]
+        rest = f", rest {depth.rest}" if depth.rest else ""
+        return [f"{depth.k or 'none'}{rest}", spread, *map(_median, others), size(depth.kv_bytes)]
 
     return [
         report.machine.in_words(),

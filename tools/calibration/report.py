@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vtx.runtime.bundle.card import KINDS as ANSWERS
+from vtx.runtime.bundle.card import Kind
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value, optional
@@ -64,9 +66,22 @@ class MeanAttention:
     steps: Shares
 
 
+@dataclass(frozen=True, slots=True)
+class KindCurve:
+    """The curve over the items whose answers are of one kind, and the deciding rule's `k` for them alone."""
+
+    kind: Kind
+    items: int
+    k: int | None
+    curve: tuple[Point, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent."""
+    """A calibration: `k` is the last rule's choice, `confidence` that of the intervals, `min_kept` in percent.
+
+    `rest`: what stayed of the image from each K on, None for nothing.
+    """
 
     model: CalibratedModel
     data: CalibrationData
@@ -77,6 +92,8 @@ class CalibrationReport:
     choices: tuple[Choice, ...]
     curve: tuple[Point, ...]
     attention: MeanAttention | None = optional(None)
+    kinds: tuple[KindCurve, ...] = optional(())
+    rest: str | None = optional(None)
     samples: tuple[ItemResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,15 +106,28 @@ class CalibrationReport:
         return None if self.k is None else changed_answers(self.k, kept[0])
 
 
-def make_report(model: CalibratedModel, data: str, measured: Measurement, choosing: Choosing) -> CalibrationReport:
+def make_report(
+    model: CalibratedModel, data: str, measured: Measurement, choosing: Choosing, rest: str | None = None
+) -> CalibrationReport:
     curve = make_curve(measured)
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
         model=model,
         data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
         min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
-        samples=measured.results,
+        kinds=kind_curves(measured, choosing), rest=rest, samples=measured.results,
     )  # fmt: skip
+
+
+def kind_curves(measured: Measurement, choosing: Choosing) -> tuple[KindCurve, ...]:
+    """A curve for each kind of answer that some items have."""
+    curves = list[KindCurve]()
+    for kind in ANSWERS:
+        results = tuple(result for result in measured.results if result.kind == kind)
+        if results:
+            curve = make_curve(replace(measured, results=results))
+            curves.append(KindCurve(kind, len(results), choose(curve, choosing, len(results))[-1].k, curve))
+    return tuple(curves)
 
 
 def make_curve(measured: Measurement) -> tuple[Point, ...]:
@@ -162,6 +192,11 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
                 "of this one"
             )
         raise RequestError(f"{path} was measured on another model, {model.name}; calibrate this one")
+    if (rest := report.get("rest")) is not None:
+        raise RequestError(
+            f"{path} was measured with a rest of {shown(str(rest))}, which an export does not record; name its K with "
+            f"--k, and ask with the rest"
+        )
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
     last = choices[-1] if isinstance(choices, list) and choices else None
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
@@ -211,7 +246,7 @@ class ItemResult:
 
     `agree` and `right` [1 + K's], no withdrawal first: true if greedy decoding gives the model's own answer and the
     right one; None if there is none. `answer` is the model's own. `image` numbers what it is about: items with the same
-    images are not independent of each other.
+    images are not independent of each other. `kind`: that of the right answer, or of the model's own.
     """
 
     answer: str | None
@@ -222,6 +257,7 @@ class ItemResult:
     right: tuple[bool, ...] | None
     attention: AttentionShares | None = optional(None)
     image: int | None = optional(None)
+    kind: Kind | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from vtx.runtime.bundle.card import KINDS, Kind
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampled_sums, spread_of
+from vtx.tools.data.kinds import kind_of
 from vtx.tools.evaluation.ask import Asked, Evaluated
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
 
@@ -38,6 +41,14 @@ class GroupFigure:
 
 
 @dataclass(frozen=True, slots=True)
+class KindFigure:
+    """The main figure, with its interval, over the questions whose right answers are of one kind."""
+
+    figure: FigureInterval
+    questions: int
+
+
+@dataclass(frozen=True, slots=True)
 class MethodFigures:
     """One method. FLOPs, bytes, tokens and layers are means over the questions, times milliseconds, None if left out.
 
@@ -57,6 +68,8 @@ class MethodFigures:
     first_token_ms: Series | None
     difference: FigureInterval | None
     groups: Mapping[str, GroupFigure]
+    rest: str | None
+    kinds: Mapping[Kind, KindFigure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +133,25 @@ def make_report(
     tallies = [metric.tally(questions, of_method) for of_method in scores]
     draws, main = _draws(tallies), tallies[0].main
     main_figure, groups = tallies[0].figures[main], sorted({question.group for question in questions})
+    kinds = [kind_of(Counter(q.answers).most_common(1)[0][0], q.choices) for q in questions]
     methods = list[MethodFigures]()
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
         total, replies = tally.counts.sum(0), [replies[n] for replies in by_question]
         known = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
         figures, of_group = dict[str, FigureInterval](), dict[str, GroupFigure]()
-        for name, figure in tally.figures.items():
-            if name == "accuracy" and tally.answered is not None:  # Wilson's interval is right at 0% and 100%, too
-                found = clustered_share(*tally.answered.T)
-                figures[name] = FigureInterval(float(figure(total)), found.low, found.high)
-            else:
-                figures[name] = _interval(float(figure(total)), figure(draws[n]))
+        for name in tally.figures:
+            figures[name] = _with_interval(tally, name, draws[n])
         value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
         for name in groups if len(groups) > 1 else ():
             members = [number for number, question in enumerate(questions) if question.group == name]
             part = metric.tally([questions[m] for m in members], [scores[n][m] for m in members])
             of_group[name] = GroupFigure(float(part.figures[main](part.counts.sum(0))), len(members))
+        of_kind = dict[Kind, KindFigure]()
+        for kind in KINDS:
+            members = [number for number, other in enumerate(kinds) if other == kind]
+            if members:
+                part = metric.tally([questions[m] for m in members], [scores[n][m] for m in members])
+                of_kind[kind] = KindFigure(_with_interval(part, main, _draws([part])[0]), len(members))
         methods.append(
             MethodFigures(
                 name=method.name, kind=method.kind, k=method.k, reduce=method.reduce, figures=figures,
@@ -145,7 +161,7 @@ def make_report(
                 new_tokens=fmean(reply.new_tokens for reply in replies),
                 first_token_ms=spread(known) if times and known else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
-                groups=of_group,
+                groups=of_group, rest=method.rest, kinds=of_kind,
             )
         )  # fmt: skip
     m, shares = by.bundle.manifest, tuple(sorted(tallies[0].shares))
@@ -170,6 +186,15 @@ def _draws(tallies: Sequence[Tally]) -> list[Counts]:
     for stratum in np.unique(strata):
         total += resampled_sums(joined[strata == stratum], rng)
     return np.split(total, len(tallies), axis=1)
+
+
+def _with_interval(tally: Tally, name: str, draws: Counts) -> FigureInterval:
+    """A figure of a tally with its interval, from the resampled sums `draws` if it is no plain accuracy."""
+    value = float(tally.figures[name](tally.counts.sum(0)))
+    if name == "accuracy" and tally.answered is not None:  # Wilson's interval is right at 0% and 100%, too
+        share = clustered_share(*tally.answered.T)
+        return FigureInterval(value, share.low, share.high)
+    return _interval(value, tally.figures[name](draws))
 
 
 def _interval(value: float, draws: Counts) -> FigureInterval:

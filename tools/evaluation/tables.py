@@ -51,6 +51,10 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
         heads = [task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
         rows = [[m.name, *(f"{task.factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
         parts.append(WideTable("", heads, rows))
+    if len(kinds := first.kinds) > 1:
+        heads = [f"{task.main} by kind of answer", *(f"{kind} ({of.questions})" for kind, of in kinds.items())]
+        rows = [[m.name, *(_figure(m.kinds[kind].figure, task.factor) for kind in kinds)] for m in report.methods]
+        parts.append(WideTable("", heads, rows))
     fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
     return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
 

@@ -12,7 +12,7 @@ import hashlib
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,8 @@ class KeptAnswers:
         for setting in (*settings[first:], *settings[:first]):
             start, seen = time.perf_counter(), images[setting.limit]
             with Conversation(models[setting.limit].loaded, seen) as conversation:
-                answer = conversation.ask(item.question, setting.k, self._options, reduce=setting.reduce)
+                options = replace(self._options, rest=setting.rest)
+                answer = conversation.ask(item.question, setting.k, options, reduce=setting.reduce)
             answer_ms, times, further = 1000 * (time.perf_counter() - start), answer.stats.timings_ms, None
             first_token, tokens = times["first_token"], len(answer.token_ids)
             if tokens > 1:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from vtx.runtime.bundle.card import Evidence, Times
+from vtx.runtime.bundle.card import KINDS, Evidence, KindDepth, Times
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import counted
 from vtx.tools.data.bounds import RISK, ImageLosses, least_images, passing, quantile_upper
 from vtx.tools.fit.asking import KeptAnswers, Questions, TimedAnswer, split
 from vtx.tools.fit.search import FINALISTS, FIRST, Answers, Budget, Rung, planned, rate, search
-from vtx.tools.fit.settings import Setting
+from vtx.tools.fit.settings import Setting, pairs_of
 
 TIMED = 300  # questions whose times are measured again until they agree
 FURTHER = 2  # turns of measuring beyond those that must agree
@@ -32,7 +32,7 @@ class Fitted:
     """The outcome. `chosen` is None if nothing fits; `verdict` says so, and what comes nearest.
 
     `front`: those tested, which of them `passed` the test of the answers, and their `evidence`. `reference` is tested
-    by its times alone. `settings` were searched in `rungs`; `asked` answers were computed.
+    by its times alone. `settings` were searched in `rungs`; `asked` answers were computed. `kinds`: see `fit_kinds`.
     """
 
     budget: Budget
@@ -49,6 +49,7 @@ class Fitted:
     quiet: bool
     asked: int
     skipped: tuple[str, ...]
+    kinds: tuple[KindDepth, ...] = ()
 
     @property
     def front(self) -> tuple[Setting, ...]:
@@ -95,6 +96,8 @@ def fit(
     if answers.asked:
         tested = (FINALISTS + 1) * (len(held_out) + (most - 1) * timed)
         each = (time.monotonic() - start - answers.loading_s) / answers.asked
+        of_kind = planned(len(pairs_of(reference)), -(-len(searched) // len(KINDS)))
+        tested += len(KINDS) * of_kind + FINALISTS * len(held_out)
         steps = most + max(0, ceil(log2(len(searched) / FIRST)))  # engines take turns in each
         predict(each * (planned(len(settings), len(searched)) + tested) + steps * answers.loading_s)
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)

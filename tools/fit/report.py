@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vtx.runtime.bundle.card import FORMAT, Card, FittedData, Guarantee, Times
+from vtx.runtime.bundle.card import FORMAT, Card, FittedData, Guarantee, KindDepth, Times
 from vtx.runtime.strict import json_value
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.units import counted, size
@@ -34,6 +35,7 @@ def make_card(
         data=data_of(fitted, questions), reference=fitted.reference.name, max_new_tokens=max_new_tokens,
         threads=threads, cpu=machine.cpu, system=machine.system, versions=machine.versions, quiet=fitted.quiet,
         front=tuple(fitted.evidence[setting] for setting in fitted.front), planned=planned_for(fitted),
+        kinds=fitted.kinds,
     )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str,
         "passed": [setting.name for setting in fitted.passed],
         "evidence": [json_value(evidence) for evidence in fitted.evidence.values()],
         "data": json_value(data_of(fitted, questions)), "method": fitted.method, "quiet": fitted.quiet,
-        "planned": planned_for(fitted),
+        "planned": planned_for(fitted), "kinds": [json_value(depth) for depth in fitted.kinds],
         "settings": fitted.settings, "asked": fitted.asked, "skipped": list(fitted.skipped), "search": rungs,
     }  # fmt: skip
 
@@ -89,8 +91,22 @@ def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[st
         f"{counted(fitted.settings, 'configuration')}, {counted(fitted.asked, 'answer')} computed now.{loud}",
         WideTable("the full model, and those tested in this order until one failed", heads, rows),
         how,
+        *([kinds_table(fitted.kinds)] if fitted.kinds else []),
         *fitted.verdict,
     ]
+
+
+def kinds_table(depths: Sequence[KindDepth]) -> WideTable:
+    """K by the kind of answer, which K = card takes."""
+    heads = ["kind of answer", "K", "rest", "answers kept", "lower end alone", "questions held out"]
+    rows = [
+        [
+            depth.kind, str(depth.k or "none"), f"{depth.rest:.0%}" if depth.rest else "-", f"{depth.kept:.2%}",
+            f"{depth.low:.2%}", str(depth.questions),
+        ]
+        for depth in depths
+    ]  # fmt: skip
+    return WideTable("for --k card: the fastest that is shown to keep each kind; none: in full", heads, rows)
 
 
 def card_tables(card: Card) -> list[str | WideTable]:
@@ -108,7 +124,8 @@ def card_tables(card: Card) -> list[str | WideTable]:
         *(["alternative", f"{other.bundle}: {other.configuration.name}; {other.changed:.2%} changed; {spoken(other)}"]
           for other in card.front if other != card.chosen),
     ]  # fmt: skip
-    return [WideTable("card.json of vtx-fit", ["", ""], rows)]
+    parts: list[str | WideTable] = [WideTable("card.json of vtx-fit", ["", ""], rows)]
+    return [*parts, *([kinds_table(card.kinds)] if card.kinds else [])]
 
 
 def draw_front(fitted: Fitted, source: str, path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from vtx.runtime.backends.devices import DeviceChoice, choose, float_bytes
@@ -16,7 +17,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.host.profiles import Profile
 from vtx.runtime.policies import parse, to_spec
-from vtx.runtime.policies.make import check_layout, check_provided
+from vtx.runtime.policies.make import check_layout, check_provided, read_rest, withdrawal
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.units import size
 from vtx.runtime.vision.layout import Layout, limited_layout
@@ -25,6 +26,7 @@ from vtx.tools.bench.measure import K
 from vtx.tools.bench.methods import NONE, Method
 from vtx.tools.fit.planning import PlannedEngine
 
+RESTS = ("5%", "10%", "20%")  # of the image tokens stay from a K on
 CONTROL = "random"  # a measure of other reductions, not one to ship
 HALVINGS = 3  # of an image's tiles or tokens
 KEPT = (0.75, 0.5, 0.25, 0.125)  # shares of the image tokens
@@ -82,17 +84,18 @@ class LoadedOn:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A configuration to choose from: an engine, K, a spec of reductions, and a limit of tiles or pixels an image."""
+    """A configuration to choose from: an engine, K, a spec of reductions, limits of an image, the rest from K on."""
 
     on: LoadedOn
     k: K
     reduce: str
     limit: ImageLimit = NO_LIMIT
+    rest: str | None = None
 
     @property
     def configuration(self) -> Configuration:
         engine = self.on.planned or self.on
-        return Configuration(engine.device, engine.compute, self.k, self.reduce, *self.limit)
+        return Configuration(engine.device, engine.compute, self.k, self.reduce, *self.limit, self.rest)
 
     @property
     def name(self) -> str:
@@ -101,6 +104,7 @@ class Setting:
     @property
     def key(self) -> str:
         limit = "" if self.limit == NO_LIMIT else f" tiles={self.limit.max_tiles} pixels={self.limit.max_pixels}"
+        limit += "" if self.rest is None else f" rest={self.rest}"
         on, planned = self.on, self.on.planned
         planned_for = "" if planned is None else f" for {planned.engine.software} of {planned.profile.name}"
         return f"{on.digest} {on.device} {on.compute} k={self.k} reduce={self.reduce}{limit}{planned_for}"
@@ -161,6 +165,7 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
     """No method, every K, the gates, every reduction with each of these, and other strengths of each reduction.
 
     All but the last also with images of fewer tiles or pixels, if that changes anything for images of these `sizes`.
+    Every K also with each rest that can stay there.
     """
     manifest = on.bundle.manifest
     dialects = {ENGINES[engine.device].dialect for engine in (on, on.planned or on)}
@@ -180,7 +185,20 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
                 check_provided(reductions, manifest, dialect)
             check_layout(reductions, limited_layout(layout, *limit))
             settings.append(Setting(on, method.k, method.reduce, limit))
-    return settings
+    return [*settings, *(setting for setting in pairs_of(Setting(on, None, NONE)) if setting.rest)]
+
+
+def pairs_of(base: Setting) -> list[Setting]:
+    """`base` at every K of its bundle, each without a rest and with each of `RESTS` that can stay there."""
+    manifest, engines = base.on.bundle.manifest, (base.on, base.on.planned or base.on)
+    dialects = {ENGINES[engine.device].dialect for engine in engines}
+    pairs = list[Setting]()
+    for k, rest in product(manifest.variants, (None, *RESTS)):
+        with contextlib.suppress(RequestError):
+            for dialect in dialects:
+                withdrawal(k, None if rest is None else read_rest(rest), manifest, dialect)
+            pairs.append(replace(base, k=k, rest=rest))
+    return pairs
 
 
 def planned_on(bundle: Bundle, profile: Profile, device: str, max_new_tokens: int) -> LoadedOn:

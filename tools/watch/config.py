@@ -71,6 +71,7 @@ class StandingQuestion:
     timeout: float = optional(60.0)
     k: int | str = optional("default")
     reduce: str = optional("default")
+    rest: str | int | float | None = optional(None)
     report: Literal["all", "changes"] = optional("all")
 
     def __post_init__(self) -> None:
@@ -91,7 +92,8 @@ class StandingQuestion:
         forms = (self.schema, self.choices, self.regex)
         guide = Guide(*forms) if any(form is not None for form in forms) else None
         k = None if self.k == "none" else self.k
-        return Settings(k, Options(self.max_new_tokens, timeout=self.timeout, guide=guide), self.reduce)
+        options = Options(self.max_new_tokens, timeout=self.timeout, guide=guide, rest=self.rest)
+        return Settings(k, options, self.reduce)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ constexpr char kHelp[] =
     "  Answer one or more questions about an image, or a folder of a video's frames, which is encoded once.\n\n"
     "Options:\n"
     "  --bundle DIR            Bundle directory [default: $VTX_BUNDLE].\n"
-    "  --k N|auto|none         Prebuilt K [default: the bundle's].\n"
+    "  --k N|auto|card|none    Prebuilt K; card: that of the bundle's card for the kind of answer [default: the bundle's].\n"
     "  --rest N%|N             Image tokens that stay from K on, those that the question attends to most: a share of them,\n"
     "                          e.g. 10%, or a number [default: the card's; without a card none].\n"
     "  --reduce SPEC|none      Token reduction, e.g. fastv or mustdrop:192 [default: the bundle's first].\n"

@@ -13,19 +13,17 @@ from vtx.runtime.policies.spec import parse, to_spec
 from vtx.runtime.prompt.messages import Message, Part
 from vtx.runtime.report.golden import golden_image
 
+RESTED = "20%"  # of the image tokens stay where a case has a rest
 TEXT_TOKENS = 96  # left free next to the images of a prompt, for its text and the answer
 
 
 @dataclass(frozen=True, slots=True)
 class TraceCase:
-    """A policy: `k` and `reduce` as in `vtx-run`."""
+    """A policy: `k`, `reduce` and `rest` as in `vtx-run`."""
 
     k: str
     reduce: str
-
-    @property
-    def name(self) -> str:
-        return f"K = {self.k}, {self.reduce}"
+    rest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,18 @@ def images() -> tuple[Image.Image, ...]:
 
 
 def cases(manifest: Manifest) -> Iterator[TraceCase]:
-    """No withdrawal, each K and the gates, each with no reduction, each one exported for, and each part of those."""
+    """No withdrawal, each K and the gates, each with no reduction, each one exported for, and each part of those.
+
+    Then the first K at which a rest can stay, with one.
+    """
     ks = ["none", *map(str, manifest.variants), *(["auto"] if manifest.gates else [])]
     composed = [parse(spec) for spec in manifest.reductions]
     parts = [(part,) for reductions in composed for part in reductions]
     for k, spec in product(ks, dict.fromkeys(map(to_spec, [(), *composed, *parts]))):
         yield TraceCase(k, spec)
+    scored = [stage.last + 1 for stage in manifest.stages if stage.query and stage.last + 1 in manifest.variants]
+    if scored:
+        yield TraceCase(str(scored[0]), "none", RESTED)
 
 
 def questions(manifest: Manifest) -> Iterator[TraceQuestion]:

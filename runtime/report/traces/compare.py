@@ -39,10 +39,9 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
     else:
         worst = max(float(np.abs(wanted[name] - tensors[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
         yield Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
-    cases = {(case.k, case.reduce): case for case in theirs.cases}
+    cases = {case.name: case for case in theirs.cases}
     for case in ours.cases:
-        name = f"K = {case.k}, {case.reduce}"
-        other = cases.get((case.k, case.reduce))
+        name, other = case.name, cases.get(case.name)
         if other is None:
             yield Check(name, WRONG, limit, "this case is missing")
             continue

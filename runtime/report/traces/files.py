@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header
 from vtx.runtime.errors import RequestError
-from vtx.runtime.strict import Strict
+from vtx.runtime.strict import Strict, optional
 
 FORMAT = 2
 INDEX, IMAGES = "traces.json", "images.safetensors"
@@ -60,6 +60,11 @@ class TracedCase:
     reduce: str
     file: str
     questions: tuple[TracedQuestion, ...]
+    rest: str | None = optional(None)
+
+    @property
+    def name(self) -> str:
+        return f"K = {self.k}, {self.reduce}" + ("" if self.rest is None else f", rest {self.rest}")
 
 
 @dataclass(frozen=True, slots=True)

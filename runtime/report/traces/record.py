@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
 from vtx.runtime.backends.backend import NOTHING, Backend, StageCache
 from vtx.runtime.bundle.bundle import MANIFEST
 from vtx.runtime.bundle.safetensors import write_safetensors
@@ -122,7 +123,7 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
                 files.TracedQuestion(q.name, messages, q.images, q.continues, q.replaces, reused, result.k, cuts)
             )
         write_safetensors(folder / file, tensors, None)
-        traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked)))
+        traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked), case.rest))
     progress("cases", len(all_cases), len(all_cases))
     traces = files.Traces(
         format=files.FORMAT, runtime=f"vtx {model.manifest.vtx}",
@@ -147,7 +148,7 @@ class _Recorder:
         """Prefill and decode greedily; returns the result and the recorded tensors."""
         model, messages = self._model, question.messages
         k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
-        policy = model.loaded.policy(k, reduce=self._case.reduce)
+        policy = model.loaded.policy(k, Options(rest=self._case.rest), self._case.reduce)
         after = self._selection if question.continues else None
         ids, token = model.loaded.prompt_ids(messages, prepared), model.manifest.text.image_token_id
         text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))

@@ -206,7 +206,7 @@ class ChatFields:
     guided_choice: tuple[str, ...] | None = optional(None)
     guided_regex: str | None = optional(None)
     guided_grammar: str | None = optional(None)
-    k: int | Literal["none", "auto", "default"] = optional("default")
+    k: int | Literal["none", "auto", "card", "default"] = optional("default")
     rest: str | int | float | None = optional(None)
     reduce: str = optional("default")
     about: str | None = optional(None)

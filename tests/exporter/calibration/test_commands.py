@@ -73,7 +73,7 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert len(report["samples"]) == 5
     assert report["data"]["skipped"][0].startswith("line 6")
     assert report == json.loads((workplace / "found" / "report.json").read_text())
-    keys = "format model data confidence k eta min_kept choices curve attention samples"
+    keys = "format model data confidence k eta min_kept choices curve attention kinds samples"
     assert list(report) == keys.split()
     assert list(report["model"]) == ["name", "fingerprint", "layers"]
     assert list(report["data"]) == ["source", "items", "skipped"]

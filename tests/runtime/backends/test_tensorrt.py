@@ -98,6 +98,29 @@ def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path,
     same_answers(open_model(reducing), load(reducing, device="cpu", threads=THREADS), word)
 
 
+@pytest.mark.parametrize("jetpack", [None, 6])
+def test_a_rest_is_kept_and_answered_as_on_onnxruntime(
+    jetpack: int | None, with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where prompts run in parts, of which the last holds the token that chooses."""
+    folder, target = copy(with_engines, tmp_path / "bundle"), "sm89"
+    if jetpack:
+        target = "jetson-orin"
+        build_for("trt10", folder, monkeypatch)
+    reference = load(folder, device="cpu", threads=THREADS)
+    for part in (None, 4):
+        if part is not None:
+            shorten(folder, target, part)
+        with open_model(folder).open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:
+            for k, rest in ((2, "25%"), (3, "2"), (3, "40%"), (2, "2")):
+                for question in QUESTIONS:
+                    got, want = (talk.ask(question, k, Options(STEPS, rest=rest)) for talk in (mine, theirs))
+                    assert got.token_ids == want.token_ids
+                    assert got.stats.reduced == want.stats.reduced
+                    assert got.stats.kv_slots == want.stats.kv_slots
+                    assert got.stats.rest == want.stats.rest > 0
+
+
 def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
     with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

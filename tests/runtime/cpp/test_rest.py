@@ -93,6 +93,14 @@ def test_a_rest_without_a_prebuilt_k_is_refused_in_pythons_words(models: Models,
     assert str(refused.value) in told
 
 
+def test_a_picture_with_no_text_behind_it_is_refused_in_pythons_words(models: Models, picture: Path) -> None:
+    model = models(Tiny(), KS)
+    with model.open(picture) as image, pytest.raises(RequestError) as refused:
+        image.ask("", 5, rest="10%")
+    told = failure("run", "--bundle", model.bundle.folder, picture, "", "--k", "5", "--rest", "10%")
+    assert str(refused.value) in told
+
+
 def test_a_k_behind_a_layer_with_a_state_keeps_no_rest(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, picture: Path
 ) -> None:

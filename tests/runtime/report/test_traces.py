@@ -290,16 +290,16 @@ def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Callable[..., Pat
     bundle, out = str(model.bundle.folder), tmp_path / "traces"
     done = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
     assert done.exit_code == 0, done.output
-    assert "2 cases of 20 questions" in done.stdout
+    assert "3 cases of 30 questions" in done.stdout
     good = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out), "--json"])
     assert good.exit_code == 0, good.output
-    assert len(json.loads(good.stdout)["checks"]) == 21
+    assert len(json.loads(good.stdout)["checks"]) == 31
     tensors = read_tensors(out, "case-00.safetensors")
     tensors["0.ids"][0] += 1
     write_safetensors(out / "case-00.safetensors", tensors, None)
     bad = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--check-traces", str(out)])
     assert bad.exit_code == 1
-    assert "1 of 21 checks failed, first: K = none, none: first" in bad.output
+    assert "1 of 31 checks failed, first: K = none, none: first" in bad.output
     again = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])
     assert again.exit_code == 1
     assert "not an empty directory" in again.output

@@ -17,7 +17,7 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.paligemma import PALIGEMMA
-from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.reference import Reference
 from tests.support.rest import chosen_rest, rest_answer
@@ -29,7 +29,7 @@ from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import make_policy, read_rest
-from vtx.runtime.session.session import PrefillResult, Session
+from vtx.runtime.session.session import PrefillResult, Prompt, Session
 
 KS = (2, 5, 8)
 RESTS = ("1", "10%", "40%")
@@ -241,6 +241,22 @@ def test_drafts_and_prefix_files_leave_the_answer_as_it_is(
     assert 0 < reused < 16, "the text before the first picture comes from the file, and no hidden states of pictures"
 
 
+def test_a_picture_behind_the_question_competes_for_the_template_s_last_token(
+    models: Models, reference: Judges
+) -> None:
+    model, judge = models(QWEN2, (2, 5)), reference(QWEN2)
+    messages = [{"role": "user", "content": [{"type": "text", "text": QUESTIONS[1]}, {"type": "image"}]}]
+    asked, inputs = prompt(model, messages, [random_image(4)]), judge.inputs(messages, [random_image(4)])
+    assert asked.is_vision.nonzero()[0][0] > 4, "the question is before it"
+    rows = chosen_rest(judge, inputs, 5, 2)
+    session = Session(model.backend, model.manifest)
+    done = session.prefill(asked, policy(model, 5, "2"))
+    assert np.flatnonzero(done.cuts[0].kept).tolist() == rows
+    wanted = rest_answer(judge, inputs, 5, rows, STEPS)
+    logits = [done.logits, *(session.decode(token) for token in wanted.ids[:-1])]
+    np.testing.assert_allclose(np.stack(logits), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +315,19 @@ def test_a_prompt_without_a_picture_is_answered_as_without_a_rest(opened: Callab
     rested = model.ask("describe the shape", 5, rest="10%", max_new_tokens=4)
     assert rested.token_ids == model.ask("describe the shape", 5, max_new_tokens=4).token_ids
     assert (rested.stats.rest, rested.stats.k) == (0, None)
+
+
+def test_a_picture_with_no_text_behind_it_is_refused(opened: Callable[[Tiny, str], Model]) -> None:
+    model = opened(Tiny(), "cpu")
+    asked = prompt(model, prompt_messages("red?"), [random_image(4)])
+    end = int(asked.is_vision.nonzero()[0][-1]) + 1
+    cut = Prompt(asked.ids[:end], asked.is_vision[:end], asked.encoders)
+    with pytest.raises(RequestError, match="the prompt ends with an image and leaves no token to answer from"):
+        Session(model.backend, model.manifest).prefill(cut, policy(model, 5, "10%"))
+    with model.open(random_image(4)) as image:
+        for question in ("", " "):
+            with pytest.raises(RequestError, match="the question is empty; write at least one word"):
+                image.ask(question, 5, rest="10%")
 
 
 def test_of_a_picture_of_one_token_any_share_is_all_of_it(models: Models) -> None:

@@ -113,7 +113,7 @@ def test_the_report_has_these_fields_and_every_k(report: dict[str, Any]) -> None
     assert [depth["k"] for depth in report["depths"]] == [None, 3, 5]
     for depth in report["depths"]:
         assert set(depth) == {
-            "k", "full_layers", "ms", "prefill_stages", "kv_bytes", "kv_slots", "steady_bytes", "peak_bytes",
+            "k", "rest", "full_layers", "ms", "prefill_stages", "kv_bytes", "kv_slots", "steady_bytes", "peak_bytes",
             "vision_flops", "prefill_flops", "decode_bytes", "shares",
         }  # fmt: skip
         assert set(depth["ms"]) == {
@@ -124,6 +124,26 @@ def test_the_report_has_these_fields_and_every_k(report: dict[str, Any]) -> None
     assert report["interrupted"] is False
     assert report["machine"]["versions"]["vtx-edge"] == vtx.__version__
     assert report["workload"]["new_tokens"] == NEW
+
+
+def test_a_rest_stays_at_each_numbered_k_and_is_counted(bundle: Path, image: Path) -> None:
+    done = vtx_bench(bundle, "--image", str(image), "--rest", "25%", "--repeats", "1", "--json")
+    assert done.exit_code == 0, done.stderr
+    full, *rested = json.loads(done.stdout)["depths"]
+    assert (full["k"], full["rest"]) == (None, 0)
+    for depth in rested:
+        whole, last = depth["kv_slots"][0], depth["kv_slots"][-1]
+        assert depth["rest"] == 4
+        assert whole - last == 12, "of 16 image tokens"
+        assert depth["prefill_flops"] < full["prefill_flops"]
+    assert "3, rest 4 " in vtx_bench(bundle, "--image", str(image), "--k", "3", "--rest", "4", "--repeats", "1").stdout
+
+
+def test_a_rest_without_a_k_or_that_is_none_is_refused(bundle: Path) -> None:
+    done = vtx_bench(bundle, "--k", "none", "--rest", "10%")
+    assert (done.exit_code, "--rest is what stays from K on" in done.stderr) == (2, True)
+    done = vtx_bench(bundle, "--k", "3", "--rest", "ten")
+    assert (done.exit_code, "rest is 'ten'; it must be a share" in done.stderr) == (1, True)
 
 
 def test_every_series_counts_its_repeats_and_is_in_order(report: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 
+from vtx.runtime.bundle.card import TEXT, WORD
 from vtx.runtime.errors import RequestError
 from vtx.tools.calibration.choosing import (
     Choosing,
@@ -17,7 +18,7 @@ from vtx.tools.calibration.choosing import (
     choose_by_eta,
     choose_by_kept,
 )
-from vtx.tools.calibration.report import ItemResult, Measurement, make_curve
+from vtx.tools.calibration.report import ItemResult, Measurement, kind_curves, make_curve
 from vtx.tools.data.choice import RecordedChoice, changed_answers
 from vtx.tools.data.intervals import MeanInterval, ShareInterval, mean_intervals, wilson
 
@@ -211,3 +212,21 @@ def test_a_curve_counts_only_the_items_that_have_an_answer() -> None:
     assert none.right.count == 2
     assert none.top1.share == 1
     assert first.agree is None
+
+
+def test_each_kind_of_answer_has_its_curve_and_its_choice() -> None:
+    """Words stay from K = 2 on, quoted text from 3: each as a calibration of its items alone."""
+    kinds = [WORD, TEXT] * 50
+
+    def result(number: int) -> ItemResult:
+        kept = (True, kinds[number] == WORD, True)
+        return ItemResult("a", (1.0, 0.0), (1.0, 0.0), (True, True), kept, None, image=number, kind=kinds[number])
+
+    results = tuple(map(result, range(100)))
+    rule = Choosing(min_kept=90)
+    words, texts = kind_curves(Measurement((2, 3), results, ()), rule)
+    assert [(of.kind, of.items, of.k) for of in (words, texts)] == [(WORD, 50, 2), (TEXT, 50, 3)]
+    assert choose(make_curve(Measurement((2, 3), results, ())), rule, 100)[-1].k == 3
+    assert words.curve == make_curve(Measurement((2, 3), results[::2], ()))
+    unknown = replace(results[0], kind=None)
+    assert kind_curves(Measurement((2, 3), (unknown,), ()), rule) == ()

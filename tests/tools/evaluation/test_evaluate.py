@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from vtx.cli import evaluate
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.bundle.card import KINDS
 from vtx.runtime.errors import RequestError
 from vtx.tools.bench.methods import Method
+from vtx.tools.data.kinds import kind_of
 from vtx.tools.estimate.flops import encode_flops, make_schedule, prefill_flops
 from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.evaluation import ask
@@ -223,3 +226,25 @@ def test_every_k_with_every_reduction_once() -> None:
     ]  # fmt: skip
     with pytest.raises(RequestError, match="nothing"):
         make_methods([None], ["nothing"])
+
+
+def test_the_main_figure_is_told_by_the_kind_of_the_right_answer_with_its_interval(model: Model, data: Path) -> None:
+    """Two are answered yes, which is wrong, the others as the data have it."""
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    for line in lines[:2]:
+        line["answer"] = "yes"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected = Counter(kind_of(line["answer"]) for line in lines)
+    assert len(expected) > 1
+    report = run(model, data, "--k", "none,3", "--rest", "25%", "--no-times")
+    assert [method["rest"] for method in report["methods"]] == [None, None, "25%"]
+    for method in report["methods"]:
+        kinds = method["kinds"]
+        assert {kind: of["questions"] for kind, of in kinds.items()} == expected
+        assert list(kinds) == sorted(expected, key=KINDS.index)
+        right = sum(of["figure"]["value"] * of["questions"] for of in kinds.values()) / len(lines)
+        assert right == pytest.approx(method["figures"]["accuracy"]["value"])
+        for of in kinds.values():
+            assert of["figure"]["low"] <= of["figure"]["value"] <= of["figure"]["high"]
+        assert kinds["yes or no"]["figure"]["value"] == 0.0
+    assert report["methods"][0]["figures"]["accuracy"]["value"] == 0.5

@@ -22,17 +22,19 @@ from vtx.runtime.api.load import load
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle import card as card_module
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.card import CARD, read_card, write_card
+from vtx.runtime.bundle.card import CARD, KINDS, read_card, write_card
 from vtx.runtime.host.profiles import load_profile
+from vtx.runtime.strict import json_value
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.vision.layout import limited_layout
 from vtx.tools.data.items import plain
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import bundle_size
-from vtx.tools.fit import asking
+from vtx.tools.fit import asking, settings
 from vtx.tools.fit.fit import FURTHER, LEAST_TIMES
 from vtx.tools.fit.planning import PlannedEngine
 from vtx.tools.fit.report import card_tables
+from vtx.tools.fit.settings import RESTS
 
 TOKENS = "2"
 IMAGES = 30  # of which 15 are held out; 14 show that 80% of the answers stay the same
@@ -78,6 +80,9 @@ def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: B
     assert (card.guarantee.method, card.guarantee.confidence) == ("Clopper-Pearson", 0.95)
     assert card.guarantee.limit == pytest.approx(0.2)
     assert (questions.parent / "out" / "front.png").stat().st_size > 1000
+    assert [depth.kind for depth in card.kinds] == sorted({depth.kind for depth in card.kinds}, key=KINDS.index)
+    assert sum(depth.questions for depth in card.kinds) == 15
+    assert report["kinds"] == [json_value(depth) for depth in card.kinds]
     with load(bundle.folder, threads=1) as model:
         assert model.loaded.card == card
     # the share of changed answers, counted anew on the questions held out
@@ -89,8 +94,8 @@ def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: B
             for n in held_out:
                 with model.open(questions.parent / f"{n}.png") as image:
                     texts = [
-                        plain(image.ask(f"red {n}?", k, reduce=reduce, max_new_tokens=int(TOKENS)).text)
-                        for k, reduce in ((None, "none"), (how["k"], how["reduce"]))
+                        plain(image.ask(f"red {n}?", k, reduce=reduce, rest=rest, max_new_tokens=int(TOKENS)).text)
+                        for k, reduce, rest in ((None, "none", None), (how["k"], how["reduce"], how.get("rest")))
                     ]
                 changed += texts[0] != texts[1]
             assert evidence["changed"] == pytest.approx(changed / len(held_out))
@@ -197,7 +202,10 @@ def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, question
     assert "30 questions about 1 image," in run(bundle, questions).stderr
 
 
-def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(bundle: Bundle, questions: Path) -> None:
+def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(
+    bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "RESTS", ("10%",))  # so few configurations that all are tested, however they count
     refused = run(bundle, questions, "--accuracy-drop", "20", keep="")
     assert "30 of 30 questions have no answer, and --accuracy-drop needs all of them" in refused.stderr
     assert "mutually exclusive" in run(bundle, questions, "--accuracy-drop", "20").stderr
@@ -305,7 +313,7 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
         limit = f"at most {count:,} {unit.removeprefix('max_')} an image"
         assert f"bundle: K = none, no reduction, {limit}, f32 on cpu" in first
         assert f"bundle: K = 3, no reduction, {limit}, f32 on cpu" in first
-    assert len(first) == 2 * (1 + len(wanted)) - 1  # without the reference
+    assert len(first) == 2 * (1 + len(wanted)) - 1 + len(RESTS)  # without the reference
     card = read_card(bundle)
     assert card is not None
     how = dataclasses.replace(card.chosen.configuration, **wanted[-1])
@@ -338,7 +346,7 @@ def test_a_profile_plans_for_a_device_that_is_not_here(half: Bundle, questions: 
     assert again.chosen == card.chosen, "estimates do not vary"
     with load(half.folder, device="cpu", threads=1) as model:
         assert model.loaded.card is None, "it is for another engine"
-    [table] = card_tables(again)
+    table, *_ = card_tables(again)
     assert isinstance(table, WideTable)
     assert any(row[1].endswith("estimates for NVIDIA GeForce RTX 4070, not measured") for row in table.rows)
 

@@ -92,6 +92,21 @@ def test_a_bundle_for_reductions_becomes_engines(dialect: str, precision: str, t
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+def test_what_a_rest_needs_becomes_engines_without_a_reduction(dialect: str, precision: str, tmp_path: Path) -> None:
+    """The score graph, and the queries of the stage that ends before K."""
+    bundle = export(demo_checkpoint(), tmp_path / "bundle", (16,), precision)
+    outcomes = list(build_engines(plan(bundle, "sm89", dialect), IGNORE))
+    assert all(outcome.built is not None for outcome in outcomes)
+    graphs, engines = bundle.manifest.dialects[dialect], fingerprint.read_engines(bundle, "sm89").engines
+    assert graphs.score in engines
+    assert [stage.query for stage in bundle.manifest.stages] == [True, False]
+    assert {*engines} == {*graphs.all}
+
+
+@pytest.mark.slow
 def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -113,3 +113,14 @@ def test_what_is_not_toml_is_named(tmp_path: Path) -> None:
         read_config(tmp_path / "watch.toml")
     with pytest.raises(RequestError, match=r"other\.toml"):
         read_config(tmp_path / "other.toml")
+
+
+def test_a_standing_question_has_a_rest_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "watch.json"
+    for rest, expected in (("10%", 0.1), (57, 57), (0.25, 0.25)):
+        file.write_text(json.dumps(source(question=[{**ASK, "k": 5, "rest": rest}])))
+        [question] = read_config(file).source[0].question
+        assert (question.settings.k, question.settings.options.rest) == (5, expected)
+    file.write_text(json.dumps(source(question=[{**ASK, "k": 5, "rest": "much"}])))
+    with pytest.raises(RequestError, match=r"rest is 'much'; it must be a share of the image tokens"):
+        read_config(file)

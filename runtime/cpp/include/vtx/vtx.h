@@ -165,7 +165,8 @@ typedef int (*vtx_on_token)(void* user, int64_t token, const char* text, size_t 
 
 typedef struct vtx_ask_options {
   size_t size;
-  const char* k;      /* a prebuilt K, "none", "auto" for the gates; NULL: the bundle's default */
+  const char* k;      /* a prebuilt K, "none", "auto" for the gates, "card" for that of the bundle's card for the kind of
+                         answer; NULL: the bundle's default */
   const char* reduce; /* a spec such as "mustdrop:192", "none"; NULL: the bundle's first */
   int64_t max_new_tokens;
   double temperature; /* 0: always the most likely token */

@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <tuple>
 
+#include "api/kinds.hpp"
 #include "backends/engines.hpp"
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
-#include "bundle/card.hpp"
 #include "bundle/releases.hpp"
 #include "bundle/sha256.hpp"
 
@@ -65,7 +66,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     card_ = reason.empty() ? "used" : "ignored: " + reason;
     if (reason.empty())
       device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce,
-      default_rest_ = card->rest;
+      default_rest_ = card->rest, kinds_ = card->kinds;
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
     if (reason.empty() && max_pixels == 0) max_pixels = card->max_pixels;
   }
@@ -254,6 +255,13 @@ Policy Model::policy(const Options& options, const std::vector<PreparedImage>& i
   std::optional<std::string> named = options.k == "default" && !options.rest ? default_rest_ : options.rest;
   std::optional<Rest> rest;
   if (named) rest = read_rest(*named);
+  if (k == "card" && !rest) {
+    if (kinds_.empty())
+      fail(Kind::request, "K is card, and ",
+           card_ == "used" ? "the card has no K by kind of answer" : "no card is in use",
+           "; run vtx-fit, or give K as a number, or none");
+    std::tie(k, rest) = card_depth(kinds_, options.guide, m.model);
+  }
   std::string reduce = options.reduce == "default" ? default_reduce_ : options.reduce;
   auto odds = [this](int64_t layer, const Rows& rows) { return backend_->gate(layer, rows); };
   auto norm = [this] { return read_final_norm(bundle_); };

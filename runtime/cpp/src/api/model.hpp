@@ -10,6 +10,7 @@
 #include "api/answer.hpp"
 #include "backends/backend.hpp"
 #include "bundle/bundle.hpp"
+#include "bundle/card.hpp"
 #include "prompt/text.hpp"
 #include "prompt/text_tower.hpp"
 #include "session/encoded_images.hpp"
@@ -75,6 +76,7 @@ class Model {
   Bundle bundle_;
   std::string default_k_, default_reduce_, card_;
   std::optional<std::string> default_rest_;  // goes with `default_k_`
+  std::vector<KindDepth> kinds_;             // of the card in use
   std::string fit_;
   LayoutPtr layout_;
   VideoLayoutPtr video_layout_;  // null: the model, or libvtx, takes no videos

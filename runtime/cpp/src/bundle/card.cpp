@@ -21,6 +21,16 @@ std::optional<std::string> read_rest_of(Fields& fields) {
   return fields.get("rest").integer() != nullptr ? std::to_string(fields.whole("rest")) : fields.text("rest");
 }
 
+std::vector<KindDepth> read_kinds(Fields& card) {
+  std::vector<KindDepth> out;
+  if (!card.has("kinds")) return out;
+  for (const Json& value : card.list("kinds")) {
+    Fields fields(value, cat(kCard, ": kinds"));
+    out.push_back({fields.text("kind"), fields.whole_or_null("k", 1), fields.number("rest")});
+  }
+  return out;
+}
+
 }  // namespace
 
 std::optional<Card> read_card(const Bundle& bundle) {
@@ -43,7 +53,8 @@ std::optional<Card> read_card(const Bundle& bundle) {
               read_k(how),
               how.whole_or_null("max_tiles", 1).value_or(0),
               how.whole_or_null("max_pixels", 1).value_or(0),
-              read_rest_of(how)};
+              read_rest_of(how),
+              read_kinds(card)};
 }
 
 }  // namespace vtxcore

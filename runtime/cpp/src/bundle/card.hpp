@@ -3,16 +3,25 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bundle/bundle.hpp"
 
 namespace vtxcore {
+
+// The K of one kind of answers, none for no withdrawal, and the share of the image tokens that stays from it on.
+struct KindDepth {
+  std::string kind;
+  std::optional<int64_t> k;
+  double rest;
+};
 
 struct Card {
   std::string device, compute, reduce;
   std::string k;                          // "none", "auto" or a number
   int64_t max_tiles = 0, max_pixels = 0;  // 0: no limit
   std::optional<std::string> rest;        // goes with `k`
+  std::vector<KindDepth> kinds;           // for K = "card"; those that were measured
 };
 
 // None where the bundle has no card. Throws Error(bundle) where it is damaged, was made for another manifest, or is not

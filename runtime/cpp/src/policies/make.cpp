@@ -167,14 +167,6 @@ void check_provided(const std::vector<MethodPtr>& reductions, const Manifest& m,
   }
 }
 
-// The reason why the attention that a layer gives to image tokens cannot rank them; empty: it can.
-std::string unscored(const ModelSpec& model, int64_t layer) {
-  if (model.two_way == TwoWay::prompt) return "the image tokens of this model also attend to the question";
-  if (std::count(model.conv_layers.begin(), model.conv_layers.end(), layer) > 0)
-    return cat("layer ", layer, " of this model keeps a state in place of attention");
-  return model.slides(layer) ? cat("layer ", layer, " of this model has a sliding window") : "";
-}
-
 // What leaves before layer `k`.
 MethodPtr withdrawal(int64_t k, const std::optional<Rest>& rest, const Manifest& m, const std::string& dialect) {
   if (!rest || rest->value == 0) return std::make_shared<Withdraw>(k);
@@ -191,7 +183,7 @@ MethodPtr withdrawal(int64_t k, const std::optional<Rest>& rest, const Manifest&
 // The policy that decides where the whole image leaves, or all but a rest of it.
 MethodPtr make_exit(const std::string& k, const std::optional<Rest>& rest, const Manifest& m, const std::string& dialect,
                     const Odds& odds, double threshold, std::shared_ptr<std::vector<Decision>>& decisions) {
-  if (rest && (k == "none" || k == "auto"))
+  if (rest && (k == "none" || k == "auto" || k == "card"))
     fail(Kind::request, "a rest is what stays of the image from a prebuilt K on, and K is ", k,
          "; give K as a number, or leave the rest out");
   if (k == "none") return std::make_shared<Full>();
@@ -221,6 +213,13 @@ MethodPtr make_exit(const std::string& k, const std::optional<Rest>& rest, const
 }
 
 }  // namespace
+
+std::string unscored(const ModelSpec& model, int64_t layer) {
+  if (model.two_way == TwoWay::prompt) return "the image tokens of this model also attend to the question";
+  if (std::count(model.conv_layers.begin(), model.conv_layers.end(), layer) > 0)
+    return cat("layer ", layer, " of this model keeps a state in place of attention");
+  return model.slides(layer) ? cat("layer ", layer, " of this model has a sliding window") : "";
+}
 
 Rest read_rest(const std::string& text) {
   bool percent = !text.empty() && text.back() == '%';

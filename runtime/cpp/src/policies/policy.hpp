@@ -139,6 +139,9 @@ struct Rest {
 // The rest that "10%" or "57" means. Throws Error(request).
 Rest read_rest(const std::string& text);
 
+// The reason why the attention that a layer gives to image tokens cannot rank them; empty: it can.
+std::string unscored(const ModelSpec& model, int64_t layer);
+
 // The policy that `k` ("none", "auto" or a number), `rest` (none: no image token) and `reduce` (a spec) mean, checked
 // against the bundle. Throws Error(request).
 Policy make_policy(const std::string& k, const std::optional<Rest>& rest, const std::string& reduce, const Manifest& m,

@@ -132,11 +132,11 @@ Tensor whole(const Ids& ids) { return tensor_of("I64", {static_cast<int64_t>(ids
 
 class Recorder {
  public:
-  Recorder(const Model& model, const std::vector<Picture>& pictures, const std::string& k, const std::string& reduce,
-           int64_t steps)
+  Recorder(const Model& model, const std::vector<Picture>& pictures, const Json& asked, int64_t steps)
       : model_(model), pictures_(pictures), backend_(model.backend(), model.manifest().stages.size()),
         session_(backend_, model.manifest()), steps_(steps) {
-    options_.k = k, options_.reduce = reduce;
+    options_.k = *need(asked, "k").string(), options_.reduce = *need(asked, "reduce").string();
+    if (asked.find("rest")) options_.rest = *need(asked, "rest").string();
   }
 
   // Asks a question; adds its tensors, and gives its entry of the index.
@@ -254,15 +254,17 @@ void run(const std::string& bundle, const std::string& from, const std::string& 
   write(to + "/images.safetensors", pack(pixels));
   Json::Array cases, pictures;
   for (const Json& item : *need(index, "cases").array()) {
-    const std::string &k = *need(item, "k").string(), &reduce = *need(item, "reduce").string();
-    Recorder recorder(model, read, k, reduce, *need(index, "steps").integer());
+    Recorder recorder(model, read, item, *need(index, "steps").integer());
     Tensors tensors;
     Json::Array questions;
     for (const Json& question : *need(item, "questions").array())
       questions.push_back(recorder.ask(question, std::to_string(questions.size()) + ".", tensors));
     const std::string& file = *need(item, "file").string();
     write(to + "/" + file, pack(tensors));
-    cases.push_back(Json::Object{{"k", k}, {"reduce", reduce}, {"file", file}, {"questions", questions}});
+    Json::Object entry{{"file", file}, {"questions", questions}};
+    for (const char* key : {"k", "reduce", "rest"})
+      if (item.find(key)) entry.emplace_back(key, need(item, key));
+    cases.push_back(entry);
   }
   for (size_t i = 0; i < images.size(); ++i)
     pictures.push_back(Json::Object{{"file", need((*need(index, "images").array())[i], "file")}, {"sha256", images[i].key}});
