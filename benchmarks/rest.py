@@ -11,24 +11,24 @@ fixed; an interrupted run resumes from its rows. `--write` puts the cells of all
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
+from benchmarks.common import markdown
 from benchmarks.rest_passages import Passage, passages
+from benchmarks.rest_tables import Row, raw_table, read_rows, shown, table, write_tables
 from torch import Tensor
 
 from vtx.runtime.vision.tokens import share
-from vtx.tools.data.intervals import wilson
 
-RESULTS = Path(__file__).parents[1] / "docs/measurements/results/rest.jsonl"
 OPEN = "<|im_start|>user\nAnswer the question about this text with exact words of the text and nothing else.\n\n"
 CLOSE = "<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
@@ -58,21 +58,6 @@ class Prompts:
     def rows(self, question: int) -> list[int]:
         """The places of a question's tokens."""
         return (self.groups == question).nonzero()[:, 0].tolist()
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A question under a cell: the share of layer-tokens run, KL of the first token, and its answer."""
-
-    question: int
-    kind: str
-    k: int
-    rest: float
-    choice: str
-    cost: float
-    kl: float
-    same: bool
-    right: bool
 
 
 def visible(groups: Tensor, count: int) -> Tensor:
@@ -264,78 +249,40 @@ def measure(reader: Reader, number: int, passage: Passage, ks: Sequence[int], re
     return rows
 
 
-def read_rows(file: Path) -> list[Row]:
-    """The rows of whole passages that a run has written, one passage a line."""
-    if not file.exists():
-        return []
-    return [Row(**row) for line in file.read_text(encoding="utf-8").splitlines() for row in json.loads(line)]
-
-
-def table(name: str, rows: Sequence[Row], caption: str) -> Iterator[dict[str, Any]]:
-    """The lines of a table of results: of each cell and kind the cost, and shares with Wilson's intervals."""
-    columns = ["K", "rest", "choice", "kind", "questions", "cost, %", "same answer, %", "right, %", "mean KL"]
-    yield {
-        "table": name, "columns": columns, "align": ["---:", "---:", "---", "---", *["---:"] * 5], "caption": caption
-    }  # fmt: skip
-    groups = defaultdict[tuple[int, float, str, str], list[Row]](list)
-    for row in rows:
-        groups[row.k, row.rest, row.choice, row.kind].append(row)
-    for (k, rest, choice, kind), group in sorted(groups.items()):
-        count = len(group)
-        cost, kl = (sum(values) / count for values in zip(*[(row.cost, row.kl) for row in group], strict=True))
-        same, right = (
-            _interval(sum(values), count) for values in zip(*[(row.same, row.right) for row in group], strict=True)
-        )
-        place = [str(k), f"{rest:.0%}", choice] if k else ["none", "-", "-"]
-        yield {"table": name, "row": [*place, kind, str(count), f"{cost:.1%}"[:-1], same, right, f"{kl:.2g}"]}
-
-
-def _interval(successes: int, count: int) -> list[str]:
-    low, high = wilson(successes / count, count)
-    return [f"{100 * value:.1f}" for value in (successes / count, low, high)]
-
-
-def write_table(name: str, rows: Sequence[Row], caption: str) -> None:
-    """Put a table into the results in place of the one of the same name."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    others = [line for line in lines if json.loads(line)["table"] != name]
-    new = [json.dumps(line, ensure_ascii=False) for line in table(name, rows, caption)]
-    RESULTS.write_text("\n".join([*others, *new]) + "\n", encoding="utf-8")
-
-
-@click.command(help=__doc__)
-@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--rows", "file", type=click.Path(path_type=Path), required=True, help="rows, one passage a line")
-@click.option("--passages", "count", default=50, show_default=True, help="eight questions each")
-@click.option("--k", "ks", default="12,16,18,20,22,24", show_default=True)
-@click.option("--rest", "rests", default="0,2,5,10,20,40", show_default=True, help="percent")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
-@click.option("--threads", default=2, show_default=True)
-@click.option("--minutes", type=float, default=1e9, help="begin no passage after that many")
-@click.option("--write", is_flag=True, help="put the cells into the results")
-def main(
-    checkpoint: Path, file: Path, count: int, ks: str, rests: str, dtype: str, threads: int, minutes: float, write: bool
-) -> None:
-    torch.set_num_threads(threads)
-    began, done = time.monotonic(), len(file.read_text().splitlines()) if file.exists() else 0
-    reader = Reader(checkpoint, getattr(torch, dtype))
-    numbers, shares = [int(k) for k in ks.split(",")], [float(rest) / 100 for rest in rests.split(",")]
-    for number, passage in enumerate(passages(count)):
-        if number < done:
-            continue
-        if time.monotonic() - began > 60 * minutes:
-            break
-        rows = measure(reader, number, passage, numbers, shares)
-        with file.open("a", encoding="utf-8") as out:
+def extend(args: argparse.Namespace, done: int) -> None:
+    """Append the rows of the passages that follow the first `done`, until the time is up."""
+    began, reader = time.monotonic(), Reader(args.checkpoint, getattr(torch, args.dtype))
+    for number, passage in list(enumerate(passages(args.passages)))[done:]:
+        if time.monotonic() - began > 60 * args.minutes:
+            return
+        rows = measure(reader, number, passage, args.k, args.rest)
+        with args.rows.open("a", encoding="utf-8") as out:
             out.write(json.dumps([asdict(row) for row in rows]) + "\n")
-        click.echo(f"passage {number + 1} of {count}, {time.monotonic() - began:.0f} s", err=True)
-    rows = read_rows(file)
-    name = checkpoint.name.replace(".", "-")
-    caption = f"{checkpoint.name}, {dtype}: questions about passages of text in the image's place"
-    if write:
-        write_table(name, rows, caption)
-    for line in table(name, rows, caption):
-        click.echo(json.dumps(line.get("row", line.get("columns")), ensure_ascii=False))
+        print(f"passage {number + 1} of {args.passages}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--rows", type=Path, required=True, help="rows, one passage a line")
+    parser.add_argument("--passages", type=int, default=50, help="eight questions each")
+    parser.add_argument("--k", type=int, nargs="+", default=[4, 8, 12, 16, 18, 20, 22, 24, 26, 28])
+    parser.add_argument("--rest", type=float, nargs="+", default=[0, 0.02, 0.05, 0.1, 0.2, 0.4], help="shares")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no passage after that many")
+    parser.add_argument("--write", action="store_true", help="put the cells into the results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    done = len(args.rows.read_text(encoding="utf-8").splitlines()) if args.rows.exists() else 0
+    if done < args.passages:
+        extend(args, done)
+    rows, name = read_rows(args.rows), args.checkpoint.name.replace(".", "-")
+    caption = f"{args.checkpoint.name} in {args.dtype}, questions about passages of text in the image's place"
+    cells = [*table(name, rows, caption)]
+    if args.write:
+        write_tables({name: cells, f"{name}-rows": [*raw_table(f"{name}-rows", rows)]})
+    print(markdown([cells[0]["columns"], *([shown(cell) for cell in line["row"]] for line in cells[1:])]))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.rest import SHARED, Decoder, Prompts, Row, chosen, read_rows, run_full, run_withdrawn, table
+from benchmarks.rest import SHARED, Decoder, Prompts, chosen, run_full, run_withdrawn
 from benchmarks.rest_passages import GENRES, OF_A_PASSAGE, passages
+from benchmarks.rest_tables import Row, raw_table, read_rows, table
 
 from tests.support.exported import Models
 from tests.support.reference import Reference
@@ -93,4 +94,6 @@ def test_cells_have_the_shares_of_their_rows(tmp_path: Path) -> None:
     assert cells["questions"] == "4"
     assert [cells[name] for name in ("K", "rest", "choice", "kind", "cost, %")] == ["12", "10%", "last", "fact", "60.0"]
     assert [cells[name][0] for name in ("same answer, %", "right, %")] == ["75.0", "50.0"]
+    (_, raw) = raw_table("made", rows[:1])
+    assert raw["row"] == ["0", "fact", "12/0.1/last: 1, 1, 0.5"]
     assert read_rows(tmp_path / "none") == []
