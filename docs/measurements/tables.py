@@ -1,4 +1,4 @@
-"""Writes the tables of the measurements, and the README's chart, from `results/`.
+"""Writes the tables of the measurements, and the charts, from `results/`.
 
     python docs/measurements/tables.py
 
@@ -20,10 +20,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- results: (?P<file>[\w-]+)/(?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
 WEIGHTS = "bf16"  # of the chart: those that most others run
 CHART = ("installed", "as-installed", ROOT / "docs/images/installed.svg")
+CURVES = ("rest", ("qwen2.5-coder-0.5b",), ROOT / "docs/images/rest.svg")
 
 
 def pages() -> dict[Path, str]:
-    """The text of each page with tables, and of the chart, with the results as they are."""
+    """The text of each page with tables, and of the charts, with the results as they are."""
     rendered: dict[Path, str] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -33,6 +34,10 @@ def pages() -> dict[Path, str]:
     head, rows = _results(file, name)
     bars = runpy.run_path(str(HERE / "chart.py"))["bars"]
     rendered[picture] = bars(head["columns"], rows, WEIGHTS)
+    file, models, picture = CURVES
+    tables = {model: _results(file, model.replace(".", "-")) for model in models}
+    curves = runpy.run_path(str(HERE / "curves.py"))["curves"]
+    rendered[picture] = curves({model: (head["columns"], rows) for model, (head, rows) in tables.items()})
     return rendered
 
 
