@@ -6,6 +6,7 @@ import io
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -491,6 +492,35 @@ def test_a_stream_that_loses_and_damages_packets_goes_on_to_its_last_frame(tmp_p
         frames, _ = all_of(f"tcp://127.0.0.1:{port}")
     assert 10 < len(frames) < 90
     assert np.asarray(frames[-1][1]).mean() == pytest.approx(2 * 89, abs=4), "the last frame of the film"
+
+
+def test_a_frame_of_which_a_packet_was_lost_is_counted_and_not_shown(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    content = moving(tmp_path / "clip.ts", frames=90, every=12, codec="mpeg2video")
+    packet = len(content) // 188 * 2 // 3
+    streams = content, content[: packet * 188] + content[(packet + 1) * 188 :]
+    shown, corrupt = list[list[bytes]](), 0
+    for stream in streams:
+        with sent_once(b"", stream) as port:
+            frames, corrupt = all_of(f"tcp://127.0.0.1:{port}")
+        shown.append([picture.tobytes() for _, picture in frames])
+    assert corrupt > 0
+    assert len(shown[1]) + corrupt in (len(shown[0]), len(shown[0]) - 1)
+    assert set(shown[1]) <= set(shown[0]), "a frame with parts of others is shown"
+
+
+def test_frames_of_a_stream_are_turned_upright(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    written = write_video(tmp_path / "clip.mp4", frames=5, top=100, options={"movflags": "faststart"})
+    content = bytearray(written.read_bytes())
+    matrix = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # a pixel at (x, y) is shown at (-y, x)
+    at = content.index(b"tkhd") + 44
+    content[at : at + len(matrix)] = matrix
+    with sent_once(b"", bytes(content)) as port:
+        frames, _ = all_of(f"tcp://127.0.0.1:{port}")
+    shown = np.asarray(frames[-1][1].convert("L"), np.float32)
+    assert shown.shape == (64, 48)
+    assert shown[:, 24:].mean() > shown[:, :24].mean() + 50, "the upper half is on the right"
 
 
 def test_the_user_and_password_of_a_stream_are_not_told() -> None:
