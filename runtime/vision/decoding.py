@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import ImageError
 
+DOUBTFUL = 3  # packets from a marked one on: FFmpeg's parsers mark one of the two before that which lacks a part
 _MATRIX = struct.Struct("=9i")  # of a track: x' = a x + c y, y' = b x + d y, in rows of three
 
 
@@ -27,6 +28,7 @@ def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
 
     damage: Exception | None = None
     since: int | None = None  # in the stream's time
+    doubtful = 0  # packets that may lack a part
     for packet in packets:
         try:
             frames = packet.decode()
@@ -36,12 +38,20 @@ def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
             damage, since = error, packet.pts
             yield None, error
             continue
+        doubtful = DOUBTFUL if packet.is_corrupt else max(0, doubtful - 1)
+        if doubtful:  # their frames may come after later packets
+            damage, since = ImageError("a frame is damaged"), packet.pts
         for frame in frames:
-            if frame.is_corrupt or packet.is_corrupt:
+            if frame.is_corrupt:
                 damage, since = ImageError("a frame is damaged"), frame.pts
-            elif frame.key_frame and (since is None or frame.pts is None or frame.pts >= since):
+            elif frame.key_frame and not doubtful and _is_behind(frame, since):
                 damage = None
             yield frame, damage
+
+
+def _is_behind(frame: Any, time: int | None) -> bool:
+    """True unless a frame is known to be that of a time in the stream, or an earlier one."""
+    return time is None or frame.pts is None or frame.pts > time
 
 
 def orientation(frame: Any) -> tuple[bool, int]:
