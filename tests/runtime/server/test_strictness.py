@@ -104,6 +104,11 @@ def test_an_unknown_field_is_refused_in_every_object_and_ignored_by_a_lenient_se
         assert [name.rpartition(": ")[2] for name in ignored] == ["'no_such'"], path
 
 
+def test_a_byte_order_mark_before_a_body_does_not_matter() -> None:
+    body = json.dumps(FORM)
+    assert read_request(body.encode("utf-8-sig"), Limits()) == read_request(body.encode(), Limits())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_server_ignores_what_changes_the_prompt_or_the_form(kind: str) -> None:
     body, translate = KINDS[kind]
