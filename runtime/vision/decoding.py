@@ -9,7 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import ImageError
 
-DOUBTFUL = 3  # packets from a marked one on: FFmpeg's parsers mark one of the two before that which lacks a part
+DOUBTFUL = 3  # packets from one on that a parser marks, which may stand up to two before that which lacks a part
 _MATRIX = struct.Struct("=9i")  # of a track: x' = a x + c y, y' = b x + d y, in rows of three
 
 
@@ -19,15 +19,17 @@ def decoder_options(codec: str, pixels: int) -> dict[str, str]:
     return {"max_pixels": str(pixels), **strict}
 
 
-def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
+def decoded(packets: Iterable[Any], *, exact: bool = False) -> Iterator[tuple[Any, Exception | None]]:
     """Each frame of the packets, and the error if it is damaged; no frame for a packet that cannot be decoded.
 
     Frames are predicted from earlier ones, so that all up to the next key frame are damaged with the first one.
+    `exact`: the packets that are marked as corrupt are those that lack a part, as those of a camera's driver are.
     """
     from av import FFmpegError
 
     damage: Exception | None = None
     since: int | None = None  # in the stream's time
+    marked = 1 if exact else DOUBTFUL
     doubtful = 0  # packets that may lack a part
     for packet in packets:
         try:
@@ -38,7 +40,7 @@ def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
             damage, since = error, packet.pts
             yield None, error
             continue
-        doubtful = DOUBTFUL if packet.is_corrupt else max(0, doubtful - 1)
+        doubtful = marked if packet.is_corrupt else max(0, doubtful - 1)
         if doubtful:  # their frames may come after later packets
             damage, since = ImageError("a frame is damaged"), packet.pts
         for frame in frames:

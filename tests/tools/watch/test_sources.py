@@ -184,6 +184,9 @@ def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.Monke
     assert (source.state, newest.frames) == ("ended", len(times))
 
 
+TORN = object()  # a packet of a camera that is marked as corrupt
+
+
 class Camera:
     """A container of FFmpeg whose packets the test gives: frames, or an error of the decoder; until it has `ended`."""
 
@@ -200,13 +203,13 @@ class Camera:
     def demux(self, _: Any) -> Iterator[Any]:
         while not self.ended.is_set():
             with suppress(queue.Empty):
-                decode = partial(self._decoded, self.packets.get(timeout=0.05))
-                yield SimpleNamespace(decode=decode, pts=None, is_corrupt=False)
+                packet = self.packets.get(timeout=0.05)
+                yield SimpleNamespace(decode=partial(self._decoded, packet), pts=None, is_corrupt=packet is TORN)
 
     def _decoded(self, packet: Any) -> Any:
         if isinstance(packet, Exception):
             raise packet
-        return packet
+        return [decoded(200)] if packet is TORN else packet
 
 
 @pytest.fixture
@@ -257,10 +260,11 @@ def test_corrupt_packets_and_dropped_frames_are_passed_over_and_too_many_open_th
         for packet in (*[damaged] * (BAD_FRAMES - 1), [], [decoded(40)], *[damaged] * 3):
             camera.packets.put(packet)
         assert np.asarray(source.frame()) == pytest.approx(40, abs=4)
+        camera.packets.put(TORN)
         camera.packets.put([decoded(80)])
         assert np.asarray(source.frame()) == pytest.approx(80, abs=4)
         assert source.state() == ("open", {})
-        assert source.source.corrupt == BAD_FRAMES + 2
+        assert source.source.corrupt == BAD_FRAMES + 3
         for packet in (*[damaged] * BAD_FRAMES, [decoded(120)]):
             camera.packets.put(packet)
         state, more = source.state()
