@@ -63,6 +63,10 @@ KINDS = {
     "completion": ({"model": "tiny", "prompt": "a"}, completions.chat_fields),
     "embeddings": ({"model": "tiny", "input": [URL]}, embeddings.chat_fields),
 }  # fmt: skip
+NAMES = (  # of fields that change the prompt or the form in some server
+    "previous_response_id", "conversation", "echo", "structured_outputs", "grammar", "images", "fps", "ebnf",
+    "image_urls", "input", "instructions", "lora", "regex",
+)  # fmt: skip
 FREE = ("parameters", "schema", "logit_bias")  # objects whose names are the client's
 
 
@@ -113,7 +117,7 @@ def test_a_byte_order_mark_before_a_body_does_not_matter() -> None:
 def test_no_server_ignores_what_changes_the_prompt_or_the_form(kind: str) -> None:
     body, translate = KINDS[kind]
     for path in places(body):
-        for name in ("previous_response_id", "conversation", "echo", "structured_outputs", "grammar", "images", "fps"):
+        for name in NAMES:
             assert name in NEVER_IGNORED
             with pytest.raises(Refusal):
                 read(changed(body, path, name), translate, lenient=True)
