@@ -49,7 +49,7 @@ class Program(click.Command):
             raise
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """What click does, and output that cannot be written, help and versions too, is one line and exit code 1."""
+        """Run as click does; output that cannot be written, of help and versions too, ends in one line and code 1."""
         try:
             return super().main(*args, **kwargs)
         except OSError as e:  # but for a reader that went away, which click ends quietly

@@ -9,7 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import ImageError
 
-DOUBTFUL = 3  # packets from one on that a parser marks, which may stand up to two before that which lacks a part
+DOUBTFUL = 3  # a packet that a parser marks and two behind it: one of them lacks a part
 _MATRIX = struct.Struct("=9i")  # of a track: x' = a x + c y, y' = b x + d y, in rows of three
 
 
