@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.support.video_files import FRAMES, RATE, damage, moving, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.decoding import decoded
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames
@@ -150,6 +152,22 @@ def test_a_damaged_frame_among_the_sampled_is_refused_and_its_number_is_named(tm
     assert len(levels(bytes(content), 1)) == 1
     with pytest.raises(ImageError, match=r"damaged after (15|1[6-9]|2[0-3]) frames \(.+\); copy or save it again"):
         levels(bytes(content), 12)
+
+
+def test_a_key_frame_of_before_the_damage_does_not_end_it() -> None:
+    """Decoders return frames later than they get their packets."""
+
+    def packet(time: int, *frames: tuple[int, bool]) -> Any:
+        decoded_frames = [SimpleNamespace(pts=pts, key_frame=key, is_corrupt=False) for pts, key in frames]
+        return SimpleNamespace(pts=time, is_corrupt=False, decode=lambda: decoded_frames)
+
+    def fail() -> Any:
+        raise av.error.InvalidDataError(1, "invalid data")
+
+    lost = SimpleNamespace(pts=2, is_corrupt=False, decode=fail)
+    packets = [packet(1), lost, packet(3, (0, True)), packet(4, (1, False), (3, False)), packet(5, (5, True))]
+    shown = [frame.pts for frame, damage in decoded(packets) if damage is None]
+    assert shown == [5]
 
 
 def test_half_a_jpeg_in_a_video_is_refused(tmp_path: Path) -> None:
