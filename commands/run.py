@@ -187,7 +187,7 @@ def _act(
     `asked` are arguments of `Model.act`.
     """
     from vtx.commands.export import find_bundle
-    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.bundle.files import read_text_file
     from vtx.runtime.bundle.safetensors import parse_json
     from vtx.runtime.errors import RequestError
 
@@ -196,7 +196,7 @@ def _act(
         raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
     given = None
     if state != NO_STATE:
-        given = parse_json(read_named(state, MAX_STATE, error=RequestError), str(state), error=RequestError)
+        given = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
     if given is not None and not isinstance(given, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
     folder = find_bundle(bundle, (asked["k"],), hub_model, precision)

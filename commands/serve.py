@@ -207,7 +207,7 @@ def given_keys(file: Path | None) -> dict[str, Tenant]:
 
     Raises RequestError for a file without any, or a malformed line.
     """
-    from vtx.runtime.bundle.files import read_named
+    from vtx.runtime.bundle.files import read_text_file
     from vtx.runtime.prompt.text import utf8
     from vtx.runtime.server.keys import Tenant, check_key, read_keys
 
@@ -215,7 +215,7 @@ def given_keys(file: Path | None) -> dict[str, Tenant]:
     if key := os.environ.get(KEY):
         tenants[check_key(key, KEY)] = Tenant(KEY, KEY, metrics=True)
     if file is not None:
-        tenants |= read_keys(utf8(read_named(file, 1 << 20, error=RequestError), file.name, RequestError), file.name)
+        tenants |= read_keys(utf8(read_text_file(file, 1 << 20), file.name, RequestError), file.name)
     return tenants
 
 

@@ -46,6 +46,7 @@ from vtx.exporter.weights.plan import (
     with_own_head,
 )
 from vtx.exporter.weights.scaling import scaled_weights
+from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
 from vtx.runtime.bundle.spec.model_spec import unscored
@@ -63,7 +64,7 @@ from vtx.runtime.policies.make import (
     check_patches,
 )
 from vtx.runtime.policies.spec import parse, to_spec
-from vtx.runtime.prompt.text import Text
+from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, Text, utf8
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.frames import Frames
@@ -486,13 +487,10 @@ def demo_checkpoint() -> Path:
 
 
 def load_template(path: Path) -> str:
-    """The chat template in a file, or one of original LLaVA's by its name if there is no such file."""
+    """The chat template in a file, or one of original LLaVA's by its name if there is none. Raises RequestError."""
     if str(path) in TEMPLATES and not path.exists():
         return TEMPLATES[str(path)]
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise RequestError(f"the chat template {path} cannot be read ({e}); name a text file") from e
+    return utf8(read_text_file(path, MAX_TEMPLATE_BYTES), path.name, RequestError)
 
 
 def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:

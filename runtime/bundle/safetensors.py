@@ -273,8 +273,11 @@ def parse_json(raw: bytes | bytearray, where: str, *, error: type[VtxError] = Ch
         raise error(f"{where} is nested deeper than the limit of {MAX_DEPTH}") from cause
     except UnicodeDecodeError as cause:
         raise error(f"{where} is not UTF-8 text (byte {cause.start:,})") from cause
+    except UnicodeEncodeError as cause:
+        raise error(f"{where} is not sound JSON: {cause.object[cause.start]!r} is half of a surrogate pair") from cause
     except ValueError as cause:
-        raise error(f"{where} is not sound JSON: {cause}") from cause
+        reason = str(cause).partition("; use sys.")[0]  # Python's advice is to programs
+        raise error(f"{where} is not sound JSON: {reason}") from cause
     level: list[Any] = [parsed]
     for _ in range(MAX_DEPTH):
         tables = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -49,6 +48,17 @@ class Program(click.Command):
                 mark_success()
             raise
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as click does; output that cannot be written, of help and versions too, ends in one line and code 1."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as e:  # but for a reader that went away, which click ends quietly
+            with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
+                # The buffer is dropped, so that the interpreter does not try to write it again at its end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            note(f"{os.path.basename(sys.argv[0])}: cannot write the output ({e.strerror or e})")
+            sys.exit(1)
+
 
 class Group(Program, click.Group):
     """Several commands under one name."""
@@ -69,13 +79,6 @@ class Command(Program):
             result = super().invoke(ctx)
             sys.stdout.flush()  # so that a full disk is an error here, not at the interpreter's end
             return result
-        except OSError as e:
-            if e.errno == errno.EPIPE:  # the reader went away, which click ends quietly
-                raise
-            with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
-                # The buffer is dropped, so that the interpreter does not try to write it again at its end.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _fail(ctx, f"cannot write the output ({e.strerror or e})", 1)
         except VtxError as e:
             _fail(ctx, " ".join(str(e).split()), 1)
         except MemoryError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import ImageError
 
+DOUBTFUL = 3  # a packet that a parser marks and two behind it: one of them lacks a part
 _MATRIX = struct.Struct("=9i")  # of a track: x' = a x + c y, y' = b x + d y, in rows of three
 
 
@@ -18,15 +19,18 @@ def decoder_options(codec: str, pixels: int) -> dict[str, str]:
     return {"max_pixels": str(pixels), **strict}
 
 
-def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
+def decoded(packets: Iterable[Any], *, exact: bool = False) -> Iterator[tuple[Any, Exception | None]]:
     """Each frame of the packets, and the error if it is damaged; no frame for a packet that cannot be decoded.
 
     Frames are predicted from earlier ones, so that all up to the next key frame are damaged with the first one.
+    `exact`: the packets that are marked as corrupt are those that lack a part, as those of a camera's driver are.
     """
     from av import FFmpegError
 
     damage: Exception | None = None
     since: int | None = None  # in the stream's time
+    marked = 1 if exact else DOUBTFUL
+    doubtful = 0  # packets that may lack a part
     for packet in packets:
         try:
             frames = packet.decode()
@@ -36,12 +40,20 @@ def decoded(packets: Iterable[Any]) -> Iterator[tuple[Any, Exception | None]]:
             damage, since = error, packet.pts
             yield None, error
             continue
+        doubtful = marked if packet.is_corrupt else max(0, doubtful - 1)
+        if doubtful:  # their frames may come after later packets
+            damage, since = ImageError("a frame is damaged"), packet.pts
         for frame in frames:
-            if frame.is_corrupt or packet.is_corrupt:
+            if frame.is_corrupt:
                 damage, since = ImageError("a frame is damaged"), frame.pts
-            elif frame.key_frame and (since is None or frame.pts is None or frame.pts >= since):
+            elif frame.key_frame and not doubtful and _is_behind(frame, since):
                 damage = None
             yield frame, damage
+
+
+def _is_behind(frame: Any, time: int | None) -> bool:
+    """True unless a frame is known to be that of a time in the stream, or an earlier one."""
+    return time is None or frame.pts is None or frame.pts > time
 
 
 def orientation(frame: Any) -> tuple[bool, int]:

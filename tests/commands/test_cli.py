@@ -82,7 +82,10 @@ def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("words", [["inspect", "{bundle}"], ["run", "--bundle", "{bundle}", "--text-only", "q"]])
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", "{bundle}"], ["run", "--bundle", "{bundle}", "--text-only", "q"], ["run", "--help"], ["--help"]],
+)
 def test_a_full_disk_under_stdout_is_one_line(bundle: Path, words: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         child = process(*(word.format(bundle=bundle) for word in words), stdout=full)

@@ -88,9 +88,12 @@ def words(codes: np.ndarray, bits: int, order: tuple[int, ...] | None = None) ->
 def integers(
     weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, dtype: torch.dtype = torch.float16
 ) -> tuple[np.ndarray, torch.Tensor, np.ndarray, torch.Tensor]:
-    """Codes [out, in] from 0 on, scales and zero points [out, groups], and the weights that they stand for."""
+    """Codes [out, in] from 0 on, scales and zero points [out, groups], and the weights that they stand for.
+
+    The last group may be smaller: zeros that fill it change no scale.
+    """
     rows, width = weight.shape
-    blocks = weight.reshape(rows, -1, group)
+    blocks = torch.nn.functional.pad(weight, (0, -width % group)).reshape(rows, -1, group)
     most = 2**bits - 1
     if symmetric:
         scales = (blocks.abs().amax(2) / (most // 2)).to(dtype)
@@ -100,8 +103,9 @@ def integers(
         scales = ((high - low) / most).to(dtype)
         zeros = (-low / scales.float()).round().clamp(0, most)
     codes = (blocks / scales.float()[..., None] + zeros[..., None]).round().clamp(0, most)
-    value = ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(rows, width)
-    return codes.reshape(rows, width).numpy().astype(np.uint8), scales, zeros.numpy().astype(np.uint8), value
+    value = ((codes - zeros[..., None]) * scales.float()[..., None]).reshape(rows, -1)[:, :width]
+    codes = codes.reshape(rows, -1)[:, :width]
+    return codes.numpy().astype(np.uint8), scales, zeros.numpy().astype(np.uint8), value
 
 
 def awq(group: int) -> Quantised:

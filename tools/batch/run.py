@@ -182,7 +182,6 @@ def _asked(
                 raise RequestError(line.reason)
             if line.request is None:
                 if pictures != pictures_of(line):  # else they are those of the line before
-                    pictures = None
                     images = loaded.prepare_all([*line.images, *map(video, line.videos)])
                     pictures = pictures_of(line)
                 check_text("the question", line.question)

@@ -6,6 +6,7 @@ skipped and reported; when they exceed `MAX_SKIPPED` of all items, nothing is me
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -156,10 +157,13 @@ def plain(answer: str) -> str:
 
 
 def parse_line(raw: bytes, most: int = MAX_LINE) -> Any:
-    """The value of a line of a JSONL file, of at most `most` bytes. Raises RequestError."""
+    """The value of a line of a JSONL file, of at most `most` bytes. Raises RequestError.
+
+    It may begin with a byte order mark, as in the middle of a file that was put together from others.
+    """
     if len(raw) > most:
         raise RequestError(f"the line has {len(raw):,} bytes, the limit is {most:,}")
-    return parse_json(raw, "the line", error=RequestError)
+    return parse_json(raw.removeprefix(codecs.BOM_UTF8), "the line", error=RequestError)
 
 
 def _item(record: Any, folder: Path) -> Item:

@@ -227,7 +227,7 @@ class FrameSource:
                         raise ImageError(f"the camera changed its format from {begun} to {now}")
                     yield packet
 
-            for frame, damage in decoded(packets()):
+            for frame, damage in decoded(packets(), exact=config.camera is not None):
                 if damage is None:
                     bad = 0
                     self._put(partial(_converted, frame, converting))

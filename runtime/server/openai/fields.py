@@ -18,12 +18,12 @@ WHERE = "the request"
 NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 # Unknown fields that change the prompt or the form of the answer where they are known; no server ignores them.
 NEVER_IGNORED = frozenset(
-    """add_generation_prompt allowed_token_ids audio bad_words chat_template chat_template_kwargs continue_final_message
-    conversation documents echo file_id files format fps function_call functions grammar guided_decoding image
-    image_data image_url images input_audio json_schema max_frames max_pixels min_pixels mm_processor_kwargs
-    multi_modal_data min_tokens options prefix previous_response_id prompt prompt_embeds schema stop_token_ids
-    structural_tag structured_outputs suffix system system_prompt template truncate_prompt_tokens video video_url
-    videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
+    """add_generation_prompt allowed_token_ids audio bad_words chat_template chat_template_kwargs
+    continue_final_message conversation documents ebnf echo file_id files format fps function_call functions grammar
+    guided_decoding image image_data image_url image_urls images input input_audio instructions json_schema lora
+    lora_path max_frames max_pixels min_pixels min_tokens mm_processor_kwargs multi_modal_data options prefix
+    previous_response_id prompt prompt_embeds regex schema stop_token_ids structural_tag structured_outputs suffix
+    system system_prompt template truncate_prompt_tokens video video_url videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
 )
 Detail = Literal["auto", "low", "high"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

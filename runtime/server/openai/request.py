@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -107,7 +108,7 @@ def read_request(
     `translate` makes the fields of a chat completion of another address's. A `lenient` server ignores fields and values
     that it does not support, and says so.
     """
-    data = parse_json(body, "the body", error=RequestError)
+    data = parse_json(body.removeprefix(codecs.BOM_UTF8), "the body", error=RequestError)
     if not isinstance(data, dict):
         raise Refusal(400, f"the body is {type(data).__name__}, not an object; send a request as OpenAI's API has it")
     given = {name: value for name, value in data.items() if value is not None}

@@ -162,6 +162,13 @@ def test_some_rows_of_a_matrix_are_those_of_the_whole(tiny_checkpoint: Make, tmp
         np.testing.assert_array_equal(matrix.read(np.arange(first, last)), whole[first:last])
 
 
+def test_the_last_group_of_a_row_may_be_smaller(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    folder, plain = make_quantised(tiny_checkpoint(TINY), tmp_path, awq(96))
+    assert planned(folder).weights.stored[Q_PROJ].dtype == "F16"  # 128 weights of a row: groups of 96 and 32
+    packed, stated = (CheckpointWeights(open_checkpoint(str(path))).read(Q_PROJ) for path in (folder, plain))
+    np.testing.assert_array_equal(packed.numpy(), stated.numpy())
+
+
 def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path) -> None:
     tiny = Tiny(layers=2, hidden=128, ffn=384, dtype="float16", tied=True)
     folder, _ = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128))

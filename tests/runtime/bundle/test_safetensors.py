@@ -309,6 +309,19 @@ def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         read_named(tmp_path / "model.safetensors", 4, error=CheckpointError)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" + b"9" * 5000 + b"]", "value has 5000 digits"),
+        (rb'["\ud800"]', r"'\ud800' is half of a surrogate pair"),
+    ],
+)
+def test_what_is_wrong_with_json_is_told_in_its_own_words(content: bytes, reason: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse_json(content, "it")
+    assert str(caught.value).endswith(reason)
+
+
 def test_sound_json_is_parsed() -> None:
     assert parse_json(b'{"a": [1, 2.5, null], "\\u00fc": "\\ud83d\\ude00"}', "it") == {"a": [1, 2.5, None], "ü": "😀"}
     assert parse_json(b"[" * 64 + b"]" * 64, "it")

@@ -63,6 +63,10 @@ KINDS = {
     "completion": ({"model": "tiny", "prompt": "a"}, completions.chat_fields),
     "embeddings": ({"model": "tiny", "input": [URL]}, embeddings.chat_fields),
 }  # fmt: skip
+NAMES = (  # of fields that change the prompt or the form in some server
+    "previous_response_id", "conversation", "echo", "structured_outputs", "grammar", "images", "fps", "ebnf",
+    "image_urls", "input", "instructions", "lora", "regex",
+)  # fmt: skip
 FREE = ("parameters", "schema", "logit_bias")  # objects whose names are the client's
 
 
@@ -104,11 +108,16 @@ def test_an_unknown_field_is_refused_in_every_object_and_ignored_by_a_lenient_se
         assert [name.rpartition(": ")[2] for name in ignored] == ["'no_such'"], path
 
 
+def test_a_byte_order_mark_before_a_body_does_not_matter() -> None:
+    body = json.dumps(FORM)
+    assert read_request(body.encode("utf-8-sig"), Limits()) == read_request(body.encode(), Limits())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_server_ignores_what_changes_the_prompt_or_the_form(kind: str) -> None:
     body, translate = KINDS[kind]
     for path in places(body):
-        for name in ("previous_response_id", "conversation", "echo", "structured_outputs", "grammar", "images", "fps"):
+        for name in NAMES:
             assert name in NEVER_IGNORED
             with pytest.raises(Refusal):
                 read(changed(body, path, name), translate, lenient=True)

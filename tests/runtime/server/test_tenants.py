@@ -221,7 +221,7 @@ def test_keys_are_read_again_on_a_hangup_and_wrong_ones_change_nothing(tiny_bund
     file, keys = tmp_path / "keys", Keys(read_keys("alice key-of-alice", "keys"))
     with serving({"tiny": tiny_bundle}, api_keys=keys) as served:
         body = asking(user("red?"))
-        file.write_text("bob key-of-bob\ncarol key-of-carol\n")
+        file.write_text("bob key-of-bob\ncarol key-of-carol\n", encoding="utf-8-sig")
         reload(served.engines, keys, file)
         assert [chat(served, key, body).status for key in ("alice", "bob", "carol")] == [401, 200, 200]
         file.write_text("bob key-of-bob nonsense\n")

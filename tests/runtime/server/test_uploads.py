@@ -99,8 +99,9 @@ def test_the_bodies_of_one_client_leave_room_for_anothers(tiny_bundle: Path) -> 
 
 @pytest.mark.slow
 def test_aborted_uploads_leave_no_memory(tiny_bundle: Path) -> None:
-    process, size = psutil.Process(os.getpid()), 33_000_000
-    limits = Limits(bodies=2)
+    """Nor what the allocator would keep of them: over 200 MiB, of bodies of 20 MB."""
+    process, size = psutil.Process(os.getpid()), 20_000_000
+    limits = Limits()
     with serving({"tiny": tiny_bundle}, limits) as served:
         assert served.chat(asking(user("red?"))).status == 200
         before = process.memory_info().rss
@@ -108,7 +109,7 @@ def test_aborted_uploads_leave_no_memory(tiny_bundle: Path) -> None:
             with unfinished(served, 16, size + 1, b" " * size):
                 assert process.memory_info().rss - before < limits.bodies * limits.body + 4 * SLACK
         until(lambda: served.metrics()["vtx_body_bytes"] == 0, "they are forgotten")
-        assert process.memory_info().rss - before < limits.bodies * limits.body + SLACK
+        until(lambda: process.memory_info().rss - before < 2 * SLACK, "their memory is the system's again")
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_the_towers_features_are_those_of_the_statement(model: Model, judge: Jud
         np.testing.assert_allclose(found, judge.features(picture).numpy(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.representative
 def test_a_second_step_is_that_of_a_fresh_model(folder: Path, judge: Judge) -> None:
     steps = [(PICTURE, "pick"), (random_image(5), "pick"), (random_image(5), "take red"), (PICTURE, "take red")]
     with load(folder, device="cpu", threads=THREADS) as own:

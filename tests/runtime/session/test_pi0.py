@@ -310,7 +310,7 @@ def test_actions_that_are_not_numbers_are_withheld(change: float, model: Model) 
 
 
 def test_the_command_prints_actions_as_json(folder: Path, tmp_path: Path, model: Model) -> None:
-    (tmp_path / "state.json").write_text("[0.1, 0, 1, 0]")
+    (tmp_path / "state.json").write_text("[0.1, 0, 1, 0]", encoding="utf-8-sig")
     pictures = [str(tmp_path / f"{number}.png") for number in range(2)]
     for picture, path in zip(PICTURES, pictures, strict=True):
         picture.save(path)

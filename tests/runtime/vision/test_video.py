@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.support.video_files import FRAMES, RATE, damage, moving, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
+from vtx.runtime.vision.decoding import decoded
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames
@@ -107,6 +109,24 @@ def test_the_length_of_a_video_with_a_variable_rate_is_that_of_its_times(tmp_pat
     assert clips[-1].count / clips[-1].rate == pytest.approx(10, abs=0.1)
 
 
+def test_the_last_frame_counts_for_as_long_as_it_is_shown(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "clip.mkv"), "w") as file:
+        stream = file.add_stream("libvpx-vp9", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        packets = list[Any]()
+        for time in (0, 1000, 2000):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 100, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            packets += stream.encode(frame)
+        packets += stream.encode()
+        packets[-1].duration = 8000
+        file.mux(packets)
+    clips = list[SampledFrames]()
+    load_frames(Video(tmp_path / "clip.mkv"), FrameSampling(3), np.asarray, begun=clips.append)
+    assert clips[-1].count / clips[-1].rate == pytest.approx(10, abs=0.1)
+
+
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.mkv", "clip.avi"])
 def test_a_steady_rate_is_the_one_that_the_file_states(tmp_path: Path, name: str) -> None:
     clips = list[SampledFrames]()
@@ -134,13 +154,30 @@ def test_a_damaged_frame_among_the_sampled_is_refused_and_its_number_is_named(tm
         levels(bytes(content), 12)
 
 
+def test_a_key_frame_of_before_the_damage_does_not_end_it() -> None:
+    """Decoders return frames later than they get their packets."""
+
+    def packet(time: int, *frames: tuple[int, bool]) -> Any:
+        decoded_frames = [SimpleNamespace(pts=pts, key_frame=key, is_corrupt=False) for pts, key in frames]
+        return SimpleNamespace(pts=time, is_corrupt=False, decode=lambda: decoded_frames)
+
+    def fail() -> Any:
+        raise av.error.InvalidDataError(1, "invalid data")
+
+    lost = SimpleNamespace(pts=2, is_corrupt=False, decode=fail)
+    packets = [packet(1), lost, packet(3, (0, True)), packet(4, (1, False), (3, False)), packet(5, (5, True))]
+    shown = [frame.pts for frame, damage in decoded(packets) if damage is None]
+    assert shown == [5]
+
+
 def test_half_a_jpeg_in_a_video_is_refused(tmp_path: Path) -> None:
     content = bytearray(_elementary(tmp_path / "clip.avi", (160, 120), noise=True).read_bytes())
     assert len(levels(bytes(content), 5)) == 5
     third = [match.start() for match in re.finditer(b"\xff\xd8\xff", content)][2]
     content[third + 4000 : third + 4002] = b"\xff\xd9"
-    with pytest.raises(ImageError, match=r"damaged after [23] frames"):
-        levels(bytes(content), 5)
+    for number in (5, 2):  # among the sampled frames, and between them
+        with pytest.raises(ImageError, match=r"damaged after [23] frames"):
+            levels(bytes(content), number)
 
 
 def test_content_decides_what_is_a_video(clip: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -183,6 +184,9 @@ def test_a_video_whose_clock_jumps_goes_on_at_its_rate(monkeypatch: pytest.Monke
     assert (source.state, newest.frames) == ("ended", len(times))
 
 
+TORN = object()  # a packet of a camera that is marked as corrupt
+
+
 class Camera:
     """A container of FFmpeg whose packets the test gives: frames, or an error of the decoder; until it has `ended`."""
 
@@ -199,13 +203,13 @@ class Camera:
     def demux(self, _: Any) -> Iterator[Any]:
         while not self.ended.is_set():
             with suppress(queue.Empty):
-                decode = partial(self._decoded, self.packets.get(timeout=0.05))
-                yield SimpleNamespace(decode=decode, pts=None, is_corrupt=False)
+                packet = self.packets.get(timeout=0.05)
+                yield SimpleNamespace(decode=partial(self._decoded, packet), pts=None, is_corrupt=packet is TORN)
 
     def _decoded(self, packet: Any) -> Any:
         if isinstance(packet, Exception):
             raise packet
-        return packet
+        return [decoded(200)] if packet is TORN else packet
 
 
 @pytest.fixture
@@ -256,10 +260,11 @@ def test_corrupt_packets_and_dropped_frames_are_passed_over_and_too_many_open_th
         for packet in (*[damaged] * (BAD_FRAMES - 1), [], [decoded(40)], *[damaged] * 3):
             camera.packets.put(packet)
         assert np.asarray(source.frame()) == pytest.approx(40, abs=4)
+        camera.packets.put(TORN)
         camera.packets.put([decoded(80)])
         assert np.asarray(source.frame()) == pytest.approx(80, abs=4)
         assert source.state() == ("open", {})
-        assert source.source.corrupt == BAD_FRAMES + 2
+        assert source.source.corrupt == BAD_FRAMES + 3
         for packet in (*[damaged] * BAD_FRAMES, [decoded(120)]):
             camera.packets.put(packet)
         state, more = source.state()
@@ -491,6 +496,34 @@ def test_a_stream_that_loses_and_damages_packets_goes_on_to_its_last_frame(tmp_p
         frames, _ = all_of(f"tcp://127.0.0.1:{port}")
     assert 10 < len(frames) < 90
     assert np.asarray(frames[-1][1]).mean() == pytest.approx(2 * 89, abs=4), "the last frame of the film"
+
+
+def test_a_frame_of_which_a_packet_was_lost_is_counted_and_not_shown(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    content = moving(tmp_path / "clip.ts", frames=90, every=12)
+    packet = len(content) // 188 * 2 // 3  # of a key frame
+    shown, corrupt = list[list[bytes]](), 0
+    for stream in (content, content[: packet * 188] + content[(packet + 1) * 188 :]):
+        with sent_once(b"", stream) as port:
+            frames, corrupt = all_of(f"tcp://127.0.0.1:{port}")
+        shown.append([picture.tobytes() for _, picture in frames])
+    assert len(shown[1]) + corrupt == len(shown[0])
+    assert corrupt > 11, "all that is predicted from it"
+    assert set(shown[1]) <= set(shown[0]), "a frame with parts of others is shown"
+
+
+def test_frames_of_a_stream_are_turned_upright(tmp_path: Path) -> None:
+    pytest.importorskip("av", reason="needs vtx-edge[video]")
+    written = write_video(tmp_path / "clip.mp4", frames=5, top=100, options={"movflags": "faststart"})
+    content = bytearray(written.read_bytes())
+    matrix = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)  # a pixel at (x, y) is shown at (-y, x)
+    at = content.index(b"tkhd") + 44
+    content[at : at + len(matrix)] = matrix
+    with sent_once(b"", bytes(content)) as port:
+        frames, _ = all_of(f"tcp://127.0.0.1:{port}")
+    shown = np.asarray(frames[-1][1].convert("L"), np.float32)
+    assert shown.shape == (64, 48)
+    assert shown[:, 24:].mean() > shown[:, :24].mean() + 50, "the upper half is on the right"
 
 
 def test_the_user_and_password_of_a_stream_are_not_told() -> None:
