@@ -69,7 +69,6 @@ OF_OTHERS = {
 TRACED = [name for name, family in FAMILIES.items() if family.traced]
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
 QUICK = {name for name, _ in REPRESENTATIVES}
-SOME = {"gemma3", "gemma4", "qwen2_vl", "minicpmv4_6"}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
@@ -81,10 +80,9 @@ LIMITS = [
 
 
 def named(names: list[str]) -> Any:
-    """Cases by name; slow but for the representatives and a few more."""
-    marks = {name: pytest.mark.slow for name in names if name not in SOME}
-    marks |= {name: pytest.mark.representative for name in names if name in QUICK}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
+    """Cases by name; slow but for the representatives."""
+    marks = {name: pytest.mark.representative if name in QUICK else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
 
 
 @pytest.fixture(scope="module")
