@@ -35,7 +35,6 @@ from vtx.runtime.errors import RequestError, TemplateError, UnsupportedModelErro
 from vtx.runtime.report.golden import check_golden
 
 pytestmark = pytest.mark.dialects(*DIALECTS)
-ONE = pytest.param((0,), marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +74,8 @@ def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
     return reference(family.tiny)
 
 
-@pytest.mark.parametrize(
-    "shown", [pytest.param((0,), marks=pytest.mark.slow), (1, 0), (2,)], ids=["one", "two", "small"]
-)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("shown", [(0,), (1, 0), (2,)], ids=["one", "two", "small"])
 def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     model: Model, judge: Reference, family: Family, tolerance: float, shown: tuple[int, ...]
 ) -> None:
