@@ -21,7 +21,6 @@ ARITHMETIC := $(addprefix tests/runtime/backends/test_,integers.py kv_int8.py na
 	tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py tests/tools/fit/test_arithmetic.py
 # Files in their order, so that the last ones are small.
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
-MARKS ?= -m "not slow"
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
@@ -61,11 +60,11 @@ test: checks pytest ## every check but the slow tests
 test-all: checks ## every check, slow tests included, and those of arithmetic as on lesser processors: what CI runs
 	$(BIN)/pytest $(PARALLEL)
 	for kind in $$($(BIN)/python scripts/as_processor.py); do \
-		$(MAKE) --no-print-directory test-as KIND=$$kind TESTS="$(ARITHMETIC)" MARKS= || exit 1; \
+		$(MAKE) --no-print-directory test-as KIND=$$kind TESTS="$(ARITHMETIC)" || exit 1; \
 	done
 
 test-as: $(READY) ## tests as on a lesser processor of x86-64: KIND=avx2, or another in scripts/as_processor.py; TESTS: these alone
-	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest $(PARALLEL) $(MARKS) $(TESTS)
+	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest $(PARALLEL) -m "not slow or lesser" $(TESTS)
 
 checks: $(READY) ## lint, types, imports and cpp, two at a time
 	@$(MAKE) --no-print-directory --jobs 2 lint types imports cpp

@@ -9,6 +9,7 @@ cases of tests whose marks say which count.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Iterable
 from functools import cache
@@ -85,10 +86,11 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if isinstance(item, pytest.Function) and MODELS & set(item.fixturenames):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    rooms = () if "VTX_CPUID_HIDDEN" in os.environ else ROOMS  # as on a lesser processor all tests of arithmetic count
     cases, headlines = list[pytest.Item](), dict[str, str]()
     for name, of_test in tests.items():
         file, _, test = name.partition("::")
-        if file.startswith(ROOMS) and file not in planted() and not all(map(is_slow, of_test)):
+        if file.startswith(rooms) and file not in planted() and not all(map(is_slow, of_test)):
             named = HEADLINES.get(file.removeprefix("tests/").removesuffix(".py"), test)
             if headlines.setdefault(file, named) != test:
                 cases += [case for case in of_test if not case.get_closest_marker("representative")]

@@ -52,6 +52,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return run_export(plan, tmp_path_factory.mktemp("arithmetic") / "demo", force=False, report=IGNORE)
 
 
+@pytest.mark.lesser
 @pytest.mark.slow
 def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
     demo: Bundle, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
         choose(elsewhere, "openvino", "int8")
 
 
+@pytest.mark.lesser
 @pytest.mark.slow
 def test_the_bundle_answers_in_it_unless_told_otherwise(demo: Bundle) -> None:
     with load(demo.folder, device="openvino") as ours, load(demo.folder, device="openvino", compute="f32") as plain:
@@ -167,6 +169,7 @@ def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..
     assert manifest.arithmetic == ()
 
 
+@pytest.mark.lesser
 @pytest.mark.slow
 def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_int8_arithmetic(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
@@ -211,6 +214,7 @@ def test_questions_about_one_image_are_not_taken_as_independent(unmeasured: Path
     assert manifest.arithmetic == ()
 
 
+@pytest.mark.lesser
 @pytest.mark.slow
 def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
     unmeasured: Path, monkeypatch: pytest.MonkeyPatch, needs_arithmetic: Callable[[str], None]
