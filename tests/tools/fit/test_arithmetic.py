@@ -201,6 +201,8 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
     assert default_compute(manifest, "openvino") != "int8"
 
 
+@pytest.mark.slow
+@pytest.mark.lesser
 def test_questions_about_one_image_are_not_taken_as_independent(unmeasured: Path) -> None:
     """18 of 18 answers stay the same about nine scenes: both of a scene's may have changed together."""
     kinds = [kind for kind in ("bf16", "int8") if not missing_instructions(kind)][:1]
@@ -234,7 +236,9 @@ def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
     assert manifest.record["arithmetic"]["bf16"] == {"obstacle": "this processor computes FP32, not bf16"}
 
 
-def test_its_progress_begins_before_an_engine_takes_memory(unmeasured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_progress_begins_before_an_engine_takes_memory(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`vtx-export` reads the memory of the export itself at that report."""
     seen: list[object] = []
 
@@ -244,5 +248,6 @@ def test_its_progress_begins_before_an_engine_takes_memory(unmeasured: Path, mon
 
     monkeypatch.setattr(arithmetic, "load", failing)
     monkeypatch.setattr(arithmetic, "seal_manifest", lambda *_: None)
-    measure_arithmetic(unmeasured, ("bf16",), questions(5), lambda *given: seen.append(given))
+    folder = export(tiny_checkpoint(Tiny(layers=4)), tmp_path / "b", (2,), "fp32").folder
+    measure_arithmetic(folder, ("bf16",), questions(5), lambda *given: seen.append(given))
     assert seen == [("arithmetic", 0, 10), "f32", ("arithmetic", 10, 10)]
