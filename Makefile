@@ -17,8 +17,10 @@ KIND ?= avx2
 TESTS ?=
 FAULTS ?=
 # What computes, and what chooses how.
-ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
-	tests/tools/fit/test_arithmetic.py
+ARITHMETIC := $(addprefix tests/runtime/backends/test_,integers.py kv_int8.py narrow.py openvino.py openvino_choice.py ort.py) \
+	tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py tests/tools/fit/test_arithmetic.py
+# Files in their order, so that the last ones are small.
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
@@ -56,13 +58,13 @@ $(DEMO)/vtx.json: | $(READY)
 test: checks pytest ## every check but the slow tests
 
 test-all: checks ## every check, slow tests included, and those of arithmetic as on lesser processors: what CI runs
-	$(BIN)/pytest --numprocesses auto --dist loadfile
+	$(BIN)/pytest $(PARALLEL)
 	for kind in $$($(BIN)/python scripts/as_processor.py); do \
 		$(MAKE) --no-print-directory test-as KIND=$$kind TESTS="$(ARITHMETIC)" || exit 1; \
 	done
 
 test-as: $(READY) ## tests as on a lesser processor of x86-64: KIND=avx2, or another in scripts/as_processor.py; TESTS: these alone
-	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow" $(TESTS)
+	$(BIN)/python scripts/as_processor.py $(KIND) $(BIN)/pytest $(PARALLEL) -m "not slow or lesser" $(TESTS)
 
 checks: $(READY) ## lint, types, imports and cpp, two at a time
 	@$(MAKE) --no-print-directory --jobs 2 lint types imports cpp
@@ -78,7 +80,7 @@ imports: $(READY) ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
 pytest: $(READY) ## the tests that are not slow, one process per core
-	$(BIN)/pytest --numprocesses auto --dist loadfile -m "not slow"
+	$(BIN)/pytest $(PARALLEL) -m "not slow"
 
 cpp: $(READY) ## libvtx, the C++ runtime, its tools and examples, into build/cpp; without a compiler, one line that says so
 	@if ! command -v $(CXX) > /dev/null; then \

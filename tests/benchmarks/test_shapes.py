@@ -112,6 +112,7 @@ def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path, capsys:
     assert "qwen9: not among qwen3-vl-2b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALLER])
 def test_the_predicted_disk_is_that_of_the_bundle_whatever_the_largest_image(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", smaller(name))

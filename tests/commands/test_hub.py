@@ -137,6 +137,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_every_layout_of_files_are_fetched_and_answer(
@@ -157,6 +158,7 @@ def test_vtx_chat_takes_a_model_of_the_hub(hub: Hub, bundles: Path, image: Path)
     assert [entry.folder.name for entry in cache.entries()] == [NAME]
 
 
+@pytest.mark.slow
 def test_vtx_serve_serves_a_model_of_the_hub_by_its_id(
     hub: Hub, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_interrupted_and_killed_in_the_middle_of_the_weights_it_ends_and_is_whol
     assert len(hub.served("config.json")) == 1, "what is whole stays"
 
 
+@pytest.mark.slow
 def test_options_and_revisions_are_bundles_of_their_own(hub: Hub, bundles: Path, image: Path) -> None:
     assert answered(ask(image, "--k", 3))["k"] == 3
     assert answered(ask(image, model=f"{MODEL}@tag"))["k"] is None
@@ -208,6 +211,7 @@ def test_options_and_revisions_are_bundles_of_their_own(hub: Hub, bundles: Path,
     assert "--k auto needs gates" in gates
 
 
+@pytest.mark.slow
 def test_a_download_interrupted_three_times_is_resumed_where_it_stopped(
     hub: Hub, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +288,7 @@ def test_a_full_disk_is_one_line(hub: Hub, image: Path, tmp_path: Path, monkeypa
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_during_the_export_leaves_nothing(
     hub: Hub, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +302,7 @@ def test_a_disk_that_fills_during_the_export_leaves_nothing(
     answered(ask(image))
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_make_one_bundle(hub: Hub, bundles: Path, image: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", "from vtx.cli import run; run()", "--model", MODEL, "--precision", "fp32"]
@@ -354,6 +360,7 @@ def test_room_is_made_but_not_from_the_interrupted_export_itself(bundles: Path) 
     assert (bundles / ".new.partial-0").is_dir()
 
 
+@pytest.mark.slow
 def test_a_bundle_of_the_cache_makes_room_for_the_next_one(
     hub: Hub, bundles: Path, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

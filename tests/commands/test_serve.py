@@ -109,6 +109,7 @@ serve()
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("grace", ["60", "0.5"])
 def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
     """Within its grace; what is left then ends with an error in its stream."""
@@ -142,6 +143,7 @@ def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_a_hangup_replaces_bundles_that_have_changed_and_requests_are_logged(bundle: Path) -> None:
     words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text"]
@@ -215,6 +217,7 @@ def test_a_key_with_spaces_around_it_is_refused(bundle: Path) -> None:
     assert "an API key must be" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: bool) -> None:
     """Its lines are dropped and counted, and stderr says once that nobody reads them."""
@@ -253,6 +256,7 @@ def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: 
     assert sum(line.startswith(said) for line in told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trusted", "client"), [([], "127.0.0.1"), (["--trusted-proxy", "127.0.0.0/8"], "192.0.2.7")])
 def test_only_a_configured_proxy_names_clients(bundle: Path, trusted: list[str], client: str) -> None:
     words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text", *trusted]

@@ -119,6 +119,7 @@ def test_the_import_contracts_hold(tree: Path) -> None:
     assert "6 kept, 0 broken" in done.stdout
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("file", "line"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
-from tests.support.quick import FAMILIES, left_out
+from tests.support.quick import HEADLINES, left_out, planted
 
 ROOT = Path(__file__).parents[2]
 HANGS = {
@@ -70,6 +70,7 @@ def run_tests(folder: Path, source: str, *options: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", HANGS)
 def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path: Path, how: str) -> None:
     source = f"def test_hangs():\n    {HANGS[how]}\n\n\ndef test_works():\n    pass\n"
@@ -146,7 +147,7 @@ def test_that_others_show(model): ...
 def collected(request: pytest.FixtureRequest, folder: Path, name: str) -> list[pytest.Item]:
     """The tests of `MANY` in a file of this name."""
     path = folder / name
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(MANY, encoding="utf-8")
     module = pytest.Module.from_parent(request.session, path=path, nodeid=name)
     return [item for item in request.session.genitems(module) if isinstance(item, pytest.Item)]
@@ -155,7 +156,7 @@ def collected(request: pytest.FixtureRequest, folder: Path, name: str) -> list[p
 def test_cases_with_a_model_that_repeat_values_are_left_to_the_slow_run(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    items = collected(request, tmp_path, "tests/runtime/session/test_any.py")
+    items = collected(request, tmp_path, "tests/runtime/server/test_any.py")
     chosen = [item for item in items if item not in left_out(items)]
     of_model = [item.callspec.params for item in chosen if item.name.startswith("test_with_a")]  # type: ignore[attr-defined]
     assert len(of_model) == 3
@@ -164,16 +165,29 @@ def test_cases_with_a_model_that_repeat_values_are_left_to_the_slow_run(
     assert len(chosen) == 3 + 6 + 6 + 2
 
 
-def test_a_family_that_is_not_the_representative_has_one_test_with_a_model(
+def test_one_test_with_a_model_is_run_of_a_file_in_the_rooms_that_compute_the_most(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "session/test_other", "test_of_the_family")
-    items = collected(request, tmp_path, "tests/runtime/session/test_other.py")
-    chosen = [item.name.partition("[")[0] for item in items if item not in left_out(items)]
-    assert chosen == [*["test_without_a_model"] * 6, "test_of_the_family"]
+    monkeypatch.delenv("VTX_CPUID_HIDDEN", raising=False)
+    monkeypatch.setitem(HEADLINES, "runtime/session/test_named", "test_of_the_family")
+    for name, headline in (("test_named", "test_of_the_family"), ("test_first", "test_with_a_model")):
+        items = collected(request, tmp_path, f"tests/runtime/session/{name}.py")
+        chosen = [item.name.partition("[")[0] for item in items if item not in left_out(items)]
+        assert set(chosen) == {"test_without_a_model", headline}
+        assert chosen.count("test_without_a_model") == 6
+    monkeypatch.setenv("VTX_CPUID_HIDDEN", "avx512f")  # as on a lesser processor
+    assert "test_that_others_show" in {item.name for item in items if item not in left_out(items)}
 
 
-def test_the_test_of_each_family_is_there() -> None:
-    for file, name in FAMILIES.items():
-        source = (ROOT / f"tests/runtime/{file}.py").read_text(encoding="utf-8")
+def test_files_in_which_planted_faults_are_looked_for_are_left_as_they_are(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    file = next(file for file in sorted(planted()) if file.startswith("tests/runtime/session/"))
+    items = collected(request, tmp_path, file)
+    assert "test_that_others_show" in {item.name for item in items if item not in left_out(items)}
+
+
+def test_the_headline_of_each_file_is_there() -> None:
+    for file, name in HEADLINES.items():
+        source = (ROOT / f"tests/{file}.py").read_text(encoding="utf-8")
         assert f"def {name}(" in source, (file, name)

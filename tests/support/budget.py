@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
+from tests.support import fork_server
+
 SHARE = 0.05  # of a run of all tests that are not slow
 SHARE_OF_ALL = 0.1  # of a run of all, in which few files have the slow ones
 WRITTEN = Path(__file__).parents[2] / "build/test-times.json"
 
 
 def processor_seconds() -> float:
-    """Of this process and of the children that it has waited for."""
+    """Of this process, of the children that it has waited for, and of those forked for it."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + children.ru_utime + children.ru_stime + fork_server.forked_seconds
 
 
 def too_large(seconds: Mapping[str, float], share: float = SHARE) -> list[str]:

@@ -245,12 +245,11 @@ REPRESENTATIVES = {
 
 
 def on_devices() -> list[Any]:
-    """Each family on each device."""
+    """Each family on each device; slow but for the representatives."""
     cases = []
     for name in FAMILIES:
         for device in DEVICES:
-            other = () if device == "cpu" else pytest.mark.slow
-            marks = pytest.mark.representative if (name, device) in REPRESENTATIVES else other
+            marks = pytest.mark.representative if (name, device) in REPRESENTATIVES else pytest.mark.slow
             cases.append(pytest.param((FAMILIES[name], device), id=f"{name}-{device}", marks=marks))
     return cases
 

@@ -27,6 +27,9 @@ _START = (
 )
 
 
+forked_seconds = 0.0  # of processor time, of children that have ended, while the process that forks them lives
+
+
 class ForkServer:
     """The process is started with the first child."""
 
@@ -61,6 +64,8 @@ class ForkServer:
         self._other.close()
         if self._process is not None:
             self._process.wait()
+            global forked_seconds
+            forked_seconds = 0.0  # now they count as children of ours
 
 
 class _Forked:
@@ -70,7 +75,10 @@ class _Forked:
 
     def wait(self) -> int:
         if not self._waited:
-            self._code = int(self._channel.recv(64))
+            code, seconds = self._channel.recv(64).split()
+            self._code = int(code)
+            global forked_seconds
+            forked_seconds += float(seconds)
             self._waited = True
             self._lock.release()
         return self._code
@@ -101,7 +109,8 @@ def serve(number: int) -> None:
         for file in files:
             os.close(file)
         channel.send(str(child).encode())
-        channel.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        _, status, usage = os.wait4(child, 0)
+        channel.send(f"{os.waitstatus_to_exitcode(status)} {usage.ru_utime + usage.ru_stime}".encode())
 
 
 def _become(channel: socket.socket, files: list[int]) -> None:

@@ -74,6 +74,7 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 256])
 def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: Path) -> None:
     """Export had refused its own trial question, for "the special token at character 14", or not seen them."""
@@ -95,6 +96,7 @@ def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: 
             read(tmp_path, top)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("template", "limits", "message"),

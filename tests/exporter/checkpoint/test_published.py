@@ -61,7 +61,7 @@ def is_quantised(name: str) -> bool:
     return "quantization_config" in read(models()[name] / "config.json")
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("files", [PUBLISHED, RESAVED])
 def test_a_published_model_answers_as_transformers_does(

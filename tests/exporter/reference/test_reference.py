@@ -64,6 +64,7 @@ def test_a_guess_changes_no_answer_of_the_statement(family: Reference, k: int | 
         torch.testing.assert_close(found.logits, wanted.logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_answers_are_varied_and_follow_the_image(family: Reference) -> None:
     ids = family.greedy(ask(family), None, STEPS).ids
     other = family.inputs(prompt_messages(QUESTION), [random_image(7)])

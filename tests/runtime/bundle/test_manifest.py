@@ -150,6 +150,7 @@ def test_an_unknown_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
         assert "surprise" in refuse(put(sound, (*way, "surprise"), 1)), way
 
 
+@pytest.mark.slow
 def test_a_missing_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
     for way in strict_tables(sound):
         for key in at(sound, way):
@@ -256,6 +257,7 @@ def test_gates_stand_at_variants(sound: dict[str, Any]) -> None:
     assert "do not fit" in refuse({**gated, "gates": [4]})
 
 
+@pytest.mark.slow
 def test_what_graphs_take_and_give_is_declared_and_compared(sound: dict[str, Any]) -> None:
     declared = sound["interface"]
     stage = declared["dialects"]["ort"]["stage"]

@@ -67,8 +67,8 @@ OF_OTHERS = {
     "idefics3": IDEFICS,
 }
 TRACED = [name for name, family in FAMILIES.items() if family.traced]
+PRECISIONS = ("fp16", "bf16", "int8", "int4")
 QUICK = {name for name, _ in REPRESENTATIVES}
-SOME = {"gemma3", "gemma4", "qwen2_vl", "minicpmv4_6"}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
@@ -80,10 +80,9 @@ LIMITS = [
 
 
 def named(names: list[str]) -> Any:
-    """Cases by name; slow but for the representatives and a few more."""
-    marks = {name: pytest.mark.slow for name in names if name not in SOME}
-    marks |= {name: pytest.mark.representative for name in names if name in QUICK}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks.get(name, ())) for name in names])
+    """Cases by name; slow but for the representatives."""
+    marks = {name: pytest.mark.representative if name in QUICK else pytest.mark.slow for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +139,13 @@ def traced_on_devices() -> list[Any]:
 
 
 def traced(family: Family, device: str) -> tuple[str, ...]:
-    """Reductions of a family on a device; on OpenVINO windows over gaps within a second image are refused."""
-    return () if device == "openvino" and family.tiny.family == "gemma3" else family.traced
+    """Reductions of a family on a device: on OpenVINO the first, for what they choose does not depend on engines.
+
+    On OpenVINO windows over gaps within a second image are refused.
+    """
+    if device == "cpu":
+        return family.traced
+    return () if family.tiny.family == "gemma3" else family.traced[:1]
 
 
 @pytest.mark.parametrize(("name", "device"), traced_on_devices())
@@ -154,11 +158,16 @@ def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, na
     assert asked > 20 * (1 + len(reductions))
 
 
+def precisions_on_devices() -> list[Any]:
+    """Every precision on both engines; that each family has each of them, the contract in Python shows."""
+    on_openvino = [pytest.param(precision, "openvino", marks=needs_openvino) for precision in PRECISIONS]
+    return [*((precision, "cpu") for precision in PRECISIONS), *on_openvino]
+
+
 @pytest.mark.slow
-@pytest.mark.covering(2)
-@DEVICES
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TRACED)
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(("precision", "device"), precisions_on_devices())
 def test_traces_are_met_at_every_precision(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, precision: str, device: str
 ) -> None:
@@ -176,6 +185,7 @@ def marked(image: Image.Image) -> Image.Image:
 
 @needs_abi
 @needs_pillow_13
+@pytest.mark.covering(1)
 @DEVICES
 @named(TRACED)
 def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, name: str, device: str) -> None:
@@ -213,6 +223,7 @@ def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, nam
 
 
 @needs_abi
+@pytest.mark.covering(1)
 @DEVICES
 @named(TRACED)
 def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, name: str, device: str) -> None:

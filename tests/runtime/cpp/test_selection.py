@@ -183,6 +183,7 @@ def test_equal_tokens_and_more_tokens_than_dimensions_are_chosen_as_in_python(te
         assert selected(spec, rows, patches, questions) == in_python(method, rows, patches, questions)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", CASES)
 def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number: int) -> None:
     case = selection.drawn(number)
@@ -196,6 +197,7 @@ def test_methods_that_look_at_the_image_alone_choose_as_their_statements(number:
     assert of_case(f"random:keep={count - 1},seed=1000000000", case) == random_tokens(case, count - 1, 10**9)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", CASES)
 def test_visionzip_merges_as_python(number: int) -> None:
     """tests/runtime/policies/test_entries.py holds Python to the released code."""
@@ -215,6 +217,7 @@ def test_visionzip_merges_as_python(number: int) -> None:
         assert found["weights"] == wanted.weights.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", ["none", "embedding", "tower"])
 @pytest.mark.parametrize("number", [n for n in CASES if n % 4 in (0, 2)])
 def test_cdpruner_chooses_from_each_view_as_the_released_code(number: int, text: str) -> None:

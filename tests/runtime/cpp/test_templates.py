@@ -74,6 +74,7 @@ def test_templates_in_use_give_python_s_prompts(name: str, chats: list[list[Mess
     hold(KNOWN[name], chats)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KNOWN | IRREGULAR)
 def test_long_conversations_many_images_and_long_texts_are_rendered(name: str) -> None:
     chats = [long_chat(turns, images) for turns in (1, 3, 4, 6) for images in (1, 3, 4)]
@@ -81,6 +82,7 @@ def test_long_conversations_many_images_and_long_texts_are_rendered(name: str) -
     hold((KNOWN | IRREGULAR)[name], chats, exact=name not in ("upper case", "a date"))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SNIPPETS), CASES)
 def test_rare_parts_of_templates_give_python_s_prompts_or_none(snippet: str, chats: list[list[Message]]) -> None:
@@ -124,6 +126,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_templates_that_cost_too_much_end_in_one_line(name: str) -> None:
     template, message = HOSTILE[name]

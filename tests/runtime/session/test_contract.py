@@ -74,6 +74,7 @@ def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
     return reference(family.tiny)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shown", [(0,), (1, 0), (2,)], ids=["one", "two", "small"])
 def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     model: Model, judge: Reference, family: Family, tolerance: float, shown: tuple[int, ...]
@@ -155,7 +156,7 @@ def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callab
         np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
 
 
-@pytest.mark.parametrize(("family", "method"), with_rows("methods", 2))
+@pytest.mark.parametrize(("family", "method"), with_rows("methods", 8))
 def test_reductions_are_those_of_the_statement(
     loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method
 ) -> None:
@@ -186,7 +187,7 @@ def test_reductions_are_those_of_the_statement(
             talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
 
 
-@pytest.mark.parametrize(("family", "tiny"), with_rows("variants", 5))
+@pytest.mark.parametrize(("family", "tiny"), with_rows("variants", 13))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
     loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny
 ) -> None:

@@ -61,6 +61,7 @@ def test_answers_equal_the_statement_on_every_engine(
             assert method.k is not None or {n: wanted.kept[n] for n in found.kept} == found.kept, device
 
 
+@pytest.mark.slow
 @cpp.needs_cpp
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "number"), CASES)

@@ -124,6 +124,7 @@ def test_every_question_about_a_picture_equals_the_statement(
     assert proved >= 9
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", OTHERS.values(), ids=list(OTHERS))

@@ -75,6 +75,7 @@ def test_without_ray_the_extra_is_named(model: Model, questions: Path, monkeypat
         run(model, questions, questions.with_name("out.jsonl"), Cluster("auto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "workers", "cores"),
     [(None, 2, 4), (1.0, 3, 2), (0.5, 6, 1), (2.0, 1, 4)],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
@@ -15,6 +17,7 @@ from vtx.tools.tensorrt.releases import TENSORRT, parse_release
 from vtx.tools.tensorrt.support import gpu_cost
 
 ORIN = load_profile("agx-orin-64")
+LLAVAS = ("llava-1.5-7b", "llava-1.5-13b")
 
 
 def peak(model: str, precision: str, k: int | None) -> int:
@@ -25,9 +28,10 @@ def peak(model: str, precision: str, k: int | None) -> int:
 
 
 def test_seven_billion_weights_fit_in_every_precision_on_the_largest_orin_and_only_in_int4_on_the_smallest() -> None:
-    assert [str(fit) for fit in what_fits(ORIN)["llava-1.5-7b"]] == ["yes"] * len(SHOWN)
-    assert [fit.fits for fit in what_fits(load_profile("orin-nano-8"))["llava-1.5-7b"]] == [False, False, True]
-    assert not any(fit.fits for fit in what_fits(load_profile("orin-nano-4"))["llava-1.5-13b"])
+    small, large = LLAVAS
+    assert [str(fit) for fit in what_fits(ORIN, models=LLAVAS)[small]] == ["yes"] * len(SHOWN)
+    assert [fit.fits for fit in what_fits(load_profile("orin-nano-8"), models=LLAVAS)[small]] == [False, False, True]
+    assert not any(fit.fits for fit in what_fits(load_profile("orin-nano-4"), models=LLAVAS)[large])
 
 
 def test_where_the_whole_cache_does_not_fit_the_deepest_k_that_does_is_named() -> None:
@@ -53,15 +57,15 @@ def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
             j.version[0]: parse_release(TENSORRT, j.tensorrt).dialect for j in profile.jetpack if j.version > "6"
         }
         for dialect in releases.values():  # alike with each JetPack
-            fits = what_fits(profile, engine=ENGINES["tensorrt"].costs[dialect])
-            cells = [*fits["llava-1.5-7b"], *fits["llava-1.5-13b"]]
+            fits = what_fits(profile, models=LLAVAS, engine=ENGINES["tensorrt"].costs[dialect])
+            cells = [fit for name in LLAVAS for fit in fits[name]]
             device = profile.name.removeprefix("NVIDIA Jetson ")
             row = " | ".join([device, f"{profile.usable_bytes / 1e9:.1f} GB", *map(str, cells)])
             assert f"| {row} |" in page
 
 
 def test_only_models_that_export_are_listed() -> None:
-    assert tuple(what_fits(ORIN)) == EXPORTED
+    assert tuple(what_fits(ORIN, precisions=["int4"])) == EXPORTED
     for name in EXPORTED:  # one view of one tower, as vtx-export takes it
         vision = KNOWN[name].vision
         assert vision is not None
@@ -89,6 +93,7 @@ def test_a_machine_is_told_of_its_gpu_and_of_its_cpu() -> None:
     assert fits_here(Device(None, (), None), None) == []
 
 
+@pytest.mark.slow
 def test_a_jetson_is_counted_with_the_graphs_of_its_tensorrt() -> None:
     """In half precision from the oldest release on."""
     for release, dialect in (("10.3.0.30", "trt10"), ("10.16.2", "trt"), ("8.5.2", "trt"), (None, "trt")):

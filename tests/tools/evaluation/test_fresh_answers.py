@@ -73,6 +73,7 @@ def mean_tokens(kept: Sequence[int]) -> float:
     return fmean((*kept[1:], kept[-1]))
 
 
+@pytest.mark.slow
 def test_the_texts_of_these_tests_can_be_told_apart(fresh: FreshAnswers) -> None:
     texts = [fresh([name], question, ONE).text for name in NAMES for question in QUESTIONS]
     assert len(set(texts)) == len(texts)

@@ -21,7 +21,7 @@ from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmeti
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices
-from vtx.runtime.backends.devices import choose, default_compute
+from vtx.runtime.backends.devices import choose, default_compute, missing_instructions
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.units import size
@@ -38,6 +38,12 @@ def questions(count: int) -> Data:
     return Data("the drawn scenes", scene_items(count))
 
 
+@pytest.fixture
+def unmeasured(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """The demo in int8, without measured arithmetic."""
+    return export(Path(DEMO), tmp_path / "demo", (16,), "int8", dialects=("ort", "plain")).folder
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The demo in int8, exported as `vtx-export --arithmetic measured` does."""
@@ -46,6 +52,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return run_export(plan, tmp_path_factory.mktemp("arithmetic") / "demo", force=False, report=IGNORE)
 
 
+@pytest.mark.lesser
+@pytest.mark.slow
 def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
     demo: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +80,8 @@ def test_what_keeps_the_answers_is_used_where_the_processor_is_faster_with_it(
         choose(elsewhere, "openvino", "int8")
 
 
+@pytest.mark.lesser
+@pytest.mark.slow
 def test_the_bundle_answers_in_it_unless_told_otherwise(demo: Bundle) -> None:
     with load(demo.folder, device="openvino") as ours, load(demo.folder, device="openvino", compute="f32") as plain:
         assert ours.backend.compute == default_compute(demo.manifest, "openvino")
@@ -115,6 +125,7 @@ def test_a_check_that_does_not_fit_is_left_out_unless_asked_for(
         assert made.manifest.arithmetic == ()
 
 
+@pytest.mark.slow
 def test_one_arithmetic_is_in_memory_at_a_time(demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one took is returned to the system before the next one loads."""
     open_now, most = 0, 0
@@ -158,6 +169,8 @@ def test_arithmetic_that_changes_answers_is_refused(tiny_checkpoint: Callable[..
     assert manifest.arithmetic == ()
 
 
+@pytest.mark.lesser
+@pytest.mark.slow
 def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_int8_arithmetic(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -188,25 +201,27 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
     assert default_compute(manifest, "openvino") != "int8"
 
 
-def test_questions_about_one_image_are_not_taken_as_independent(demo: Bundle, tmp_path: Path) -> None:
-    """36 of 36 answers stay the same about nine scenes: four of a scene's may have changed together."""
-    folder = copy(demo.folder, tmp_path / "b")
-    kinds = [kind for kind in ("bf16", "int8") if kind in demo.manifest.arithmetic][:1]
-    measure_arithmetic(folder, kinds, Data("the drawn scenes", scene_items(ENOUGH // 4, 4)), IGNORE)
-    manifest = Bundle.open(folder).manifest
+@pytest.mark.slow
+@pytest.mark.lesser
+def test_questions_about_one_image_are_not_taken_as_independent(unmeasured: Path) -> None:
+    """18 of 18 answers stay the same about nine scenes: both of a scene's may have changed together."""
+    kinds = [kind for kind in ("bf16", "int8") if not missing_instructions(kind)][:1]
+    measure_arithmetic(unmeasured, kinds, Data("the drawn scenes", scene_items(9, 2)), IGNORE)
+    manifest = Bundle.open(unmeasured).manifest
     found = manifest.record["arithmetic"]
-    assert (found["questions"], found["images"]) == (ENOUGH, 9)
+    assert (found["questions"], found["images"]) == (18, 9)
     for kind in kinds:
-        assert found[kind]["kept"] == ENOUGH
+        assert found[kind]["kept"] == 18
         assert found[kind]["low"] == pytest.approx(0.701, abs=1e-3)
     assert manifest.arithmetic == ()
 
 
+@pytest.mark.lesser
+@pytest.mark.slow
 def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
-    demo: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_arithmetic: Callable[[str], None]
+    unmeasured: Path, monkeypatch: pytest.MonkeyPatch, needs_arithmetic: Callable[[str], None]
 ) -> None:
     needs_arithmetic("int8")
-    folder = copy(demo.folder, tmp_path / "b")
 
     def failing(*given: Any, compute: str, **more: Any) -> Any:
         if compute == "bf16":
@@ -214,14 +229,16 @@ def test_few_questions_prove_nothing_and_a_failing_engine_is_recorded(
         return load(*given, compute=compute, **more)
 
     monkeypatch.setattr(arithmetic, "load", failing)
-    measure_arithmetic(folder, ("bf16", "int8"), questions(5), IGNORE)
-    manifest = Bundle.open(folder).manifest
+    measure_arithmetic(unmeasured, ("bf16", "int8"), questions(5), IGNORE)
+    manifest = Bundle.open(unmeasured).manifest
     assert manifest.arithmetic == ()
     assert manifest.record["arithmetic"]["int8"]["kept"] == 5
     assert manifest.record["arithmetic"]["bf16"] == {"obstacle": "this processor computes FP32, not bf16"}
 
 
-def test_its_progress_begins_before_an_engine_takes_memory(demo: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_progress_begins_before_an_engine_takes_memory(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`vtx-export` reads the memory of the export itself at that report."""
     seen: list[object] = []
 
@@ -231,5 +248,6 @@ def test_its_progress_begins_before_an_engine_takes_memory(demo: Bundle, monkeyp
 
     monkeypatch.setattr(arithmetic, "load", failing)
     monkeypatch.setattr(arithmetic, "seal_manifest", lambda *_: None)
-    measure_arithmetic(demo.folder, ("bf16",), questions(5), lambda *given: seen.append(given))
+    folder = export(tiny_checkpoint(Tiny(layers=4)), tmp_path / "b", (2,), "fp32").folder
+    measure_arithmetic(folder, ("bf16",), questions(5), lambda *given: seen.append(given))
     assert seen == [("arithmetic", 0, 10), "f32", ("arithmetic", 10, 10)]

@@ -202,6 +202,7 @@ def test_the_same_picture_under_many_names_is_one_image(bundle: Bundle, question
     assert "30 questions about 1 image," in run(bundle, questions).stderr
 
 
+@pytest.mark.slow
 def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(
     bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_drop_of_accuracy_counts_the_right_answers_that_are_lost(
     assert "were right and are wrong now" in CliRunner().invoke(doctor, [str(bundle.folder)]).stdout
 
 
+@pytest.mark.slow
 def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, questions: Path) -> None:
     done = run(bundle, questions, "--first-token", "0.001")
     assert done.exit_code == 1
@@ -252,6 +254,7 @@ def test_a_budget_that_excludes_everything_says_what_would_do(bundle: Bundle, qu
     assert "is predicted to take" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reference_beyond_the_memory_is_compared_with_and_not_chosen(
     bundle: Bundle, questions: Path, models: Models, tmp_path: Path
 ) -> None:
@@ -280,6 +283,7 @@ def test_times_that_do_not_agree_are_said_to_be_of_a_busy_machine(
     assert f"turn={1 + FURTHER}" in (questions.parent / "out" / "answers.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_limit_of_times_takes_enough_of_them_for_a_bound(bundle: Bundle, questions: Path) -> None:
     done = run(bundle, questions, "--first-token", "60000", "--json")
     assert done.exit_code == 0, done.output
@@ -292,6 +296,7 @@ def test_a_limit_of_times_takes_enough_of_them_for_a_bound(bundle: Bundle, quest
     assert run(bundle, questions, "--check").exit_code == 0  # reads the card again
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tiny", "size", "wanted"),
     [(LLAVA_NEXT, (200, 100), [{"max_tiles": 2}]), (QWEN25, (140, 112), [10, 5, 2])],  # of 3 tiles, and of 20 tokens
