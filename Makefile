@@ -18,7 +18,7 @@ TESTS ?=
 FAULTS ?=
 # What computes, and what chooses how.
 ARITHMETIC := tests/runtime/backends tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py \
-	tests/tools/fit/test_arithmetic.py
+	tests/exporter/bundling/test_fidelity.py
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common import export, parser, report, scratch
+from vtx.tools.fit.arithmetic import DEVICE, LEAST_KEPT, TOKENS, candidates, measure_arithmetic
 
 from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.tools.data.items import Data, scene_items
-from vtx.tools.fit.arithmetic import DEVICE, LEAST_KEPT, TOKENS, candidates, measure_arithmetic
 
 PER_SCENE = 4  # questions
 
