@@ -155,8 +155,8 @@ def export(
     integers = kv_precision == "int8" or any(PRECISIONS[part].bits for part in parts)
     if allow_changed_answers and not integers and (calibration is None or not one_k):
         raise click.UsageError(
-            "--allow-changed-answers is about the K of --k auto --calibration DATA, and about integer weights, K and V; "
-            "leave it out"
+            "--allow-changed-answers is about the K of --k auto --calibration DATA, and about integer weights, K and "
+            "V; leave it out"
         )
     demo = model == DEMO
 
@@ -170,7 +170,7 @@ def export(
     measured = None
     if arithmetic != "f32":
         asked = None if one_k or calibration is None else read_data(calibration, images, ARITHMETIC_SAMPLES)
-        measured = MeasuredArithmetic(asked, arithmetic == "measured")
+        measured = MeasuredArithmetic(asked, arithmetic == "measured", max_memory)
     chosen = None
     if calibration is not None and one_k:
         from vtx.commands.calibrate import calibrated
@@ -244,6 +244,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
+    if plan.options.arithmetic and plan.config.action is None:
+        note("           about as much to measure its answers, where that is free; --arithmetic f32 leaves that out")
     if KV_TYPES[p.kv].scaled:
         note(INT8_KV)
         if (release := onnxruntime_release()) and (obstacle := int8_kv_obstacle(release)):

@@ -140,8 +140,9 @@ def check_fidelity(
     if not kinds and not is_rounded(manifest):
         return
     device = DEVICE if kinds else "cpu"
-    memory, free, named = memory_to_measure(folder, device, kinds), available_memory(), " and ".join(("f32", *kinds))
-    short = "" if free is None or memory <= free else f" ({size(free)} is free)"
+    memory, named = memory_to_measure(folder, device, kinds), " and ".join(("f32", *kinds))
+    rooms = {"is free": available_memory(), "is allowed": wanted.memory}
+    short = next((f" ({size(room)} {what})" for what, room in rooms.items() if room is not None and memory > room), "")
     if short and not wanted.always:
         return say(
             f"not measuring the bundle's answers in {named} arithmetic, which needs about {size(memory)} of "
@@ -217,7 +218,8 @@ def measure(
     record = {
         "data": "drawn scenes and texts" if wanted.data is None else wanted.data.source,
         "reference": "the checkpoint" if rounded else "the bundle in f32", "questions": len(exchanges),
-        "tokens": own.tokens, "most": float(f"{most / own.tokens:.3g}"), "seconds": round(time.monotonic() - started, 1), **results,
+        "tokens": own.tokens, "most": float(f"{most / own.tokens:.3g}"),
+        "seconds": round(time.monotonic() - started, 1), **results,
     }  # fmt: skip
     report("arithmetic", total, total)
     changed = dataclasses.replace(manifest, arithmetic=accepted, record={**manifest.record, "arithmetic": record})

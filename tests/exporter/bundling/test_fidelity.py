@@ -240,6 +240,9 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
         f"not measuring the bundle's answers in f32 and bf16 arithmetic, which needs about {needed} of memory (12 MB is"
     )
     assert "arithmetic" not in short.manifest.record
+    limited = planned(tiny_checkpoint(), "int8", MeasuredArithmetic(memory=10_000_000))
+    run_export(limited, tmp_path / "limit", force=False, report=IGNORE, say=said.append)
+    assert "(10 MB is allowed)" in said.pop()
     with monkeypatch.context() as patch:
         patch.setattr(fidelity, "missing_instructions", lambda _: "none")
         lacking = run_export(plan, tmp_path / "flags", force=False, report=IGNORE, say=said.append)
