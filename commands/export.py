@@ -65,8 +65,8 @@ def _chosen_ks(
            metavar="N|N,M,...|auto|none"),
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision", "head_precision",
-    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, slightly less precise.",
-           type=click.Choice(["64", "128"])),
+    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero points, "
+           "more precise.", type=click.Choice(["32", "64", "128"])),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
            "an answer need, at least 4096, up to the model's limit]."),

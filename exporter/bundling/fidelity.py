@@ -285,7 +285,8 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
     loaded, image_token = model.loaded, model.manifest.text.image_token_id
     with without_notes():
         images = [loaded.prepare(image) for image in item.images]
-    content: list[Part] = [*({"type": "image"} for _ in images), {"type": "text", "text": item.question}]
+    content: list[Part] = [{"type": "image"} for _ in images]
+    content.append({"type": "text", "text": item.question})
     whole = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in images])
     ids = decoded_ids(whole, image_token)
 
@@ -295,7 +296,9 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
 
     encoders = (("measured", encoded),) if images else ()
     session = Session(model.backend, model.manifest)
-    prefilled = session.prefill(Prompt(ids, ids == image_token, encoders), make_policy(None, model.manifest, None))
+    prefilled = session.prefill(
+        Prompt(ids, ids == image_token, encoders), make_policy(None, model.manifest, model.backend.gate)
+    )
     return session, ids, prefilled.logits.copy()
 
 
@@ -318,5 +321,6 @@ def checkpoint_logits(plan: Plan, exchanges: Sequence[Exchange], step: Callable[
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     values = logits.astype(np.float64)
-    shifted: NDArray[np.float64] = values - values.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    shifted = values - values.max()
+    logs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return logs

@@ -68,11 +68,11 @@ class BundleWeights:
         count, width = stored.shape
         scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
         infos = [self._info(stored, scheme.held, (count, scheme.nbytes(width)))]
-        infos += [self._info(part, part.dtype, part.shape) for part in (stored.scales, stored.zeros) if part]
+        infos += [part and self._info(part, part.dtype, part.shape) for part in (stored.scales, stored.zeros)]
 
         def values(part: RowIndex) -> Floats:
-            integers, scales, *zeros = (read_bits(info, part) for info in infos)
-            return dequantise(integers, scales, scheme, *zeros)
+            integers, scales, zeros = (None if info is None else read_bits(info, part) for info in infos)
+            return dequantise(integers, scales, zeros, scheme)
 
         wanted = _parts(rows, count, max(1, CHUNK // width))
         return _stacked(map(values, wanted), (_count(rows, count), width))
