@@ -88,7 +88,10 @@ def key_of(plan: Plan) -> str:
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), source and source[1:], header])
     # Others change only the manifest.
-    options = replace(plan.options, retain=None, aware=None, arithmetic=None, release=None, allow_changed_answers=False)
+    options = replace(
+        plan.options, retain=None, aware=None, arithmetic=None, release=None, calibration=None,
+        allow_changed_answers=False,
+    )  # fmt: skip
     aware = [item.digest() for item in plan.options.aware.items] if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]

@@ -14,9 +14,11 @@ from tests.support import bundles
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights import quantize
 from vtx.exporter.weights.quantize import LEAST, dequantise, pack, quantise, unpack
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, scheme
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
@@ -142,6 +144,24 @@ def test_a_bundle_computes_what_its_stored_weights_say(
         assert all(check.difference <= min(check.limit, limit) for check in checks), checks
 
 
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_blocks_of_32_have_zero_points_and_are_nearer(tiny_checkpoint: Make, tmp_path: Path, device: str) -> None:
+    """On both engines the bundle computes what its stored weights say; its activations are rounded to 8 bits."""
+    if device == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
+    folder, errors = tiny_checkpoint(Tiny(hidden=128, ffn=192)), dict[int, float]()
+    for block in (32, 64):
+        options = ExportOptions(str(folder), (3,), "int4", int4_block=block, dialects=("ort", "plain"))
+        made, stored = bundles.export_with(options, tmp_path / f"{block}"), plan_export(options).weights.stored
+        with vtx.load(made.folder, device=device, threads=1) as model:
+            assert all(check.passed for check in check_golden(model))
+        name = "text.layers.3.mlp.up_proj.weight"
+        assert (stored[name].zeros is not None) == (block == 32)
+        whole, rounded = CheckpointWeights(open_checkpoint(str(folder))), BundleWeights(made.folder, stored)
+        errors[block] = float((whole.read(name) - rounded.read(name)).square().mean())
+    assert errors[32] < 0.8 * errors[64]
+
+
 def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path) -> None:
     found = {}
     for vision, head in (("fp16", "int8"), ("int4", "fp32"), ("int8", "int4")):
@@ -205,9 +225,7 @@ def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
-    from vtx.exporter.checkpoint.assembly import open_checkpoint
     from vtx.exporter.graphs.vision import vision_tensors
-    from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=3))
     plan = plan_export(ExportOptions(str(folder), (), "int4"))
