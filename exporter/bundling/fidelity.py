@@ -1,4 +1,4 @@
-"""How far a new bundle's answers are from its checkpoint's, and which arithmetic brings them no further.
+"""The distance of a new bundle's answers from its checkpoint's, and the arithmetic that does not add to it.
 
 The bundle answers some questions in float32. The checkpoint, computed in float32 one layer at a time, then reads the
 same tokens, and so does the bundle in each narrower arithmetic. The measure is the mean Kullback-Leibler divergence

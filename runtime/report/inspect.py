@@ -61,7 +61,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def fidelity_lines(manifest: Manifest) -> list[str]:
-    """What integer weights cost, and what narrower arithmetic adds, as an export measured it; empty if it did not."""
+    """The cost of integer weights and of narrower arithmetic as an export measured it; empty if it did not."""
     measured = manifest.record.get("arithmetic")
     own = measured.get("f32") if isinstance(measured, dict) else None
     if not isinstance(measured, dict) or not isinstance(own, dict):
