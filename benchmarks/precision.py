@@ -39,12 +39,12 @@ AWARE = {"int8, activation-aware": ("int8", "int8", None), "int4, activation-awa
 
 def export(folder: Path, precision: str, vision: str | None, kv: str | None, measured: Data | None) -> Path:
     from vtx.exporter.bundling.export import run_export
-    from vtx.exporter.bundling.options import ActivationAware, ExportOptions
+    from vtx.exporter.bundling.options import ExportOptions
     from vtx.exporter.bundling.prepare import plan_export
 
-    ks, aware = tuple(k for k in KS if k), ActivationAware(measured) if measured else None
+    ks = tuple(k for k in KS if k)
     options = ExportOptions(
-        ks=ks, precision=precision, vision_precision=vision, kv_precision=kv, dialects=("ort", "plain"), aware=aware
+        ks=ks, precision=precision, vision_precision=vision, kv_precision=kv, dialects=("ort", "plain"), aware=measured
     )
     run_export(plan_export(options), folder, force=False, report=lambda *_: None)
     return folder

@@ -69,6 +69,7 @@ def doctor(
         from vtx.runtime.bundle.bundle import CARD
         from vtx.runtime.bundle.card import read_card
         from vtx.runtime.report.doctor import check_bundle
+        from vtx.runtime.report.inspect import fidelity_lines
         from vtx.runtime.strict import json_value
         from vtx.tools.bench.machine import describe
         from vtx.tools.fit.report import card_tables
@@ -90,7 +91,9 @@ def doctor(
                 f"{', '.join(report.failed)} differ beyond the limit; export again, or report this with the table"
             )
         if not as_json:
-            click.echo(f"OK: the bundle matches its checkpoint, on {report.device} in {report.compute}")
+            for line in fidelity_lines(opened.manifest):
+                click.echo(line)
+            click.echo(f"OK: the bundle computes what its weights say, on {report.device} in {report.compute}")
 
 
 def _machine(*, as_json: bool) -> None:

@@ -65,8 +65,8 @@ def _chosen_ks(
            metavar="N|N,M,...|auto|none"),
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision", "head_precision",
-    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, slightly less precise.",
-           type=click.Choice(["64", "128"])),
+    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero points, "
+           "more precise.", type=click.Choice(["32", "64", "128"])),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
            "an answer need, at least 4096, up to the model's limit]."),
@@ -77,12 +77,13 @@ def _chosen_ks(
            "vtx-calibrate; --k auto also accepts the directory of an earlier calibration.", metavar="DATA"),
     "images",
     option("--allow-changed-answers", bool, "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
-           "or if that is unknown."),
+           "or if that is unknown, and weights whose KL from the checkpoint is above 1 nat."),
     option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels to minimise the rounding "
            "error on the questions of --calibration [for the demo: scenes]."),
-    option("--arithmetic", "auto", "measured: check whether bf16 and int8 arithmetic keep the answers to the "
-           "questions of --calibration (else scenes), and if so make it the default; auto: only if OpenVINO is "
-           "installed and the faster engine; f32: never.", type=click.Choice(["auto", "measured", "f32"])),
+    option("--arithmetic", "auto", "auto: measure in two minutes how far integer weights, and bf16 and int8 arithmetic "
+           "where OpenVINO is the faster engine, are from the checkpoint; narrower arithmetic that is as near as f32 "
+           "becomes the default. measured: whatever the engine and the time, on the questions of --calibration (else "
+           "texts and scenes); f32: never.", type=click.Choice(["auto", "measured", "f32"])),
     option("--dialect dialects", str, "Graph dialects: ort (always), ort-cuda for onnxruntime on CUDA, trt for "
            "TensorRT, trt10 for JetPack 6's TensorRT, plain for OpenVINO [default: all].", metavar="ort,...",
            callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
@@ -126,13 +127,14 @@ def export(
     end_on_sigterm()
     need_exporter()
     from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
+    from vtx.exporter.bundling.fidelity import SAMPLES as ARITHMETIC_SAMPLES
     from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
     from vtx.exporter.bundling.predict import check_memory
     from vtx.exporter.bundling.prepare import load_template, plan_export
     from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.runtime.precision import PRECISIONS
     from vtx.tools.data.items import SCENES, read_data
-    from vtx.tools.fit.arithmetic import SAMPLES as ARITHMETIC_SAMPLES
     from vtx.tools.fit.retain import SAMPLES as RETAIN_SAMPLES
     from vtx.tools.fit.retain import Retain
 
@@ -149,8 +151,13 @@ def export(
         )
     if images is not None and calibration is None:
         raise click.UsageError("--images has no effect without --calibration; leave it out")
-    if allow_changed_answers and (calibration is None or not one_k):
-        raise click.UsageError("--allow-changed-answers is about the K of --k auto --calibration DATA; leave it out")
+    parts = [part for part in (precision, vision_precision, head_precision) if part]
+    integers = kv_precision == "int8" or any(PRECISIONS[part].bits for part in parts)
+    if allow_changed_answers and not integers and (calibration is None or not one_k):
+        raise click.UsageError(
+            "--allow-changed-answers is about the K of --k auto --calibration DATA, and about integer weights, K and "
+            "V; leave it out"
+        )
     demo = model == DEMO
 
     def questions(purpose: str, samples: int) -> Data:
@@ -163,7 +170,7 @@ def export(
     measured = None
     if arithmetic != "f32":
         asked = None if one_k or calibration is None else read_data(calibration, images, ARITHMETIC_SAMPLES)
-        measured = MeasuredArithmetic(asked, arithmetic == "measured")
+        measured = MeasuredArithmetic(asked, arithmetic == "measured", max_memory)
     chosen = None
     if calibration is not None and one_k:
         from vtx.commands.calibrate import calibrated
@@ -223,7 +230,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     from vtx.runtime.bundle.tensors import float16_overflow
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
     from vtx.runtime.process import STARTED
-    from vtx.runtime.report.inspect import INT8_KV
+    from vtx.runtime.report.inspect import INT8_KV, fidelity_lines
     from vtx.runtime.units import duration, size
     from vtx.tools.common.memory import peak
 
@@ -237,6 +244,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
     note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
+    if plan.options.arithmetic and plan.config.action is None:
+        note("           about as much to measure its answers, where that is free; --arithmetic f32 leaves that out")
     if KV_TYPES[p.kv].scaled:
         note(INT8_KV)
         if (release := onnxruntime_release()) and (obstacle := int8_kv_obstacle(release)):
@@ -264,15 +273,8 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         f"measured:  {compared(disk, predicted.disk)} of disk, {compared(memory, predicted.export_memory)} of memory, "
         f"{duration(time.monotonic() - STARTED)}"
     )
-    if measured := bundle.manifest.record.get("arithmetic"):
-        shares = [
-            f"{kind} kept {found['kept']} of {measured['questions']} answers" if "kept" in found
-            else f"{kind} was not measured: {found['obstacle']}"
-            for kind, found in measured.items()
-            if isinstance(found, dict)
-        ]  # fmt: skip
-        default = ", ".join(bundle.manifest.arithmetic) or "none of them"
-        note(f"arithmetic: {'; '.join(shares)}; used by default: {default}")
+    for line in fidelity_lines(bundle.manifest):
+        note(line)
     if not {*bundle.manifest.dialects} <= {*UNTYPED} and (overflow := float16_overflow(bundle)):
         note(f"warning: {overflow}")
     if plan.options.retain is not None:

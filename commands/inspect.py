@@ -18,7 +18,7 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.card import read_card
     from vtx.runtime.precision import KV_DTYPES
-    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, images_seen
+    from vtx.runtime.report.inspect import INT8_KV, TEXT_TOKENS, describe, fidelity_lines, images_seen
     from vtx.runtime.strict import json_value
     from vtx.runtime.units import size
 
@@ -44,6 +44,8 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
     say(f"context {facts['max_context']}; {whole}, {weights} of it weights")
     if facts["activation_aware"]:
         say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
+    for line in fidelity_lines(opened.manifest):
+        say(line)
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     table("stages", ["layers", "graph", "graph size"], stages)
     variants = [

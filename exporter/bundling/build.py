@@ -103,9 +103,13 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
             _write_golden(folder, plan, report)
         journal.add_part("golden")
     manifest = _manifest(folder, plan, records, measured, started, report)
+    seal_manifest(folder, manifest)
+
+
+def end(folder: Path, journal: ExportJournal) -> None:
+    """Remove what an interrupted export would have needed to resume."""
     journal.remove()
     (folder / FACTORS).unlink(missing_ok=True)
-    seal_manifest(folder, manifest)
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtx.exporter.bundling import staging
-from vtx.exporter.bundling.options import MeasuredArithmetic
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.staging import check_target
@@ -21,13 +20,8 @@ from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.seal import SigningKey
 from vtx.runtime.errors import ExportError
-from vtx.runtime.host.machine import available_memory
-from vtx.runtime.units import Progress, size
-from vtx.tools.data.items import Data, scene_items
-from vtx.tools.fit.arithmetic import SAMPLES, candidates, measure_arithmetic, memory_to_measure
+from vtx.runtime.units import Progress
 from vtx.tools.fit.retain import fit_thresholds
-
-LARGE = 1 << 30  # bytes of memory that are said before they are taken
 
 
 def run_export(
@@ -54,7 +48,9 @@ def run_export(
         check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e
-    from vtx.exporter.bundling.build import fill  # loads torch, once the plan has nothing wrong
+    # these load torch, once the plan has nothing wrong
+    from vtx.exporter.bundling.build import end, fill
+    from vtx.exporter.bundling.fidelity import check_fidelity
 
     key = key_of(plan)
     with staging.building(out, key, say) as folder:
@@ -67,7 +63,8 @@ def run_export(
         if plan.options.retain is not None:
             fit_thresholds(folder, plan.options.retain, report)
         if plan.options.arithmetic and plan.config.action is None:
-            check_arithmetic(folder, plan.options.arithmetic, report, say)
+            check_fidelity(folder, plan, plan.options.arithmetic, report, say)
+        end(folder, journal)
         if sign is not None:
             manifest = replace(Bundle.open(folder, check=False).manifest, release=plan.options.release)
             seal_manifest(folder, manifest, sign)
@@ -77,27 +74,6 @@ def run_export(
             staging.put_in_place(folder, out, force)
             made = Bundle.open(out, check=False)  # before another export may replace it
     return made
-
-
-def check_arithmetic(folder: Path, wanted: MeasuredArithmetic, report: Progress, say: Callable[[str], None]) -> None:
-    """Measure which arithmetic keeps the bundle's answers; leave it out for want of memory, unless it is asked for."""
-    kinds = candidates(Bundle.open(folder, check=False).manifest, always=wanted.always)
-    if not kinds:
-        return
-    data = wanted.data or Data("the drawn scenes", scene_items(SAMPLES))
-    memory, free, named = memory_to_measure(folder, kinds), available_memory(), " and ".join(kinds)
-    short = "" if free is None or memory <= free else f" ({size(free)} is free)"
-    if short and not wanted.always:
-        return say(
-            f"not checking {named} arithmetic, which needs about {size(memory)} of memory{short}: the bundle is "
-            "answered in f32. Export where more memory is free, or check all the same with --arithmetic measured"
-        )
-    if memory >= LARGE or short:
-        say(
-            f"checking {named} arithmetic on {len(data.items)} questions, which needs about {size(memory)} of "
-            f"memory{short}; --arithmetic f32 leaves it out"
-        )
-    measure_arithmetic(folder, kinds, data, report)
 
 
 def key_of(plan: Plan) -> str:
@@ -112,7 +88,10 @@ def key_of(plan: Plan) -> str:
         header = hashlib.sha256(file.header or b"").hexdigest()
         sources.append([file.name, str(file.source), source and source[1:], header])
     # Others change only the manifest.
-    options = replace(plan.options, retain=None, aware=None, arithmetic=None, release=None)
+    options = replace(
+        plan.options, retain=None, aware=None, arithmetic=None, release=None, calibration=None,
+        allow_changed_answers=False,
+    )  # fmt: skip
     aware = [item.digest() for item in plan.options.aware.items] if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]

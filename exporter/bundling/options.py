@@ -24,10 +24,14 @@ PRECISION = "fp16"  # unless another is named
 
 @dataclass(frozen=True, slots=True)
 class MeasuredArithmetic:
-    """Questions (None: scenes) whose answers narrower arithmetic must keep; `always`: also beside onnxruntime."""
+    """Questions (None: texts and scenes) on which a bundle is held to its checkpoint.
+
+    `always`: also for an engine that is not the default, and however long it takes. `memory`: bytes at most.
+    """
 
     data: Data | None = None
     always: bool = False
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,10 @@ from vtx.runtime.errors import ExportError
 from vtx.tools.common.files import locked, open_directory
 
 
+class NeedsConsentError(ExportError):
+    """A finished bundle is further from its checkpoint than users would expect; the same command may allow it."""
+
+
 def check_target(out: Path, force: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
@@ -71,7 +75,7 @@ def _lock(folder: Path) -> int | None:
 def building(out: Path, key: str, say: Callable[[str], None]) -> Iterator[Path]:
     """A hidden sibling of `out` to build in: the one of an interrupted export with the same `key`, else a new one.
 
-    An interruption leaves it for the next export to `out`; an error leaves nothing.
+    An interruption and a NeedsConsentError leave it for the next export to `out`; other errors leave nothing.
     """
     folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
     try:
@@ -85,6 +89,9 @@ def building(out: Path, key: str, say: Callable[[str], None]) -> Iterator[Path]:
         keep = True
         if folder.is_dir():
             say(f"what is finished is kept in a hidden directory next to {out}; the same command resumes there")
+        raise
+    except NeedsConsentError:
+        keep = True
         raise
     except OSError as e:
         raise ExportError(

@@ -52,6 +52,13 @@ class Form:
     scheme: Scheme | None = None
     matrix: Matrix | None = None
 
+    @property
+    def zeroed(self) -> bool:
+        """True if each block of the matrix has a zero point."""
+        if self.matrix is not None:
+            return self.matrix.zeroed
+        return self.scheme is not None and self.scheme.zeroed
+
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
@@ -201,7 +208,7 @@ def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str,
     rows, width = shape
     blocks = rows, form.scheme.scales(width)
     specs = [(name, form.scheme.held, (rows, form.scheme.nbytes(width))), (name + SCALES, "F16", blocks)]
-    if form.matrix is not None and form.matrix.zeroed:
+    if form.zeroed:
         specs.append((name + ZEROS, "I8", blocks))
     return specs
 

@@ -1,9 +1,9 @@
-"""Matrices as 4-bit or 8-bit integers with scales: symmetric, numpy only, some rows at a time.
+"""Matrices as 4-bit or 8-bit integers with scales: numpy only, some rows at a time.
 
-A weight is scale * q. int8 has a scale a row and q in -127..127. int4 has a scale for every `block` weights along a
-row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and never zero; q is chosen for the
-rounded scale. A block gets the scale with the least squared error of a few. Matrices of quantised checkpoints, which
-keep their integers, may have other blocks, and zero points.
+A weight is scale * q, with a zero point scale * (q - zero). int8 has a scale a row and q in -127..127. int4 has a scale
+for every `block` weights along a row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and
+never zero; q is chosen for the rounded scale. A block gets the scale, and the zero point if it has one, with the least
+squared error of a few. Matrices of quantised checkpoints, which keep their integers, may have other blocks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ LEAST = float(np.finfo(np.float16).smallest_subnormal)
 LARGEST = float(np.finfo(np.float16).max)
 # Relative to the scale for the block's largest weight. The best for a Gaussian block of 64 is near 0.87.
 RATIOS = {4: (1.0, 0.94, 0.875, 0.82, 0.76), 8: (1.0,)}
+RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)  # of a block with a zero point
 Floats = NDArray[np.float32]
 
 
-def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDArray[np.float16]]:
-    """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each) and scales [n, blocks]."""
+Quantised = tuple[NDArray[Any], NDArray[np.float16], NDArray[np.int8] | None]
+
+
+def quantise(rows: Floats, scheme: Scheme, name: str) -> Quantised:
+    """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each), scales and zero points.
+
+    Scales and zero points are [n, blocks]; a symmetric `scheme` has no zero points. Raises ExportError.
+    """
     blocks, levels = rows.reshape(len(rows), -1, scheme.block), 7 if scheme.bits == 4 else 127
     peak = np.abs(blocks).max(-1)
     if peak.size and float(peak.max()) > LARGEST * levels:
@@ -32,10 +39,37 @@ def quantise(rows: Floats, scheme: Scheme, name: str) -> tuple[NDArray[Any], NDA
             f"tensor {name} holds {float(peak.max()):g}, int{scheme.bits} reaches {LARGEST * levels:g} at most; "
             "export it with --precision fp32"
         )
+    if scheme.zeroed:
+        shifted, steps, zeros = _search_with_zeros(blocks)
+        return pack(shifted.reshape(rows.shape)), steps, zeros
     low = -8 if scheme.bits == 4 else -levels
     integers, scales = _search(blocks, peak / levels, low, levels, RATIOS[scheme.bits])
     flat = integers.reshape(rows.shape)
-    return (pack(flat) if scheme.bits == 4 else flat), scales
+    return (pack(flat) if scheme.bits == 4 else flat), scales, None
+
+
+def _search_with_zeros(blocks: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.int8]]:
+    """For each block 4-bit integers, scale and zero point of the least squared error among `RANGES` of its range."""
+    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    best = np.full(low.shape, np.inf, np.float32)
+    scales, zeros = np.empty(low.shape, np.float16), np.empty(low.shape, np.int8)
+    for ratio in RANGES:
+        exact = (high - low) * np.float32(ratio / 15)
+        steps = np.maximum(exact, LEAST).astype(np.float16)
+        steps[exact == 0] = 1  # a block of zeros
+        wide = steps.astype(np.float32)
+        points = np.clip(np.rint(-low * np.float32(ratio) / wide) - 8, -8, 7)
+        error = (_shifted(blocks, wide, points) - points[..., None]) * wide[..., None] - blocks
+        errors = np.einsum("nbk,nbk->nb", error, error)
+        better = errors < best
+        best[better], scales[better], zeros[better] = errors[better], steps[better], points[better]
+    return _shifted(blocks, scales.astype(np.float32), zeros).astype(np.int8), scales, zeros
+
+
+def _shifted(blocks: Floats, scales: Floats, zeros: NDArray[Any]) -> Floats:
+    """The integers -8..7 nearest to the weights, by scales and zero points [n, blocks]."""
+    integers: Floats = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], -8, 7)
+    return integers
 
 
 def _search(
@@ -79,7 +113,7 @@ def unpack(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def dequantise(
-    integers: NDArray[Any], scales: NDArray[np.float16], scheme: Scheme, zeros: NDArray[np.int8] | None = None
+    integers: NDArray[Any], scales: NDArray[np.float16], zeros: NDArray[np.int8] | None, scheme: Scheme
 ) -> Floats:
     """The weights [n, in]; `zeros` [n, blocks] are subtracted from the integers first."""
     values = unpack(integers) if scheme.bits == 4 else integers

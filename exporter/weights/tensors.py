@@ -67,12 +67,13 @@ class BundleWeights:
             return _widened(self._info(stored, stored.dtype, stored.shape), rows)
         count, width = stored.shape
         scheme = Scheme(stored.dtype, width // stored.scales.shape[1])
-        infos = [self._info(stored, scheme.held, (count, scheme.nbytes(width)))]
-        infos += [self._info(part, part.dtype, part.shape) for part in (stored.scales, stored.zeros) if part]
+        integers_at = self._info(stored, scheme.held, (count, scheme.nbytes(width)))
+        scales_at = self._info(stored.scales, stored.scales.dtype, stored.scales.shape)
+        zeros_at = self._info(stored.zeros, stored.zeros.dtype, stored.zeros.shape) if stored.zeros else None
 
         def values(part: RowIndex) -> Floats:
-            integers, scales, *zeros = (read_bits(info, part) for info in infos)
-            return dequantise(integers, scales, scheme, *zeros)
+            zeros = read_bits(zeros_at, part) if zeros_at else None
+            return dequantise(read_bits(integers_at, part), read_bits(scales_at, part), zeros, scheme)
 
         wanted = _parts(rows, count, max(1, CHUNK // width))
         return _stacked(map(values, wanted), (_count(rows, count), width))

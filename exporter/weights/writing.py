@@ -236,8 +236,8 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     if scaling:
         values = scaling.apply(values, span.start)
     if scheme:
-        integers, scales = quantise(values, scheme, entry.name)
-        return [integers.tobytes(), scales.tobytes()], stored.nbytes
+        parts = quantise(values, scheme, entry.name)
+        return [part.tobytes() for part in parts if part is not None], stored.nbytes
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])
     if dtype in LARGEST and values.size:

@@ -60,6 +60,29 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def fidelity_lines(manifest: Manifest) -> list[str]:
+    """The cost of integer weights and of narrower arithmetic as an export measured it; empty if it did not."""
+    measured = manifest.record.get("arithmetic")
+    own = measured.get("f32") if isinstance(measured, dict) else None
+    if not isinstance(measured, dict) or not isinstance(own, dict):
+        return []
+    lines, tokens = list[str](), measured.get("tokens")
+    if measured.get("reference") == "the checkpoint":
+        lines.append(f"quality: {_divergence(own)}, over {tokens} tokens of its answers, beside the checkpoint")
+    kinds = {kind: part for kind, part in measured.items() if isinstance(part, dict) and kind != "f32"}
+    if kinds:
+        results = [f"{kind}: {part.get('obstacle') or _divergence(part)}" for kind, part in kinds.items()]
+        default = ", ".join(manifest.arithmetic) or "none of them"
+        lines.append(f"arithmetic: {'; '.join(results)}; used by default: {default}")
+    return lines
+
+
+def _divergence(part: Mapping[str, Any]) -> str:
+    same = part.get("same")
+    share = f", {same:.1%} keep the most probable token" if isinstance(same, float) else ""
+    return f"KL {part.get('kl')} nats{share}"
+
+
 def images_seen(facts: Mapping[str, Any]) -> str:
     """One line on the tower's input for an image, and the option that changes it."""
     image, parameters = facts["image"], facts["layout"]["parameters"]

@@ -14,7 +14,8 @@ RATES = (
 )  # one row a head: all that it forgets or learns
 EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
 BLOCK = 64
-BLOCKS = (64, 128)  # weights of int4 that may share a scale, the default first
+BLOCKS = (64, 128, 32)  # weights of int4 that may share a scale, the default first
+ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
 SCALES, ZEROS = ".scales", ".zeros"  # ends of the names of a quantised matrix's scales and zero points
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
@@ -22,10 +23,14 @@ INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The storage of a matrix [out, in]: weights as `dtype`, `block` weights of a row to a scale (`in`: all)."""
+    """The storage of a matrix [out, in]: weights as `dtype`, `block` weights of a row to a scale (`in`: all).
+
+    `zeroed`: each block has a zero point, too.
+    """
 
     dtype: str
     block: int
+    zeroed: bool = False
 
     @property
     def bits(self) -> int:
@@ -46,14 +51,16 @@ class Scheme:
 def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
     """The scheme of a matrix [out, in] at a precision, or None if it cannot be quantised.
 
-    `block`: the most weights that share a scale in int4. A row's width must be a multiple of 16: onnxruntime's kernels
-    read whole blocks of a power of two.
+    `block`: the most weights that share a scale in int4; blocks of up to `ZEROED` have zero points, too. A row's width
+    must be a multiple of 16: onnxruntime's kernels read whole blocks of a power of two.
     """
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
         return None
     row = PRECISIONS[precision]
-    return Scheme(row.stored, width if row.bits == 8 else power_of_two_in(width, block))
+    if row.bits == 8:
+        return Scheme(row.stored, width)
+    return Scheme(row.stored, power_of_two_in(width, block), zeroed=block <= ZEROED)
 
 
 def power_of_two_in(width: int, most: int) -> int:

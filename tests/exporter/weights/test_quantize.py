@@ -14,9 +14,11 @@ from tests.support import bundles
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.weights import quantize
 from vtx.exporter.weights.quantize import LEAST, dequantise, pack, quantise, unpack
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, scheme
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
@@ -46,7 +48,13 @@ def test_unpacking_undoes_packing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "most"), [(Scheme("I4", 32), 0.090), (Scheme("I4", 64), 0.098), (Scheme("I8", 256), 0.008)]
+    ("how", "most"),
+    [
+        (Scheme("I4", 32, zeroed=True), 0.084),
+        (Scheme("I4", 32), 0.090),
+        (Scheme("I4", 64), 0.098),
+        (Scheme("I8", 256), 0.008),
+    ],
 )
 def test_the_error_of_gaussian_weights_is_the_promised_share(how: Scheme, most: float) -> None:
     weights = matrix(256)
@@ -71,28 +79,28 @@ def test_rows_are_quantised_alike_whichever_rows_are_beside_them() -> None:
     assert np.array_equal(restored(weights, how)[5:9], restored(weights[5:9], how))
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
 def test_blocks_of_zeros_stay_zeros_and_no_scale_is_zero(how: Scheme) -> None:
     weights = matrix()
     weights[3] = 0
     weights[4, 64:128] = 0
-    _, scales = quantise(weights, how, "w")
+    _, scales, _ = quantise(weights, how, "w")
     assert (scales > 0).all()
     assert not restored(weights, how)[3].any()
     assert not restored(weights, how)[4, 64:128].any()
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
 @pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-9, 1e-42])
 def test_weights_too_small_for_a_normal_scale_lose_at_most_its_smallest_step(how: Scheme, scale: float) -> None:
     weights = matrix(scale=scale)
-    _, scales = quantise(weights, how, "w")
+    _, scales, _ = quantise(weights, how, "w")
     assert (scales.astype(np.float32) >= LEAST).all()
     reach = np.abs(weights).max()
     assert np.abs(restored(weights, how) - weights).max() <= max(0.3 * reach, LEAST)
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
 def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -> None:
     weights = matrix()
     weights[7, 9] = -1e9
@@ -134,6 +142,24 @@ def test_a_bundle_computes_what_its_stored_weights_say(
         checks = list(check_golden(vtx.load(made.folder, threads=1)))
         assert len(checks) == 5
         assert all(check.difference <= min(check.limit, limit) for check in checks), checks
+
+
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_blocks_of_32_have_zero_points_and_are_nearer(tiny_checkpoint: Make, tmp_path: Path, device: str) -> None:
+    """On both engines the bundle computes what its stored weights say; its activations are rounded to 8 bits."""
+    if device == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
+    folder, errors = tiny_checkpoint(Tiny(hidden=128, ffn=192)), dict[int, float]()
+    for block in (32, 64):
+        options = ExportOptions(str(folder), (3,), "int4", int4_block=block, dialects=("ort", "plain"))
+        made, stored = bundles.export_with(options, tmp_path / f"{block}"), plan_export(options).weights.stored
+        with vtx.load(made.folder, device=device, threads=1) as model:
+            assert all(check.passed for check in check_golden(model))
+        name = "text.layers.3.mlp.up_proj.weight"
+        assert (stored[name].zeros is not None) == (block == 32)
+        whole, rounded = CheckpointWeights(open_checkpoint(str(folder))), BundleWeights(made.folder, stored)
+        errors[block] = float((whole.read(name) - rounded.read(name)).square().mean())
+    assert errors[32] < 0.8 * errors[64]
 
 
 def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path) -> None:
@@ -199,9 +225,7 @@ def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
-    from vtx.exporter.checkpoint.assembly import open_checkpoint
     from vtx.exporter.graphs.vision import vision_tensors
-    from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=3))
     plan = plan_export(ExportOptions(str(folder), (), "int4"))
