@@ -19,6 +19,8 @@ FAULTS ?=
 # What computes, and what chooses how.
 ARITHMETIC := $(addprefix tests/runtime/backends/test_,integers.py kv_int8.py narrow.py openvino.py openvino_choice.py ort.py) \
 	tests/runtime/cpp/test_openvino.py tests/tools/bench/test_bench.py tests/exporter/bundling/test_fidelity.py
+# Files in their order, so that the last ones are small.
+PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
