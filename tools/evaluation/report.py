@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from vtx.runtime.bundle.card import KINDS, Kind
+from vtx.runtime.bundle.card import KINDS
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
@@ -19,6 +20,7 @@ from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampl
 from vtx.tools.data.kinds import kind_of
 from vtx.tools.evaluation.ask import Asked, Evaluated
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
+from vtx.tools.evaluation.questions import TaskQuestion
 
 FORMAT = "vtx-eval-1"
 
@@ -33,18 +35,9 @@ class FigureInterval:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFigure:
-    """The main figure over the questions of one category."""
+class GroupFigure(FigureInterval):
+    """The main figure over the questions of one category, or over those whose right answers are of one kind."""
 
-    value: float
-    questions: int
-
-
-@dataclass(frozen=True, slots=True)
-class KindFigure:
-    """The main figure, with its interval, over the questions whose right answers are of one kind."""
-
-    figure: FigureInterval
     questions: int
 
 
@@ -69,7 +62,7 @@ class MethodFigures:
     difference: FigureInterval | None
     groups: Mapping[str, GroupFigure]
     rest: str | None
-    kinds: Mapping[Kind, KindFigure]
+    kinds: Mapping[str, GroupFigure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +131,9 @@ def make_report(
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
         total, replies = tally.counts.sum(0), [replies[n] for replies in by_question]
         known = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
-        figures, of_group = dict[str, FigureInterval](), dict[str, GroupFigure]()
-        for name in tally.figures:
-            figures[name] = _with_interval(tally, name, draws[n])
+        figures = {name: _with_interval(tally, name, draws[n]) for name in tally.figures}
         value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
-        for name in groups if len(groups) > 1 else ():
-            members = [number for number, question in enumerate(questions) if question.group == name]
-            part = metric.tally([questions[m] for m in members], [scores[n][m] for m in members])
-            of_group[name] = GroupFigure(float(part.figures[main](part.counts.sum(0))), len(members))
-        of_kind = dict[Kind, KindFigure]()
-        for kind in KINDS:
-            members = [number for number, other in enumerate(kinds) if other == kind]
-            if members:
-                part = metric.tally([questions[m] for m in members], [scores[n][m] for m in members])
-                of_kind[kind] = KindFigure(_with_interval(part, main, _draws([part])[0]), len(members))
+        by_group = partial(_by_group, metric, main, questions, scores[n])
         methods.append(
             MethodFigures(
                 name=method.name, kind=method.kind, k=method.k, reduce=method.reduce, figures=figures,
@@ -161,7 +143,8 @@ def make_report(
                 new_tokens=fmean(reply.new_tokens for reply in replies),
                 first_token_ms=spread(known) if times and known else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
-                groups=of_group, rest=method.rest, kinds=of_kind,
+                groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
+                rest=method.rest, kinds=by_group(kinds, KINDS),
             )
         )  # fmt: skip
     m, shares = by.bundle.manifest, tuple(sorted(tallies[0].shares))
@@ -186,6 +169,21 @@ def _draws(tallies: Sequence[Tally]) -> list[Counts]:
     for stratum in np.unique(strata):
         total += resampled_sums(joined[strata == stratum], rng)
     return np.split(total, len(tallies), axis=1)
+
+
+def _by_group(
+    metric: Metric, main: str, questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]],
+    own: Sequence[str], names: Sequence[str],
+) -> dict[str, GroupFigure]:  # fmt: skip
+    """The main figure of the questions of each of `names`; `own` has each question's."""
+    figures = dict[str, GroupFigure]()
+    for name in names:
+        members = [number for number, other in enumerate(own) if other == name]
+        if members:
+            part = metric.tally([questions[m] for m in members], [scores[m] for m in members])
+            of_part = _with_interval(part, main, _draws([part])[0])
+            figures[name] = GroupFigure(of_part.value, of_part.low, of_part.high, len(members))
+    return figures
 
 
 def _with_interval(tally: Tally, name: str, draws: Counts) -> FigureInterval:

@@ -53,7 +53,7 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
         parts.append(WideTable("", heads, rows))
     if len(kinds := first.kinds) > 1:
         heads = [f"{task.main} by kind of answer", *(f"{kind} ({of.questions})" for kind, of in kinds.items())]
-        rows = [[m.name, *(_figure(m.kinds[kind].figure, task.factor) for kind in kinds)] for m in report.methods]
+        rows = [[m.name, *(_figure(m.kinds[kind], task.factor) for kind in kinds)] for m in report.methods]
         parts.append(WideTable("", heads, rows))
     fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
     return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]

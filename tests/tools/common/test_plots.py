@@ -42,7 +42,7 @@ MACHINE = Machine("a processor", None, "3.11", "Linux", {})
 def bench_report() -> BenchReport:
     depths = tuple(
         Depth(
-            k, full, {name: spread(10.0 * full) for name in ("first_token", "prefill", "second_question")}, (),
+            k, 0, full, {name: spread(10.0 * full) for name in ("first_token", "prefill", "second_question")}, (),
             1_000_000 * full, (), None, None, 0, 0, 0, None,
         )
         for k, full in ((None, 16), (9, 8))

@@ -242,9 +242,9 @@ def test_the_main_figure_is_told_by_the_kind_of_the_right_answer_with_its_interv
         kinds = method["kinds"]
         assert {kind: of["questions"] for kind, of in kinds.items()} == expected
         assert list(kinds) == sorted(expected, key=KINDS.index)
-        right = sum(of["figure"]["value"] * of["questions"] for of in kinds.values()) / len(lines)
+        right = sum(of["value"] * of["questions"] for of in kinds.values()) / len(lines)
         assert right == pytest.approx(method["figures"]["accuracy"]["value"])
         for of in kinds.values():
-            assert of["figure"]["low"] <= of["figure"]["value"] <= of["figure"]["high"]
-        assert kinds["yes or no"]["figure"]["value"] == 0.0
+            assert of["low"] <= of["value"] <= of["high"]
+        assert kinds["yes or no"]["value"] == 0.0
     assert report["methods"][0]["figures"]["accuracy"]["value"] == 0.5

@@ -257,8 +257,7 @@ Policy Model::policy(const Options& options, const std::vector<PreparedImage>& i
   if (named) rest = read_rest(*named);
   if (k == "card" && !rest) {
     if (kinds_.empty())
-      fail(Kind::request, "K is card, and ",
-           card_ == "used" ? "the card has no K by kind of answer" : "no card is in use",
+      fail(Kind::request, "K is card, and ", card_ == "used" ? "the card has no K by kind of answer" : "no card is in use",
            "; run vtx-fit, or give K as a number, or none");
     std::tie(k, rest) = card_depth(kinds_, options.guide, m.model);
   }
