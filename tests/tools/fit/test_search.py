@@ -13,7 +13,7 @@ from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
 from vtx.tools.fit.fit import FURTHER, TURNS, excess, measure_turns, turns_for, verdict
 from vtx.tools.fit.fit import evidence_of as evidence
-from vtx.tools.fit.search import FINALISTS, Budget, Rating, best, planned, search
+from vtx.tools.fit.search import FINALISTS, Budget, Rating, best, planned, rate, search
 from vtx.tools.fit.settings import Setting
 
 QUESTIONS = 400
@@ -84,6 +84,15 @@ def test_of_those_that_may_keep_the_answers_the_fastest_within_the_limit_come_fi
     ratings = {of(1): Rating(0.05, 10, 0, 0), of(2): Rating(0.01, 20, 0, 0), of(3): Rating(0.0, 30, 0, 0)}
     assert best(ratings, 2, 0.02) == [of(2), of(3)]
     assert best(ratings, 9, 0.02) == [of(2), of(3), of(1)]
+
+
+def test_more_changes_than_allowed_exclude_only_what_certainly_has_them() -> None:
+    made, budget, numbers = thirty(), Budget(0.8), range(8)
+    made.changes |= {1: np.arange(QUESTIONS) < 2, 2: np.arange(QUESTIONS) < 8}
+    made.ask([of(1), of(2), of(None)], numbers, "")
+    few, all_of_them = (rate(of(k), of(None), numbers, IMAGES, made, budget) for k in (1, 2))
+    assert (few.changed, few.excess) == (0.25, 0), "2 of 8 may be a fifth of all"
+    assert all_of_them.excess > 0
 
 
 def test_first_questions_that_cannot_be_asked_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
