@@ -116,9 +116,11 @@ def test_concurrent_questions_of_two_keys_share_no_prefix(tiny_bundle: Path) -> 
         assert chat(served, "alice", asking(user("which?"))).status == 200
         body = asking(*messages("one"), max_tokens=100)
         with held(served):
-            others = [served.open_chat(body, Authorization=f"Bearer key-of-{key}") for key in ("bob", "alice")]
+            bob = served.open_chat(body, Authorization="Bearer key-of-bob")
+            until(lambda: served.engines.loaded[0].scheduler.active == 1, "bob's is computed")
+            alice = served.open_chat(body, Authorization="Bearer key-of-alice")
             until(lambda: served.engines.loaded[0].scheduler.waiting == 1, "alice's waits, to begin in the next round")
-        with others[0], others[1] as connection:
+        with bob, alice as connection:
             usage = replied(connection)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
