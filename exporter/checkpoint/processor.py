@@ -69,7 +69,42 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
     """Settings from an HF image processor's configuration, else its class's defaults; images always become RGB."""
     if not isinstance(config, Mapping):
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
-    # the named one of `known`; without a name the last, as in transformers
+    kind = _kind_of(config, known)
+    values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
+    pads, normalize = _flag(values, "do_pad"), _flag(values, "do_normalize")
+    mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
+    if kind.within:
+        values |= {"size": _square_of(kind, values)}
+    if kind.own_size:
+        _check_resized_alone(kind, values)
+        values |= {"do_resize": False}  # the image layout resizes
+    resize, crop = _sides(kind, values)
+    pad = None
+    if pads and kind.pads:
+        pad = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)
+    elif pads and "pad_size" in values and not kind.within:  # without it, only images of a batch are padded
+        raise UnsupportedModelError(
+            f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
+        )
+    one_size = crop is not None or isinstance(resize, tuple) or (resize and pad)
+    if not one_size and not kind.own_size:
+        raise UnsupportedModelError(
+            f"{kind.name} without do_center_crop and with size {_show(values[kind.size])} gives images of several "
+            "sizes; vtx needs one: a size of height and width, or do_center_crop"
+        )
+    try:
+        return ImageSettings(
+            pad=pad, resize=resize, resample=_resampling(values["resample"]), crop=crop,
+            rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
+            mean=mean if normalize else (0.0, 0.0, 0.0), std=std if normalize else (1.0, 1.0, 1.0),
+            within=kind.within,
+        )  # fmt: skip
+    except BundleError as error:
+        raise CheckpointError(f"{kind.name}: {error}") from error
+
+
+def _kind_of(config: Mapping[str, Any], known: Sequence[ImageProcessor]) -> ImageProcessor:
+    """The one of `known` that the configuration names; without a name the last, as in transformers."""
     name = config.get("image_processor_type") or config.get("feature_extractor_type") or known[-1].name
     if not isinstance(name, str):
         raise CheckpointError(f"image_processor_type is {_show(name)}; it must be a class name")
@@ -80,62 +115,54 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         raise UnsupportedModelError(f"image processor {_show(name)} is not supported; supported: {names}")
     if config.get("use_square_size"):
         raise UnsupportedModelError(f"{kind.name} with use_square_size is not supported; give size as height and width")
-    values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
-    square, pads, normalize = (_flag(values, key) for key in ("default_to_square", "do_pad", "do_normalize"))
-    mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
-    if kind.within:
-        sides = {*dict(values["size"]).values(), *dict(values["pad_size"]).values()}
-        if len(sides) != 1 or {*values["size"]} != {"max_height", "max_width"} or not pads or not values["do_resize"]:
-            raise UnsupportedModelError(
-                f"{kind.name} with size {_show(values['size'])} and pad_size {_show(values['pad_size'])} is not "
-                "supported; vtx fits images into a square (max_height, max_width) and pads them to it"
-            )
-        values |= {"size": {"height": min(sides), "width": min(sides)}}
-    if kind.own_size:
-        unseen = bool(kind.defaults.get("do_pad"))  # of patches, which the tower's mask hides
-        if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or (pads and not unseen):
-            raise UnsupportedModelError(
-                f"{kind.name} without do_resize, or with do_center_crop or do_pad, is not supported; vtx only resizes "
-                "its images"
-            )
-        values |= {"do_resize": False}  # the image layout resizes
+    return kind
+
+
+def _square_of(kind: ImageProcessor, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The square that images are fitted into and padded to."""
+    sides = {*dict(values["size"]).values(), *dict(values["pad_size"]).values()}
+    fitted = values["do_pad"] and values["do_resize"] and {*values["size"]} == {"max_height", "max_width"}
+    if len(sides) != 1 or not fitted:
+        raise UnsupportedModelError(
+            f"{kind.name} with size {_show(values['size'])} and pad_size {_show(values['pad_size'])} is not "
+            "supported; vtx fits images into a square (max_height, max_width) and pads them to it"
+        )
+    return {"height": min(sides), "width": min(sides)}
+
+
+def _check_resized_alone(kind: ImageProcessor, values: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError if images at native resolution are not resized, or more than that."""
+    unseen = kind.defaults.get("do_pad")  # of patches, which the tower's mask hides
+    pads = _flag(values, "do_pad") and not unseen
+    if not _flag(values, "do_resize") or _flag(values, "do_center_crop") or pads:
+        raise UnsupportedModelError(
+            f"{kind.name} without do_resize, or with do_center_crop or do_pad, is not supported; vtx only resizes "
+            "its images"
+        )
+
+
+def _sides(kind: ImageProcessor, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The sizes that images are resized and cropped to; of a tiled layout, whose whole image is squeezed, a tile's."""
+    square = _flag(values, "default_to_square")
     resize = _size(values, kind.size, square=square) if _flag(values, "do_resize") else None
     crop = _size(values, "crop_size", square=True) if _flag(values, "do_center_crop") else None
-    pad = None
-    if pads and kind.pads:
-        pad = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)
-    elif (
-        pads and "pad_size" in values and not kind.within
-    ):  # without it, only images of a batch with several sizes are padded
+    if not kind.tiled:
+        return resize, crop
+    tile = (resize, resize) if isinstance(resize, int) else resize
+    if not isinstance(tile, tuple) or (crop is not None and crop != tile):
         raise UnsupportedModelError(
-            f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
+            f"{kind.name} with size {_show(resize)} and crop_size {_show(crop)} cuts or resizes its tiles; "
+            "vtx needs both to be the tile's"
         )
-    if kind.tiled:  # the whole image is squeezed into one tile
-        tile = (resize, resize) if isinstance(resize, int) else resize
-        if not isinstance(tile, tuple) or (crop is not None and crop != tile):
-            raise UnsupportedModelError(
-                f"{kind.name} with size {_show(resize)} and crop_size {_show(crop)} cuts or resizes its tiles; "
-                "vtx needs both to be the tile's"
-            )
-        resize, crop = tile, None
-    if crop is None and not isinstance(resize, tuple) and not (resize and pad) and not kind.own_size:
-        raise UnsupportedModelError(
-            f"{kind.name} without do_center_crop and with size {_show(values[kind.size])} gives images of several "
-            "sizes; vtx needs one: a size of height and width, or do_center_crop"
-        )
-    resample = values["resample"]
-    if not isinstance(resample, int) or isinstance(resample, bool) or resample not in _FILTERS:
+    return tile, None
+
+
+def _resampling(number: object) -> str:
+    """The name of a filter by Pillow's number."""
+    if not isinstance(number, int) or isinstance(number, bool) or number not in _FILTERS:
         filters = ", ".join(f"{number} ({name})" for number, name in sorted(_FILTERS.items()))
-        raise CheckpointError(f"resample is {_show(resample)}; it must be one of {filters}")
-    try:
-        return ImageSettings(
-            pad=pad, resize=resize, resample=_FILTERS[resample], crop=crop,
-            rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
-            mean=mean if normalize else (0.0, 0.0, 0.0), std=std if normalize else (1.0, 1.0, 1.0),
-            within=kind.within,
-        )  # fmt: skip
-    except BundleError as error:
-        raise CheckpointError(f"{kind.name}: {error}") from error
+        raise CheckpointError(f"resample is {_show(number)}; it must be one of {filters}")
+    return _FILTERS[number]
 
 
 def _size(values: Mapping[str, Any], key: str, *, square: bool) -> Any:

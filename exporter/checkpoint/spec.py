@@ -18,7 +18,7 @@ from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.spec.model_spec import ModelSpec, Parts
+from vtx.runtime.bundle.spec.model_spec import ModelParts, ModelSpec
 from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layouts import read_layout
@@ -31,7 +31,7 @@ def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     declared = {field.name for field in fields(ModelSpec)}
     text = replace(config.text, factors=(), shifts=())  # a bundle holds weights after these
     vision = {field.name: getattr(config, field.name) for field in fields(VisionModel)}
-    parts = Parts(
+    parts = ModelParts(
         text={key: value for key, value in json_value(text).items() if key not in declared},
         vision=json_value(VisionModel(**vision)),
     )

@@ -1,4 +1,4 @@
-"""What manifests state of vision towers."""
+"""Facts of vision towers, as manifests state them."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _has_tower_of_videos(bundle: Bundle) -> bool:
 
 
 def text_values(model: ModelSpec) -> dict[str, Any]:
-    """What a bundle states of its decoder: the facts, and the rest of its configuration."""
+    """A bundle's configuration of its decoder: the facts, and the rest."""
     return {k: v for k, v in json_value(model).items() if k not in ("name", "tower", "parts")} | model.parts.text
 
 

@@ -182,7 +182,7 @@ class VisionModel:
         return self.vision.hidden * self.vision.shuffle**2 if self.vision.native else out
 
     def facts(self) -> TowerSpec:
-        """What a runtime knows of the tower."""
+        """The facts that a runtime needs of the tower."""
         tower = self.vision
         return TowerSpec(
             layers=tower.layers, image=tower.image, patch=tower.patch, square=tower.square, pool=tower.pool,

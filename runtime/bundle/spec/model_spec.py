@@ -200,7 +200,7 @@ class ByLayer:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """What a runtime knows of a vision tower of `layers` layers.
+    """The facts that a runtime needs of a vision tower of `layers` layers.
 
     `image` is the side of its images, or of the largest square one, in pixels, `patch` that of a patch; `square` is the
     side, in patches, of a square that becomes one token, `pool` of one whose states are averaged to one token. One pass
@@ -237,8 +237,8 @@ class TowerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What graphs compute beyond these facts, of the decoder and of the tower with its projector.
+class ModelParts:
+    """The rest of the configuration of the decoder, and that of the tower with its projector.
 
     Tools and the exporter read them, no runtime does.
     """
@@ -249,7 +249,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(ByLayer):
-    """What a runtime knows of a model's decoder, and of its tower.
+    """The facts that a runtime needs of a model's decoder and of its tower.
 
     `sliding` and `shared` as in `ByLayer`. `two_way`: the tokens that see each other both ways,
     one of `TWO_WAY`; None: every token sees itself and those before.
@@ -269,7 +269,7 @@ class ModelSpec(ByLayer):
     eps: float
     rope: RopeSpec
     tower: TowerSpec
-    parts: Parts
+    parts: ModelParts
     two_way: str | None = optional(None)
     conv_layers: tuple[int, ...] = optional(())
     conv_taps: int = optional(1)

@@ -157,7 +157,7 @@ def test_tensorrt_takes_memory_for_the_longest_view_of_tiles_of_any_shape() -> N
     assert isinstance(view, NaflexSize)
     longest = view.stretched(WIDEST_VIEW)
     assert (longest.patches, longest.view_tokens) == (4 * 1024, 4 * 256)
-    assert taken["tensorrt"] == 2 * longest.widest + 4 * (longest.bound + KNOWN["lfm2-vl-1.6b"].decoder.vocab)
+    assert taken["tensorrt"] == 2 * longest.widest + 4 * (longest.ends + KNOWN["lfm2-vl-1.6b"].decoder.vocab)
     assert taken["tensorrt"] > taken["cuda"]
 
 
