@@ -84,6 +84,7 @@ def test_the_audit_looks_at_pytorch_which_the_lock_leaves_out() -> None:
     assert "--requirement build/torch.txt" in commands
 
 
+@pytest.mark.slow
 def test_an_extra_that_a_message_names_installs_without_an_index_of_vtx(installed: Path, tmp_path: Path) -> None:
     """Messages say `pip install "vtx-edge[...]"`: to pip, the vtx that is installed already is that vtx."""
     pip = (sys.executable, "-m", "pip", "--python", installed / "python")

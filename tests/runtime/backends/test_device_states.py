@@ -202,6 +202,7 @@ def test_what_was_released_while_work_was_queued_is_freed_for_new_memory_and_at_
     assert gpu.used == 0
 
 
+@pytest.mark.slow
 def test_memory_of_states_is_used_again(pool: StatesPool, gpu: Gpu) -> None:
     for _ in range(5):
         held = pool.empty(40)

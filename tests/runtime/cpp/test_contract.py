@@ -129,10 +129,11 @@ def test_an_internvit_beside_a_llava_is_that_of_python(
 
 
 def traced_on_devices() -> list[Any]:
-    """Every traced family on both engines; slow but for the representatives, each on the engine named with it."""
+    """Every traced family on both engines; slow but for representatives of few reductions, each on the engine named."""
     cases = []
     for name, device in product(TRACED, ("cpu", "openvino")):
-        marks = [pytest.mark.representative if (name, device) in REPRESENTATIVES else pytest.mark.slow]
+        quick = (name, device) in REPRESENTATIVES and len(FAMILIES[name].traced) < 3
+        marks = [pytest.mark.representative if quick else pytest.mark.slow]
         marks += [needs_openvino] if device == "openvino" else []
         cases.append(pytest.param(name, device, marks=marks))
     return cases

@@ -35,6 +35,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
+@pytest.mark.slow
 @needs_pillow_13
 def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path

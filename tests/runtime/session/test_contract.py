@@ -187,7 +187,8 @@ def test_reductions_are_those_of_the_statement(
             talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
 
 
-@pytest.mark.parametrize(("family", "tiny"), with_rows("variants", 13))
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
     loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny
 ) -> None:

@@ -33,7 +33,7 @@ def on(models: Models) -> Callable[[Tiny, str], Model]:
     return loaded
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("number", CASES)
 def test_random_settings_equal_the_statement(

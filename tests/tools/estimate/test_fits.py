@@ -49,6 +49,7 @@ def test_one_byte_decides() -> None:
     assert str(what_fits(ORIN, peak("vila-7b", "int4", 2) - 1, ["int4"], ["vila-7b"])["vila-7b"][0]) == "no"
 
 
+@pytest.mark.slow
 def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "jetson.md").read_text(encoding="utf-8")
     for name in profile_names():
