@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from benchmarks.common import markdown
 from benchmarks.rest_passages import Passage, passages
-from benchmarks.rest_tables import Row, raw_table, read_rows, shown, summary, table, write_tables
+from benchmarks.rest_tables import Row, raw_table, read_rows, shown, table, write_tables
 from torch import Tensor
 
 from vtx.runtime.vision.tokens import share
@@ -281,8 +281,7 @@ def main() -> None:
     caption = f"{args.checkpoint.name} in {args.dtype}, questions about passages of text in the image's place"
     cells = [*table(name, rows, caption)]
     if args.write:
-        raw, short = raw_table(f"{name}-rows", rows), summary(f"{name}-summary", rows, caption)
-        write_tables({name: cells, f"{name}-rows": [*raw], f"{name}-summary": [*short]})
+        write_tables({name: cells, f"{name}-rows": [*raw_table(f"{name}-rows", rows)]})
     print(markdown([cells[0]["columns"], *([shown(cell) for cell in line["row"]] for line in cells[1:])]))
 
 

@@ -59,18 +59,6 @@ def _interval(interval: ShareInterval) -> list[str]:
     return [f"{100 * value:.1f}" for value in (interval.share, interval.low, interval.high)]
 
 
-def summary(name: str, rows: Sequence[Row], caption: str) -> Iterator[dict[str, Any]]:
-    """The lines of a table with a row for each K: facts that stay the same at each rest, and claims judged right."""
-    rests = sorted({row.rest for row in rows if row.k and row.choice == "last"})
-    columns = ["K", *(f"facts, {rest:.0%}" if rest else "facts, no rest" for rest in rests), "yes or no, no rest"]
-    yield {"table": name, "columns": columns, "align": ["---:"] * len(columns), "caption": caption}
-    for k in sorted({row.k for row in rows if row.k}):
-        cells = [row for row in rows if row.k == k and row.choice == "last"]
-        facts = [[row.same for row in cells if row.kind == "fact" and row.rest == rest] for rest in rests]
-        claims = [row.right for row in cells if row.kind == "yes-no" and not row.rest]
-        yield {"table": name, "row": [str(k), *(f"{sum(hits)} of {len(hits)}" for hits in [*facts, claims])]}
-
-
 def raw_table(name: str, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """One line a question: whether the answer is the same, whether it is right, and KL, in each cell."""
     yield {"table": name, "columns": ["question", "kind", "K/rest/choice: same, right, KL"], "align": ["---:"] * 3}
