@@ -1,4 +1,4 @@
-"""The picture of rests, as SVG: answers that stay the same against the share of layer-tokens run, by model and kind."""
+"""The picture of rests, as SVG: answers that survive against the share of layer-tokens run, by model and kind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-KINDS = {"fact": "facts to be quoted", "yes-no": "yes-or-no questions"}
+KINDS = {  # the heading of each, and the share that is drawn
+    "fact": ("facts, the same answer", "same answer, %"), "yes-no": ("yes or no, the right answer", "right, %")
+}  # fmt: skip
 COLOURS = {
     "0%": "#57606a", "2%": "#bc4c00", "5%": "#bf8700", "10%": "#1f6feb", "20%": "#8250df", "40%": "#1a7f37"
 }  # fmt: skip
 WIDTH, HEIGHT, LEFT, TOP = 330, 170, 70, 60  # of a panel; of the first panel's corner
 ACROSS, DOWN = 420, 240  # from a panel to the next
-COST = 20, 100  # percent, the ends of the axis
+COST = 50, 100  # percent, the ends of the axis
 TEXT = '<text x="{:.0f}" y="{:.0f}" {}>{}</text>'
 Results = Mapping[str, tuple[Sequence[str], Sequence[Sequence[Any]]]]
 
@@ -22,15 +24,15 @@ def curves(results: Results) -> str:
     parts = _legend()
     for row, (model, (columns, rows)) in enumerate(results.items()):
         cells = [dict(zip(columns, cells, strict=True)) for cells in rows]
-        for column, (kind, heading) in enumerate(KINDS.items()):
+        for column, (kind, (heading, share)) in enumerate(KINDS.items()):
             x, y = LEFT + column * ACROSS, TOP + row * DOWN
             parts.append(TEXT.format(x, y - 8, 'class="h"', f"{model}: {heading}"))
             parts += _axes(x, y)
-            for rest, points in _points(cells, kind).items():
-                path = " ".join(f"{_across(x, cost):.1f},{_down(y, same):.1f}" for cost, same in sorted(points))
+            for rest, points in _points(cells, kind, share).items():
+                path = " ".join(f"{_across(x, cost):.1f},{_down(y, percent):.1f}" for cost, percent in sorted(points))
                 parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[rest]}" stroke-width="2"/>')
     height = TOP + len(results) * DOWN
-    label = "Answers that stay the same against the share of layer-tokens run, for rests of 0 to 40%"
+    label = "Answers that survive against the share of layer-tokens run, for rests of 0 to 40%"
     style = "text{font:12px sans-serif;fill:#1f2328}.h{font-weight:bold}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height}" role="img" aria-label="{label}">'
@@ -38,17 +40,17 @@ def curves(results: Results) -> str:
     )
 
 
-def _points(cells: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[tuple[float, float]]]:
-    """For each rest that the last token chose the cost and the share of same answers at each K, in percent."""
+def _points(cells: Sequence[Mapping[str, Any]], kind: str, share: str) -> dict[str, list[tuple[float, float]]]:
+    """For each rest that the last token chose the cost and the `share` at each K, in percent."""
     points = defaultdict[str, list[tuple[float, float]]](list)
     for cell in cells:
         if cell["kind"] == kind and cell["choice"] == "last":
-            points[cell["rest"]].append((float(cell["cost, %"]), float(cell["same answer, %"][0])))
+            points[cell["rest"]].append((float(cell["cost, %"]), float(cell[share][0])))
     return points
 
 
 def _legend() -> list[str]:
-    parts = [TEXT.format(LEFT, 18, "", "share of same answers, %, against the share of layer-tokens run, %; a rest of")]
+    parts = [TEXT.format(LEFT, 18, "", "answers, %, against the share of layer-tokens run, %; a rest of")]
     for number, (rest, colour) in enumerate(COLOURS.items()):
         parts.append(TEXT.format(540 + 50 * number, 18, f'style="fill:{colour};font-weight:bold"', rest))
     return parts
@@ -57,7 +59,7 @@ def _legend() -> list[str]:
 def _axes(x: int, y: int) -> list[str]:
     parts = [f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#d0d7de"/>']
     parts += [TEXT.format(x - 6, _down(y, share) + 4, 'text-anchor="end"', share) for share in (0, 50, 100)]
-    costs = range(COST[0], COST[1] + 1, 20)
+    costs = range(COST[0], COST[1] + 1, 10)
     parts += [TEXT.format(_across(x, cost), y + HEIGHT + 16, 'text-anchor="middle"', cost) for cost in costs]
     return parts
 
