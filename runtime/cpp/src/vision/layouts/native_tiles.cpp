@@ -37,8 +37,8 @@ class NativeTiles : public Native {
   void check(const TowerSpec& tower) const override {
     if (patch_ != tower.patch || merge_ != tower.square || tiling_.side != tower.image || tower.positions != "stretched")
       fail(Kind::bundle, "vtx.json: the image layout has tokens of ", merge_, " x ", merge_, " patches of ", patch_,
-           " pixels and tiles of ", tiling_.side, ", the tower of ", tower.square, " x ", tower.square, " of ",
-           tower.patch, " and tiles of ", tower.image, "; export the bundle again");
+           " pixels and tiles of ", tiling_.side, ", the tower of ", tower.square, " x ", tower.square, " of ", tower.patch,
+           " and tiles of ", tower.image, "; export the bundle again");
   }
 
   LayoutPtr limited(int64_t max_views) const override {
