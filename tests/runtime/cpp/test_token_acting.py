@@ -196,13 +196,6 @@ def test_an_answer_that_ends_too_early_is_no_action(
         (lambda m: m["bins"]["ranges"]["bridge_orig"]["high"].__setitem__(0, 1e200), "from -1e+30 to 1e+30"),
         (lambda m: m["bins"]["ranges"]["bridge_orig"]["mask"].__setitem__(0, 1), "not a list of true and false"),
         (lambda m: m["bins"].update(more=1), "unknown key 'more'"),
-        (lambda m: m["model"]["tower"]["beside"].update(image=28), "the tower beside it sees other patches"),
-        (
-            lambda m: m["model"]["tower"]["beside"].update(beside=dict(m["model"]["tower"]["beside"])),
-            "or has one beside it, too",
-        ),
-        (lambda m: m["model"]["tower"]["beside"]["pixel_scale"].pop(), "not a list of 3 numbers, or of none"),
-        (lambda m: m["model"]["tower"].update(registers=0), "registers is 0, outside"),
     ],
 )
 def test_a_manifest_that_was_altered_is_refused(
