@@ -315,8 +315,6 @@ def test_a_bundle_whose_slices_are_not_the_tower_s_is_refused(folder: Path, mode
         broken = replace(spec, parameters={**spec.parameters, **change})
         with pytest.raises(BundleError):
             read_layout(broken, tower)
-    with pytest.raises(BundleError, match="patches merge after layer 9 of 4"):
-        replace(tower, merged_after=9)
 
 
 def test_the_merger_s_work_is_counted(tiny_checkpoint: Export) -> None:
