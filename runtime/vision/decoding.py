@@ -46,14 +46,17 @@ def decoded(packets: Iterable[Any], *, exact: bool = False) -> Iterator[tuple[An
         for frame in frames:
             if frame.is_corrupt:
                 damage, since = ImageError("a frame is damaged"), frame.pts
-            elif frame.key_frame and not doubtful and _is_behind(frame, since):
+            elif frame.key_frame and not doubtful and _is_behind(frame, since, exact=exact):
                 damage = None
             yield frame, damage
 
 
-def _is_behind(frame: Any, time: int | None) -> bool:
-    """True unless a frame is known to be that of a time in the stream, or an earlier one."""
-    return time is None or frame.pts is None or frame.pts > time
+def _is_behind(frame: Any, time: int | None, *, exact: bool) -> bool:
+    """True unless a frame is known to be that of a time in the stream, or an earlier one.
+
+    `exact`: frames come with their packets, and drivers without a clock give all of them one time.
+    """
+    return time is None or frame.pts is None or frame.pts > time or (exact and frame.pts == time)
 
 
 def orientation(frame: Any) -> tuple[bool, int]:

@@ -188,30 +188,32 @@ def test_reductions_are_those_of_the_statement(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny, device: str
 ) -> None:
     images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[0])]
     judge, asked = reference(tiny), prompt_messages(QUESTIONS[0], 2)
-    for device in DEVICES:
-        tolerance = family.tolerance if device == "cpu" else NEAR
-        model = loaded(device, tiny, family.ks)
-        assert_every_k(model, judge, asked, images, family.ks, tolerance, family.alike, steps=16)
+    tolerance = family.tolerance if device == "cpu" else NEAR
+    model = loaded(device, tiny, family.ks)
+    assert_every_k(model, judge, asked, images, family.ks, tolerance, family.alike, steps=16)
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, precision: str
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, precision: str, device: str
 ) -> None:
     tiny, most = replace(family.tiny, **family.rounding), family.rounded[precision]
-    for device in DEVICES:
-        model = loaded(device, tiny, (3,), precision)
-        assert all(check.passed for check in check_golden(model))
-        if most is not None:
-            images = [random_image(0, family.sizes[0])]
-            assert_near_reference(model, reference(tiny), prompt_messages(QUESTIONS[0]), images, most)
+    model = loaded(device, tiny, (3,), precision)
+    assert all(check.passed for check in check_golden(model))
+    if most is not None:
+        images = [random_image(0, family.sizes[0])]
+        assert_near_reference(model, reference(tiny), prompt_messages(QUESTIONS[0]), images, most)
 
 
 @pytest.mark.slow
