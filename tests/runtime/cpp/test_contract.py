@@ -72,9 +72,9 @@ QUICK = {name for name, _ in REPRESENTATIVES}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
-    (LFM2, "--max-tiles", (1, 2, 3, 4), -1),
+    pytest.param(LFM2, "--max-tiles", (1, 2, 3, 4), -1, marks=pytest.mark.slow),
     (LLAVA_NEXT, "--max-tiles", (1, 3), -1),
-    (MINICPM, "--max-tiles", (1, 2, 3, 4), -1),
+    pytest.param(MINICPM, "--max-tiles", (1, 2, 3, 4), -1, marks=pytest.mark.slow),
     (replace(GEMMA4, budget=140), "--max-pixels", (140 * 48**2, 70 * 48**2), 70 * 48**2 - 1),
 ]
 
