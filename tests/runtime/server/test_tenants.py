@@ -142,6 +142,11 @@ def test_the_only_key_reads_the_metrics(tiny_bundle: Path) -> None:
         assert served.request("GET", "/metrics", **_headers("one")).status == 200
 
 
+def test_of_two_keys_neither_reads_the_metrics_without_a_mark(tiny_bundle: Path) -> None:
+    with serving({"tiny": tiny_bundle}, api_keys=["key-of-one", "key-of-two"]) as served:
+        assert [served.request("GET", "/metrics", **_headers(key)).status for key in ("one", "two")] == [403, 403]
+
+
 def test_requests_a_minute_and_concurrent_answers_of_a_key(served: Served) -> None:
     body = asking(user("red?"))
     assert [chat(served, "busy", body).status for _ in range(3)] == [200, 200, 429]
