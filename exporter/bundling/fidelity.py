@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from vtx.exporter.bundling.options import MeasuredArithmetic
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.bundling.staging import NeedsConsentError
+from vtx.exporter.reference.prompts import messages
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.allocation import returning_memory
@@ -31,12 +32,12 @@ from vtx.runtime.backends.engines import ENGINES, INSTRUCTIONS, floats_in_memory
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.host.machine import available_memory, cpu_flags
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.prompt.messages import Part
 from vtx.runtime.report.golden import DECODED_TOKENS, decoded_ids
+from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.units import Progress, size
 from vtx.runtime.vision.preprocess import without_notes
@@ -86,7 +87,7 @@ class Divergence:
 
     def add(self, wanted: Logits, logits: Logits) -> None:
         """Count the positions of two arrays [m, vocab]."""
-        for p, q in zip(map(_log_softmax, wanted), map(_log_softmax, logits), strict=True):
+        for p, q in zip(map(log_softmax, wanted), map(log_softmax, logits), strict=True):
             self.kl += float(np.exp(p) @ (p - q))
             self.same += int(p.argmax() == q.argmax())
             self.tokens += 1
@@ -156,6 +157,8 @@ def check_fidelity(
             f"memory{short}{limit}; --arithmetic f32 leaves it out"
         )
     record = measure(folder, plan, device, kinds, wanted, report)
+    if not record:
+        return say("not measuring the bundle's answers: no question about one image fits its template and its context")
     lost = record["f32"]
     if lost["kl"] > MOST and not plan.options.allow_changed_answers:
         raise NeedsConsentError(
@@ -171,7 +174,7 @@ def measure(
     """Write the divergence of float32 and of each of `kinds` into the manifest, and the kinds that add little to it.
 
     A kind is accepted if its mean KL exceeds that of float32 by at most `MARGIN` and a `SHARE` of it. Returns the
-    record.
+    record, empty if no question could be asked. Raises BundleError: the logits of float32 are not finite.
     """
     started = time.monotonic()
     limit = float("inf") if wanted.always else SECONDS
@@ -201,6 +204,8 @@ def measure(
             exchanges.append(exchange)
             given.append(logits)
             step()
+    if not exchanges:
+        return {}
     first_seconds = time.monotonic() - started
     wanted_logits = checkpoint_logits(plan, exchanges, step) if rounded else given
     own = Divergence()
@@ -242,6 +247,8 @@ def _measured(
                     break
     except DeviceError as e:  # no memory, or no such arithmetic on this processor
         return {"obstacle": str(e)}
+    except BundleError:
+        divergence.kl = float("nan")
     if not np.isfinite(divergence.kl):
         return {"obstacle": "its logits are not finite numbers"}
     return {**divergence.to_record(), "tokens": divergence.tokens, "accepted": divergence.kl <= most}
@@ -285,9 +292,7 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
     loaded, image_token = model.loaded, model.manifest.text.image_token_id
     with without_notes():
         images = [loaded.prepare(image) for image in item.images]
-    content: list[Part] = [{"type": "image"} for _ in images]
-    content.append({"type": "text", "text": item.question})
-    whole = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in images])
+    whole = loaded.text.prompt(messages(item), [image.in_prompt for image in images])
     ids = decoded_ids(whole, image_token)
 
     def encoded() -> ImageTokens:
@@ -317,10 +322,3 @@ def checkpoint_logits(plan: Plan, exchanges: Sequence[Exchange], step: Callable[
             samples.append(Sample(ids, images, len(exchange.answer)))
         states = reference.hidden(samples, [None], step)
         return [reference.head(state[None]).numpy() for state in states]
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    values = logits.astype(np.float64)
-    shifted = values - values.max()
-    logs: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
-    return logs

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import IGNORE, export
 from tests.support.commands import invoke
-from tests.support.tiny import Tiny
+from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import fidelity
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.fidelity import (
@@ -38,10 +38,10 @@ from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, default_compute
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.errors import BundleError, DeviceError
 from vtx.runtime.report.inspect import fidelity_lines
 from vtx.runtime.units import size
-from vtx.tools.data.items import Data, scene_items
+from vtx.tools.data.items import Data, Item, scene_items
 
 pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
 FLAGS = frozenset({"avx512_vnni", "amx_bf16"})
@@ -258,6 +258,25 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
     assert said.pop().startswith("not measuring bf16 arithmetic, for which this processor has no instructions")
     assert "bf16" not in lacking.manifest.record["arithmetic"]
     assert "f32" in lacking.manifest.record["arithmetic"]
+
+
+def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = Data("pairs", (Item((random_image(1), random_image(2)), "alike?"),))
+    plan, said = planned(tiny_checkpoint(), "int8", MeasuredArithmetic(pairs)), list[str]()
+    made = run_export(plan, tmp_path / "pairs", force=False, report=IGNORE, say=said.append)
+    assert said == ["not measuring the bundle's answers: no question about one image fits its template and its context"]
+    assert "arithmetic" not in made.manifest.record
+    given = fidelity.answer
+
+    def without_numbers(*about: Any) -> Any:
+        exchange, logits = given(*about)
+        return exchange, logits * np.float32(np.nan)
+
+    monkeypatch.setattr(fidelity, "answer", without_numbers)
+    with pytest.raises(BundleError, match="not finite numbers"):
+        measure(made.folder, plan, "cpu", (), ALWAYS, IGNORE)
 
 
 def test_one_engine_is_in_memory_at_a_time_and_one_that_fails_is_recorded(
