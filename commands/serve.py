@@ -83,7 +83,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--allow-origin origins", str, "Allow requests from pages of this origin, e.g. http://localhost:3000.",
            multiple=True, metavar="URL"),
     option("--api-keys", Path, "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
-           "[answers=N] [metrics]; clients must send one of them.", metavar="FILE"),
+           "[answers=N] [tokens=N] [metrics]; clients must send one of them.", metavar="FILE"),
     option("--trusted-proxy proxies", str, "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
            "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].", multiple=True, metavar="ADDRESS"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),

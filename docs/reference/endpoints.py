@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtx.runtime.api.options import Options
+from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.app import SHEETS, make_app
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai import completions, embeddings, responses
@@ -29,6 +30,7 @@ NAMES: Mapping[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "", Any: "anything",
 }  # fmt: skip
 DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
+BLOCKS = (anthropic.Turn, anthropic.Tool, anthropic.Choice, anthropic.OutputConfig)
 ITEMS = (responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields)
 
 
@@ -49,6 +51,16 @@ def pages() -> dict[Path, str]:
         f"`/v1/completions` has a text `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
         "default; `tools` are refused. `/v1/embeddings`:",
         _objects((embeddings.EmbeddingFields,)),
+        "## Fields of messages",
+        "`/v1/messages` has these objects in `messages`, `system`, `tools`, `tool_choice` and `output_config`, a `system`\n"
+        "text before the first, and fields of a chat completion, renamed as here: "
+        f"{_renamed(anthropic.NAMES)}. `thinking` may be disabled.",
+        _objects(BLOCKS),
+        "## Fields of Ollama's addresses",
+        "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and these\n"
+        "in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no effect.\n"
+        "`/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names may end with `:latest`.",
+        _objects((ollama.Message, ollama.ModelOptions)),
         "## Unknown fields",
         "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",
         ", ".join(f"`{name}`" for name in sorted(NEVER_IGNORED)),

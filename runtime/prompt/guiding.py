@@ -115,6 +115,32 @@ class Guide:
         return self.tools.listed if isinstance(self.tools, Tools) else []
 
 
+def of_gbnf(text: str) -> str:
+    """A grammar in llama.cpp's GBNF as `Guide.grammar`.
+
+    Raises RequestError: it is not one, or too long; DeviceError: llguidance is not installed.
+    """
+    Guide(grammar=text)
+    converter = _llguidance().gbnf_to_lark
+    try:
+        converted: str = converter.gbnf_to_lark(text)
+    except (converter.GbnfToLarkError, LookupError, ValueError, RecursionError) as e:
+        raise RequestError(f"the grammar is not GBNF: {_line(str(e))}; correct it") from e
+    return converted
+
+
+def _llguidance() -> Any:
+    """The library. Raises DeviceError if it is not installed."""
+    try:
+        import llguidance
+        import llguidance.gbnf_to_lark
+    except ImportError as e:
+        raise DeviceError(
+            'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
+        ) from e
+    return llguidance
+
+
 class Grammars:
     """The compiled grammars of a bundle's tokenizer, the least recently used dropped; safe for many threads.
 
@@ -122,12 +148,7 @@ class Grammars:
     """
 
     def __init__(self, text: Text, vocab: int) -> None:
-        try:
-            import llguidance
-        except ImportError as e:
-            raise DeviceError(
-                'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
-            ) from e
+        llguidance = _llguidance()
         self._library, self._space, self._lock = llguidance, text.may_begin_with_space, threading.Lock()
         self._text = text
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()

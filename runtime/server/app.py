@@ -18,11 +18,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vtx.runtime.server.access import AccessLog
-from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic
+from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic, error_body
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import Receive, Scope, Send, header
 from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys
 from vtx.runtime.server.limits import Limits
+from vtx.runtime.server.listing import Listing
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.tracing import Tracing
@@ -61,14 +62,6 @@ def make_app(
         engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing, keys=keys
     )
 
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        engines.check(name)
-        return JSONResponse(next(found for found in engines.describe() if found["id"] == name))
-
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": engines.describe()})
-
     async def health(request: Request) -> Response:
         alive = request.url.path == "/livez"  # the others say whether it is ready for requests
         longest = max(engines.silences().values(), default=0.0)
@@ -95,8 +88,7 @@ def make_app(
 
     routes = [
         *(Route(path, endpoint=endpoints, methods=["POST"]) for path in ENDPOINTS),
-        Route("/v1/models", endpoint=models),
-        Route("/v1/models/{name:path}", endpoint=model),
+        *Listing(engines, keys, limits).routes,
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
         Route("/metrics", endpoint=metered), *page_routes(PAGE),
     ]  # fmt: skip
@@ -137,11 +129,11 @@ def page_routes(packages: Mapping[str, str]) -> list[Route]:
 async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         refusal = refusal_of(error)
-        return JSONResponse(refusal.body(), refusal.status)
+        return JSONResponse(error_body(request.url.path, refusal), refusal.status)
     paths = [(route.path, "POST" in route.methods) for route in request.app.routes]
     known = ", ".join(f"{'POST' if posted else 'GET'} {path}" for path, posted in paths if path not in SHEETS)
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
-    return JSONResponse(refusal.body(), refusal.status, headers=error.headers)
+    return JSONResponse(error_body(request.url.path, refusal), refusal.status, headers=error.headers)
 
 
 class Guard:
@@ -160,9 +152,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
         if scope["type"] == "http":
-            scheme, _, credentials = header(scope, b"authorization").partition(" ")
-            bearer = scheme.lower() == "bearer"
-            tenant = self._keys.tenant(credentials.strip().encode("latin-1")) if bearer else None
+            key = api_key(scope)
+            tenant = None if key is None else self._keys.tenant(key)
             if self._local_hosts and not is_local(header(scope, b"host")):
                 refusal = Refusal(
                     421, "the Host header names another machine; ask for localhost, or choose another --host"
@@ -171,14 +162,22 @@ class Guard:
                 scope[SCOPE] = tenant
             elif self._keys and scope["path"] not in self._unguarded:
                 refusal = Refusal(
-                    401, "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                    401, "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
                     code="invalid_api_key",
                 )  # fmt: skip
         if refusal is None:
             await self._app(scope, receive, send)
         else:
-            reply: Any = JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
+            reply: Any = JSONResponse(error_body(scope["path"], refusal), refusal.status, headers=refusal.headers)
             await reply(scope, receive, send)
+
+
+def api_key(scope: Scope) -> bytes | None:
+    """The key that a request has, as a bearer's or, as Anthropic's clients send it, by itself."""
+    scheme, _, credentials = header(scope, b"authorization").partition(" ")
+    if scheme.lower() != "bearer":
+        credentials = header(scope, b"x-api-key")
+    return credentials.strip().encode("latin-1") or None
 
 
 def is_local(host: str) -> bool:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece, order
+from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header
 from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys, Tenant
@@ -42,7 +43,7 @@ from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-CHAT, TOKENIZE, EMBEDDINGS = "/v1/chat/completions", "/tokenize", "/v1/embeddings"
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 CLIENT_LEFT = 499  # in the metrics only
 READERS = 2  # threads that parse requests and decode images
 VIDEO_READERS = 1  # threads that decode videos, which takes longer
@@ -52,11 +53,23 @@ FETCHERS = 8  # threads that fetch images
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address: its fields as those of a chat completion, with other `names` in errors, and its objects."""
+    """An address: its fields as those of a chat completion, with other `names` in errors, and its objects.
+
+    `refused`: the object of an error. `lines`: a stream is of lines of JSON. `counted`: the whole reply, of the
+    prompt's ids and the bundle's largest context, where nothing is computed.
+    """
 
     translate: Translate | None
     objects: type[Objects] = ChatObjects
     names: Mapping[str, str] = field(default_factory=dict)
+    refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
+    lines: bool = False
+    counted: Callable[[Sequence[int], int], dict[str, Any]] | None = None
+
+
+def tokenized(ids: Sequence[int], most: int) -> dict[str, Any]:
+    """The reply of /tokenize."""
+    return {"count": len(ids), "max_model_len": most, "tokens": ids}
 
 
 ENDPOINTS = {
@@ -64,8 +77,24 @@ ENDPOINTS = {
     "/v1/completions": Endpoint(completions.chat_fields, completions.CompletionObjects, {"messages": "prompt"}),
     "/v1/responses": Endpoint(responses.chat_fields, responses.ResponseObjects, responses.NAMES),
     EMBEDDINGS: Endpoint(embeddings.chat_fields, names=embeddings.NAMES),
-    TOKENIZE: Endpoint(None),  # vLLM's address: a chat completion of which only the prompt's tokens are given
+    "/tokenize": Endpoint(completions.tokenized_fields, names={"messages": "prompt"}, counted=tokenized),  # vLLM's
+    "/v1/messages": Endpoint(
+        anthropic.chat_fields, anthropic.MessageObjects, anthropic.NAMES, refused=anthropic.refused
+    ),
+    "/v1/messages/count_tokens": Endpoint(
+        anthropic.chat_fields, names=anthropic.NAMES, refused=anthropic.refused, counted=anthropic.counted
+    ),
+    "/api/chat": Endpoint(ollama.chat_fields, ollama.OllamaObjects, ollama.NAMES, refused=ollama.refused, lines=True),
+    "/api/generate": Endpoint(
+        ollama.generate_fields, ollama.GenerateObjects, ollama.NAMES, refused=ollama.refused, lines=True
+    ),
 }
+
+
+def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
+    """The object of an error at an address, as its clients parse it."""
+    endpoint = ENDPOINTS.get(path)
+    return refusal.body() if endpoint is None else endpoint.refused(refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +154,8 @@ class Endpoints:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. An error ends this one only."""
-        reply, endpoint = Reply(send, self._limits), ENDPOINTS[scope["path"]]
+        endpoint = ENDPOINTS[scope["path"]]
+        reply = Reply(send, self._limits, lines=endpoint.lines)
         tenant: Tenant = scope.get(SCOPE, ANYBODY)
         started, answered = time.monotonic(), None
         try:
@@ -141,9 +171,9 @@ class Endpoints:
                 log.exception("a request failed")
             with suppress(ClientLeft):
                 if not reply.status:
-                    await reply.json(refusal.status, refusal.body(), refusal.headers)
+                    await reply.json(refusal.status, endpoint.refused(refusal), refusal.headers)
                 else:  # its stream has begun
-                    await reply.event(refusal.body())
+                    await reply.event(endpoint.refused(refusal))
                     await reply.end_events(endpoint.objects.last)
                     reply.status = refusal.status
         finally:
@@ -198,7 +228,7 @@ class Endpoints:
         loop, chat, place, started = asyncio.get_running_loop(), request.chat, request.place, request.started
         if any(isinstance(image, RemoteImage) for image in chat.images):
             chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
-        self._engines.check(chat.model)
+        chat = replace(chat, model=self._engines.named(chat.model))
         engine = self._engines.acquire_loaded(chat.model)
         if engine is None:
             engine = await asyncio.shield(loop.run_in_executor(self._loader, self._engines.acquire, chat.model))
@@ -216,9 +246,8 @@ class Endpoints:
             prepared = await _while_wanted(reading, request, stopping)
             chat = request.chat = prepared.chat
             self._uploads.forget(request.upload)
-            if request.path == TOKENIZE:
-                ids, most = prepared.ids.tolist(), engine.model.manifest.max_context
-                await reply.json(200, {"count": len(ids), "max_model_len": most, "tokens": ids})
+            if endpoint.counted is not None:
+                await reply.json(200, endpoint.counted(prepared.ids.tolist(), engine.model.manifest.max_context))
                 return None
             notes = {**chat.notes}
             objects = endpoint.objects(replace(chat, notes=notes), engine.model)
@@ -239,6 +268,7 @@ class Endpoints:
             token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
+            self._keys.count(request.tenant, stats.prompt_tokens, len(answer.token_ids))
             self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
         return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
 

@@ -29,6 +29,7 @@ from vtx.runtime.units import size
 from vtx.runtime.vision.preprocess import trained_fit
 
 log = logging.getLogger(__name__)
+LATEST = ":latest"  # that Ollama's clients put behind a name
 LOOK_SECONDS = 0.05  # between two looks if an engine is still used
 ROOM_SECONDS = 1.0  # a client has its answer a moment before the engine counts as unused
 
@@ -89,13 +90,20 @@ class Engines:
                 engine.users -= 1
                 engine.used_at = time.monotonic()
 
-    def check(self, name: str) -> None:
-        """Raise Refusal (404) if there is no bundle of this name."""
-        if name not in self._bundles:
-            raise Refusal(
-                404, f"there is no model {name[:80]!r}; this server has {', '.join(self._bundles)}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+    def named(self, name: str) -> str:
+        """The name of the bundle that a client means: also with Ollama's tag, or, if there is but one, without a name.
+
+        Raises Refusal (404) if there is none.
+        """
+        if not name and len(self._bundles) == 1:
+            return next(iter(self._bundles))
+        for known in (name, name.removesuffix(LATEST)):
+            if known in self._bundles:
+                return known
+        raise Refusal(
+            404, f"there is no model {name[:80]!r}; this server has {', '.join(self._bundles)}",
+            code="model_not_found", param="model",
+        )  # fmt: skip
 
     def acquire_loaded(self, name: str) -> Engine | None:
         """The engine of this name if it is loaded; `use` must follow."""

@@ -77,10 +77,13 @@ async def until_left(receive: Receive) -> None:
 
 
 class Reply:
-    """The reply to one request: JSON, or events. `status` is 0 until it has begun."""
+    """The reply to one request: JSON, or events. `status` is 0 until it has begun.
 
-    def __init__(self, send: Send, limits: Limits) -> None:
-        self._send, self._seconds = send, limits.write_seconds
+    `lines`: a stream has a line of JSON for each event, else they are server-sent events.
+    """
+
+    def __init__(self, send: Send, limits: Limits, *, lines: bool = False) -> None:
+        self._send, self._seconds, self._lines = send, limits.write_seconds, lines
         self.status = 0
 
     async def json(self, status: int, value: Mapping[str, Any], headers: dict[str, str] | None = None) -> None:
@@ -90,15 +93,18 @@ class Reply:
         await self._put({"type": "http.response.body", "body": body})
 
     async def begin_events(self) -> None:
-        """Begin a stream of server-sent events."""
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        """Begin a stream."""
+        kind = "application/x-ndjson" if self._lines else "text/event-stream; charset=utf-8"
+        headers = {"content-type": kind, "cache-control": "no-cache"}
         await self._begin(200, headers, {"x-accel-buffering": "no"})
 
     async def event(self, value: Mapping[str, Any]) -> None:
         """One event, an object as JSON, under the name of its `type` if it has one."""
-        name = f"event: {value['type']}\n" if "type" in value else ""
-        body = f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
-        await self._put({"type": "http.response.body", "body": body, "more_body": True})
+        text = f"{json.dumps(value, ensure_ascii=False)}\n"
+        if not self._lines:
+            name = f"event: {value['type']}\n" if "type" in value else ""
+            text = f"{name}data: {text}\n"
+        await self._put({"type": "http.response.body", "body": text.encode("utf-8", "replace"), "more_body": True})
 
     async def events(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Several events."""
@@ -106,7 +112,9 @@ class Reply:
             await self.event(value)
 
     async def comment(self, text: str) -> None:
-        """A comment of the stream, which clients ignore."""
+        """A comment of the stream, which clients ignore; lines of JSON have none."""
+        if self._lines:
+            return
         await self._put({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
 
     async def end_events(self, last: str) -> None:

@@ -11,17 +11,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.server.refusal import Refusal
 
 SCOPE = "vtx.tenant"  # of a request, in its ASGI scope
 MAX_KEY = 4096  # characters of an API key
-MINUTE = 60.0  # seconds
+MINUTE, DAY = 60.0, 86400.0  # seconds
 RETRY_SECONDS = 2  # until one of a key's answers may have ended
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_OPTION = re.compile(r"(share|requests|answers)=([\w.-]{1,64})|metrics", re.ASCII)
-_FORM = "write KEY, or NAME KEY with share=GROUP, requests=N, answers=N or metrics"
+_OPTION = re.compile(r"(share|requests|answers|tokens)=([\w.-]{1,64})|metrics", re.ASCII)
+_FORM = "write KEY, or NAME KEY with share=GROUP, requests=N, answers=N, tokens=N or metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Tenant:
     """The owner of an API key, by `name` in logs and metrics.
 
     Tenants with the same `share` use each other's caches, by default nobody else's. `requests` a minute and concurrent
-    `answers`, those that wait included, are limits; None: no limit. `metrics`: it may read /metrics next to others.
+    `answers`, those that wait included, and `tokens` of prompts and answers a day (UTC) are limits; None: no limit.
+    `metrics`: it may read /metrics next to others.
     """
 
     name: str = ""
@@ -37,6 +39,23 @@ class Tenant:
     requests: int | None = None
     answers: int | None = None
     metrics: bool = False
+    tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a key has used since the server's start, and `today` all tokens of the `day`, counted from 1970."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    today: int = 0
+    day: int = 0
+
+    def begin_day(self, day: int) -> None:
+        """Count from 0 if another day has begun."""
+        if day != self.day:
+            self.day, self.today = day, 0
 
 
 ANYBODY = Tenant(metrics=True)  # of a server without keys
@@ -45,8 +64,12 @@ ANYBODY = Tenant(metrics=True)  # of a server without keys
 class Keys:
     """The tenants of a server by their API keys, and what they use. `replace` may be called from any thread."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(
+        self, tenants: Mapping[str, Tenant], clock: Callable[[], float] = time.monotonic,
+        date: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self._clock, self._date, self._lock = clock, date, threading.Lock()
+        self._used = defaultdict[str, Usage](Usage)  # by tenants' names
         self._requests = defaultdict[str, deque[float]](deque)  # their times in the last minute
         self._answers = Counter[str]()
         self.replace(tenants)
@@ -77,10 +100,16 @@ class Keys:
             )  # fmt: skip
 
     def admit(self, tenant: Tenant) -> None:
-        """Count a request. Raises Refusal (429) for one beyond the tenant's requests a minute."""
-        if tenant.requests is None:
-            return
+        """Count a request. Raises Refusal (429) for one beyond the tenant's requests a minute or tokens a day."""
         with self._lock:
+            usage, date = self._used[tenant.name], self._date()
+            usage.begin_day(int(date // DAY))
+            if tenant.tokens is not None and usage.today >= tenant.tokens:
+                message = f"this key has used {usage.today:,} tokens today, the limit is {tenant.tokens:,}"
+                raise _too_many(message, int(DAY - date % DAY) + 1)
+            usage.requests += 1
+            if tenant.requests is None:
+                return
             times, now = self._requests[tenant.name], self._clock()
             while times and times[0] <= now - MINUTE:
                 times.popleft()
@@ -88,6 +117,27 @@ class Keys:
                 retry = int(times[0] + MINUTE - now) + 1
                 raise _too_many(f"{tenant.requests} requests a minute are the limit of this key", retry)
             times.append(now)
+
+    def count(self, tenant: Tenant, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count the tokens of an answer, those of its prompt once more if they were in a cache."""
+        with self._lock:
+            usage = self._used[tenant.name]
+            usage.begin_day(int(self._date() // DAY))
+            usage.prompt_tokens += prompt_tokens
+            usage.completion_tokens += completion_tokens
+            usage.today += prompt_tokens + completion_tokens
+
+    def usage(self, tenant: Tenant) -> dict[str, Any]:
+        """What a tenant has used since the server's start, with its limits: the reply of /v1/usage."""
+        with self._lock:
+            usage = self._used[tenant.name]
+            usage.begin_day(int(self._date() // DAY))
+            limits = {"requests_per_minute": tenant.requests, "tokens_per_day": tenant.tokens}
+            return {
+                "key": tenant.name, "requests": usage.requests, "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens, "tokens_today": usage.today,
+                "limits": {**limits, "concurrent_answers": tenant.answers},
+            }  # fmt: skip
 
     @contextmanager
     def answering(self, tenant: Tenant, number: int) -> Iterator[None]:
@@ -152,11 +202,11 @@ def _named(words: list[str], where: str) -> Tenant:
     values = {match[1]: match[2] for match in matches if match is not None}
     return Tenant(
         name, values.get("share", name), _number(values.get("requests"), where), _number(values.get("answers"), where),
-        metrics="metrics" in options,
+        metrics="metrics" in options, tokens=_number(values.get("tokens"), where),
     )  # fmt: skip
 
 
 def _number(value: str | None, where: str) -> int | None:
-    if value is not None and not re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
-        raise RequestError(f"{where}: requests and answers must be whole numbers from 1 to 999,999")
+    if value is not None and not re.fullmatch(r"[1-9]\d{0,11}", value, re.ASCII):
+        raise RequestError(f"{where}: requests, answers and tokens must be whole numbers from 1 to 999,999,999,999")
     return None if value is None else int(value)

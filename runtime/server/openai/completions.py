@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, RawPrompt
+from vtx.runtime.server.openai.fields import FieldReader, RawPrompt, at, check_absent
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
 from vtx.runtime.server.refusal import Refusal
 
@@ -21,9 +21,7 @@ def chat_fields(body: dict[str, Any], _: FieldReader) -> dict[str, Any]:
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str):
         raise Refusal(400, "prompt must be a string; send one a request", code="invalid_value", param="prompt")
-    for name in ("messages", "tools", "tool_choice"):
-        if name in fields:
-            raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
+    check_absent(fields, ("messages", "tools", "tool_choice"))
     count = fields.pop("logprobs", None)
     if isinstance(count, bool) or not isinstance(count, int | None):
         raise Refusal(
@@ -31,6 +29,16 @@ def chat_fields(body: dict[str, Any], _: FieldReader) -> dict[str, Any]:
         )
     known = {} if count is None else {"logprobs": True, "top_logprobs": count}
     return {**fields, **known, "messages": RawPrompt(prompt)}
+
+
+def tokenized_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
+    """The fields of a chat completion for a body of /tokenize: one's own, or a text as `prompt` or `content`."""
+    texts = [name for name in ("prompt", "content") if name in body]
+    if not texts:
+        return body
+    check_absent(body, ("messages", *texts[1:]))
+    text = reader.value(str, body[texts[0]], at(texts[0]))
+    return {name: value for name, value in body.items() if name not in texts} | {"messages": RawPrompt(text)}
 
 
 class CompletionObjects(Objects):

@@ -25,7 +25,7 @@ class EmbeddingFields:
     """A request of embeddings; `user` has no effect."""
 
     input: str | tuple[str, ...]
-    model: str
+    model: str = optional("")
     encoding_format: Literal["float", "base64"] = optional("float")
     user: str = optional("")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -125,6 +125,17 @@ class ResponseFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """vLLM's form of the answer: one of these."""
+
+    json: Mapping[str, Any] | bool | str | None = optional(None)
+    choice: tuple[str, ...] | None = optional(None)
+    regex: str | None = optional(None)
+    grammar: str | None = optional(None)
+    json_object: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamOptions:
     """Options of a stream; `include_obfuscation` has no effect."""
 
@@ -178,8 +189,8 @@ class NamedChoice:
 class ChatFields:
     """A chat completion; None: left out. Ranges are checked by the settings that the values become."""
 
-    model: str
     messages: tuple[MessageFields, ...] | RawPrompt
+    model: str = optional("")
     max_tokens: int | None = optional(None)
     max_completion_tokens: int | None = optional(None)
     temperature: float | None = optional(None)
@@ -206,6 +217,8 @@ class ChatFields:
     guided_choice: tuple[str, ...] | None = optional(None)
     guided_regex: str | None = optional(None)
     guided_grammar: str | None = optional(None)
+    structured_outputs: StructuredOutputs | None = optional(None)
+    grammar: str | None = optional(None)
     k: int | Literal["none", "auto", "card", "default"] = optional("default")
     rest: str | int | float | None = optional(None)
     reduce: str = optional("default")
@@ -259,6 +272,27 @@ class FieldReader(Strict):
         return Refusal(
             400, f"{inside} is {value}; it must be {_nouns(kinds)}", code="invalid_value",
             param=inside.partition(": ")[0],
+        )  # fmt: skip
+
+
+def at(name: str) -> str:
+    """The place of a field of the request, for errors."""
+    return f"{WHERE}: {name}"
+
+
+def check_absent(fields: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise Refusal for fields of a chat completion that another address does not have."""
+    for name in names:
+        if name in fields:
+            raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
+
+
+def check_no_thoughts(name: str, value: Any, none: Any) -> None:
+    """Raise Refusal for a field that asks for thoughts, whose value for an answer without them is `none`."""
+    if value != none:
+        raise Refusal(
+            400, f"{name} is {value!r:.40}, and answers have no thoughts of their own; leave it out",
+            code="unsupported_value", param=name,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from vtx.runtime.api.options import DEFAULT, K, Options, Settings
 from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
-from vtx.runtime.prompt.guiding import Guide
+from vtx.runtime.prompt.guiding import Guide, of_gbnf
 from vtx.runtime.prompt.messages import Message, with_tools
 from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.server.limits import Limits
@@ -27,6 +27,7 @@ from vtx.runtime.server.openai.fields import (
     NamedChoice,
     RawPrompt,
     ResponseFormat,
+    StructuredOutputs,
     TextPart,
     VideoPart,
     VideoUrl,
@@ -54,6 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "echo": (False,), "best_of": (1,), "suffix": ("",),
     "truncation": ("disabled",), "background": (False,), "include": ([],),
 }  # fmt: skip
+STRUCTURED = {"json": "schema", "choice": "choices", "regex": "regex", "grammar": "grammar"}  # of vLLM's newer field
 Translate = Callable[[dict[str, Any], FieldReader], dict[str, Any]]
 
 
@@ -126,8 +128,6 @@ def read_request(
         reader.ignored.append(name)
     present = {name: value for name, value in present.items() if name not in IGNORED}
     fields = reader.read(ChatFields, present, WHERE)
-    with naming("model"):
-        check_text("model", fields.model)
     with naming("messages"):
         images, messages = _messages(fields.messages, limits, hosts)
     options, notes = _options(fields, limits)
@@ -205,6 +205,12 @@ def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, 
         if getattr(fields, name) is not None:
             with naming(name):
                 guides[name] = Guide(**{kind: present[name]})
+    if fields.structured_outputs is not None:
+        with naming("structured_outputs"):
+            guides["structured_outputs"] = _structured(fields.structured_outputs)
+    if fields.grammar is not None:
+        with naming("grammar"):
+            guides["grammar"] = Guide(grammar=of_gbnf(fields.grammar))
     forms = [(name, guide) for name, guide in guides.items() if guide is not None]
     if len(forms) > 1:
         names = " and ".join(name for name, _ in forms)
@@ -230,6 +236,14 @@ def _tools(fields: ChatFields, present: Mapping[str, Any]) -> Guide | None:
         if functions is None:
             raise RequestError(f"tool_choice is {choice!r:.60}; other choices than none and auto are next to tools")
         return Guide(tools=Tools(functions, choice or "auto", fields.parallel_tool_calls))
+
+
+def _structured(form: StructuredOutputs) -> Guide:
+    """The form that vLLM's field asks for."""
+    kinds = {kind: getattr(form, name) for name, kind in STRUCTURED.items()}
+    if form.json_object:
+        return Guide(**{**kinds, "schema": {"type": "object"}})
+    return Guide(**kinds)
 
 
 def _response_format(form: ResponseFormat | None) -> Guide | None:

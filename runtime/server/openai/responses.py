@@ -9,13 +9,22 @@ from typing import Any, ClassVar, Literal
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import WHERE, Detail, FieldReader, FunctionFields, ImageUrl, Role, tool_of
+from vtx.runtime.server.openai.fields import (
+    Detail,
+    FieldReader,
+    FunctionFields,
+    ImageUrl,
+    Role,
+    at,
+    check_absent,
+    tool_of,
+)
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
-from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+ABSENT = ("n", "max_tokens", "stream_options", *NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +116,19 @@ class NamedFunction:
 def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /v1/responses."""
     fields = dict(body)
-    for name in ("n", "messages", "response_format", "max_tokens", "max_completion_tokens", "stream_options"):
-        if name in fields:
-            raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
+    check_absent(fields, ABSENT)
     if "input" in fields:
-        items = reader.value(str | tuple[MessageItem | CallItem | ResultItem, ...], fields.pop("input"), _at("input"))
+        items = reader.value(str | tuple[MessageItem | CallItem | ResultItem, ...], fields.pop("input"), at("input"))
         fields["messages"] = _messages(items)
     if "tools" in fields:
-        reader.value(tuple[FunctionItem, ...], fields["tools"], _at("tools"))
+        reader.value(tuple[FunctionItem, ...], fields["tools"], at("tools"))
         fields["tools"] = [tool_of(function) for function in fields["tools"]]
     if "tool_choice" in fields:
-        choice = reader.value(str | NamedFunction, fields["tool_choice"], _at("tool_choice"))
+        choice = reader.value(str | NamedFunction, fields["tool_choice"], at("tool_choice"))
         if isinstance(choice, NamedFunction):
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if "text" in fields:
-        form = reader.read(TextFields, fields.pop("text"), _at("text")).format
+        form = reader.read(TextFields, fields.pop("text"), at("text")).format
         schema = {"json_schema": {"schema": form.schema}} if form.type == "json_schema" else {}
         fields["response_format"] = {"type": form.type, **schema}
     if "max_output_tokens" in fields:
@@ -133,10 +140,6 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     if fields.get("include") == ["message.output_text.logprobs"]:
         fields["logprobs"] = bool(fields.pop("include"))
     return fields
-
-
-def _at(name: str) -> str:
-    return f"{WHERE}: {name}"
 
 
 def _messages(items: str | Sequence[MessageItem | CallItem | ResultItem]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.serving import Served, asking, data_url, serving, user
 from tests.support.tiny import random_image
+from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.fields import NEVER_IGNORED
@@ -57,17 +58,40 @@ TOOLS = {
     "model": "tiny", "input": "a", "tools": [{"type": "function", "name": "draw", "parameters": PARAMETERS}],
     "tool_choice": {"type": "function", "name": "draw"},
 }  # fmt: skip
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}}
+MESSAGES = {
+    "model": "tiny", "system": [{"type": "text", "text": "a"}], "max_tokens": 4,
+    "messages": [
+        {"role": "user", "content": [BLOCK, {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "draw", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [
+            {"type": "text", "text": "done"},
+        ]}, {"type": "text", "text": "and?"}]},
+    ],
+    "tools": [{"name": "draw", "input_schema": PARAMETERS}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+}  # fmt: skip
+OLLAMA = {
+    "model": "tiny", "options": {"temperature": 0, "num_predict": 4, "num_ctx": 4096}, "tools": CHAT["tools"],
+    "messages": [
+        {"role": "user", "content": "a", "images": [URL.partition(",")[2]]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "draw", "arguments": {}}}]},
+        {"role": "tool", "content": "done", "tool_name": "draw"},
+    ],
+}  # fmt: skip
 KINDS = {
     "chat": (CHAT, None), "form": (FORM, None), "response": (RESPONSE, responses.chat_fields),
     "tools": (TOOLS, responses.chat_fields),
     "completion": ({"model": "tiny", "prompt": "a"}, completions.chat_fields),
+    "messages": (MESSAGES, anthropic.chat_fields), "ollama": (OLLAMA, ollama.chat_fields),
+    "generate": ({"model": "tiny", "prompt": "a", "format": "json"}, ollama.generate_fields),
     "embeddings": ({"model": "tiny", "input": [URL]}, embeddings.chat_fields),
 }  # fmt: skip
 NAMES = (  # of fields that change the prompt or the form in some server
     "previous_response_id", "conversation", "echo", "structured_outputs", "grammar", "images", "fps", "ebnf",
     "image_urls", "input", "instructions", "lora", "regex",
 )  # fmt: skip
-FREE = ("parameters", "schema", "logit_bias")  # objects whose names are the client's
+FREE = {"parameters", "schema", "logit_bias", "input_schema", "cache_control", "arguments"}  # names are the client's
 
 
 def read(body: Any, translate: Any, *, lenient: bool = False) -> Any:
@@ -79,7 +103,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     if isinstance(value, dict):
         yield path
         for name, item in value.items():
-            yield from () if name in FREE else places(item, (*path, name))
+            free = name in FREE or (name == "input" and isinstance(item, dict))
+            yield from () if free else places(item, (*path, name))
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from places(item, (*path, number))
