@@ -52,14 +52,15 @@ def pages() -> dict[Path, str]:
         "default; `tools` are refused. `/v1/embeddings`:",
         _objects((embeddings.EmbeddingFields,)),
         "## Fields of messages",
-        "`/v1/messages` has these objects in `messages`, `system`, `tools`, `tool_choice` and `output_config`, a `system`\n"
-        "text before the first, and fields of a chat completion, renamed as here: "
-        f"{_renamed(anthropic.NAMES)}. `thinking` may be disabled.",
+        "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"
+        f"and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.\n"
+        "`thinking` may be disabled.",
         _objects(BLOCKS),
         "## Fields of Ollama's addresses",
-        "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and these\n"
-        "in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no effect.\n"
-        "`/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names may end with `:latest`.",
+        "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and\n"
+        "these in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no\n"
+        "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
+        "may end with `:latest`.",
         _objects((ollama.Message, ollama.ModelOptions)),
         "## Unknown fields",
         "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",

@@ -173,8 +173,8 @@ def refused(refusal: Refusal) -> Event:
 def _tool(tool: Tool) -> dict[str, Any]:
     if tool.type != "custom" or tool.input_schema is None:
         raise Refusal(
-            400, f"the tool {tool.name!r:.40} of type {tool.type!r:.40} has no input_schema that its calls follow; give "
-            "tools of type custom with one", code="invalid_value", param="tools",
+            400, f"the tool {tool.name!r:.40} of type {tool.type!r:.40} has no input_schema for its calls; give tools "
+            "of type custom with one", code="invalid_value", param="tools",
         )  # fmt: skip
     about = {"description": tool.description} if tool.description else {}
     return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}

@@ -100,8 +100,9 @@ class Engines:
         for known in (name, name.removesuffix(LATEST)):
             if known in self._bundles:
                 return known
+        problem = f"there is no model {name[:80]!r}" if name else "the request has no model"
         raise Refusal(
-            404, f"there is no model {name[:80]!r}; this server has {', '.join(self._bundles)}",
+            404, f"{problem}; this server has {', '.join(self._bundles)}",
             code="model_not_found", param="model",
         )  # fmt: skip
 

@@ -39,7 +39,6 @@ def part(url: Any) -> dict[str, Any]:
     ("change", "status", "param", "said"),
     [
         ({"model": "other"}, 404, "model", "this server has tiny"),
-        ({"model": None}, 400, "model", "the request has no model"),
         ({"messages": []}, 400, "messages", "must be a list"),
         ({"messages": [{"role": "assistant", "content": "red"}]}, 400, "messages", "the user's question"),
         ({"messages": [{"role": "tools", "content": "red"}]}, 400, "messages", "must be system, developer"),

@@ -110,13 +110,17 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(item, (*path, number))
 
 
+def declared(body: Any, path: tuple[Any, ...]) -> Any:
+    """The object at a path."""
+    for step in path:
+        body = body[step]
+    return body
+
+
 def changed(body: Any, path: tuple[Any, ...], name: str) -> Any:
     """The body with an unknown field in the object at a path."""
     body = copy.deepcopy(body)
-    at = body
-    for step in path:
-        at = at[step]
-    at[name] = {"value": 1}
+    declared(body, path)[name] = {"value": 1}
     return body
 
 
@@ -142,7 +146,7 @@ def test_a_byte_order_mark_before_a_body_does_not_matter() -> None:
 def test_no_server_ignores_what_changes_the_prompt_or_the_form(kind: str) -> None:
     body, translate = KINDS[kind]
     for path in places(body):
-        for name in NAMES:
+        for name in set(NAMES) - set(declared(body, path)):
             assert name in NEVER_IGNORED
             with pytest.raises(Refusal):
                 read(changed(body, path, name), translate, lenient=True)
