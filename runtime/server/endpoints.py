@@ -35,6 +35,7 @@ from vtx.runtime.server.openai.request import ChatRequest, Translate, read_reque
 from vtx.runtime.server.places import Place, Places
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
+from vtx.runtime.server.sent import NamedImage, SentImages
 from vtx.runtime.server.tracing import Answered, Tracing
 from vtx.runtime.server.uploads import Upload, Uploads, network_of
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -144,6 +145,7 @@ class Endpoints:
         keys: Keys | None = None,
     ) -> None:  # fmt: skip
         self._keys = keys or Keys({})
+        self._sent = SentImages(limits.sent)
         self._uploads, self._places = Uploads(limits), Places(limits.parallel + limits.queue)
         self._lenient, self._traffic, self._tracing = lenient, traffic or Traffic(), tracing
         self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
@@ -192,7 +194,7 @@ class Endpoints:
 
     def figures(self) -> dict[str, float]:
         """The current state for the metrics."""
-        return {"body_bytes": self._uploads.bytes}
+        return {"body_bytes": self._uploads.bytes, "sent_image_bytes": self._sent.bytes}
 
     async def _answer(
         self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint
@@ -226,6 +228,8 @@ class Endpoints:
     async def _compute(self, request: _Admitted, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request that has its place."""
         loop, chat, place, started = asyncio.get_running_loop(), request.chat, request.place, request.started
+        if any(isinstance(image, NamedImage) for image in chat.images):
+            chat = request.chat = named_images(chat, self._sent, request.tenant.share)
         if any(isinstance(image, RemoteImage) for image in chat.images):
             chat = await loop.run_in_executor(self._fetchers, fetch_images, chat, self._limits)
         chat = replace(chat, model=self._engines.named(chat.model))
@@ -271,6 +275,12 @@ class Endpoints:
             self._keys.count(request.tenant, stats.prompt_tokens, len(answer.token_ids))
             self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
         return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
+
+
+def named_images(chat: ChatRequest, sent: SentImages, tenant: str) -> ChatRequest:
+    """The request with the images that its client has named. Raises Refusal."""
+    images = tuple(sent.url(image, tenant) if isinstance(image, NamedImage) else image for image in chat.images)
+    return replace(chat, images=images)
 
 
 def fetch_images(chat: ChatRequest, limits: Limits) -> ChatRequest:
@@ -329,7 +339,7 @@ def read_images(
 ) -> tuple[PreparedImage, ...]:
     """Read the images and videos of a request. Raises Refusal, ImageError."""
     loaded = engine.model.loaded
-    sources = [image for image in chat.images if not isinstance(image, RemoteImage)]  # these have been fetched
+    sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]  # they are here
 
     def check(image: ImageSource) -> None:  # for videos the limits of `limits.py` in runtime/vision hold
         width, height = image_size(image, loaded.image_formats)

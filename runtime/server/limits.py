@@ -8,7 +8,7 @@ from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.scheduler.engine import Capacity
 
 MIN_STALL = 5.0  # seconds; a thread that waits for work gives a sign of life each second
-MAY_BE_NONE = ("queue", "kept", "kv", "image_tokens", "tiles", "pictures")
+MAY_BE_NONE = ("queue", "kept", "kv", "image_tokens", "tiles", "pictures", "sent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,18 +16,20 @@ class Limits(Capacity):
     """Limits of one server; sizes in bytes, times in seconds. Those of each model are `Capacity`'s.
 
     `body`: of a request; of as many as `bodies` there is memory for those that arrive or wait to be read, for those of
-    one client half of it; at most `uploads` bodies, `client_uploads` of one client, arrive at a time. `pixels`: of one
-    image. `images`, `new_tokens`: of one request. `queue`: requests of one model that wait. `body_seconds`: for a
-    request to arrive. `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to receive
-    what was sent. `comment_seconds`: without an event of a stream, after which it gets a comment. `stall_seconds`:
-    without a sign of life of a thread that computes. `fetch_seconds`: for an image at an address, which may have as
-    many bytes as a body. `grace_seconds`: for running answers to end after a signal.
+    one client half of it; at most `uploads` bodies, `client_uploads` of one client, arrive at a time. `sent`: of images
+    that are kept under names that their clients gave them. `pixels`: of one image. `images`, `new_tokens`: of one
+    request. `queue`: requests of one model that wait. `body_seconds`: for a request to arrive. `seconds`: from there to
+    the answer's end, with waiting. `write_seconds`: for a client to receive what was sent. `comment_seconds`: without
+    an event of a stream, after which it gets a comment. `stall_seconds`: without a sign of life of a thread that
+    computes. `fetch_seconds`: for an image at an address, which may have as many bytes as a body. `grace_seconds`: for
+    running answers to end after a signal.
     """
 
     body: int = 32 << 20
     bodies: int = 8
     uploads: int = 256
     client_uploads: int = 64
+    sent: int = 64 << 20
     pixels: int = 32 << 20
     images: int = 8
     new_tokens: int = 1024
@@ -48,6 +50,4 @@ class Limits(Capacity):
             elif "seconds" in field.name:
                 check_number(name, value, "a number of seconds above 0", least=1e-3, most=1e6)
             else:
-                check_whole(
-                    name, value, 0 if field.name in ("queue", "kept", "kv", "image_tokens", "tiles", "pictures") else 1
-                )
+                check_whole(name, value, 0 if field.name in MAY_BE_NONE else 1)

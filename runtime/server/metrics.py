@@ -34,6 +34,7 @@ FIGURES = {  # of the engines and the process, by name; those that end in _total
     "build_info": "1, with the version of vtx.",
     "resident_memory_bytes": "Memory of the process.",
     "body_bytes": "Bodies of requests that arrive or wait to be read.",
+    "sent_image_bytes": "Bytes of images kept under names that clients gave them.",
     "log_lines_dropped_total": "Lines of the access log that nobody read in time.",
     "models_loaded": "Bundles in memory.",
     "requests_active": "Answers that are being computed.",

@@ -61,10 +61,11 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """A part of a message."""
+    """A part of a message. An image with a `uuid` may be left out of later requests with it, as in vLLM."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl | str
+    image_url: ImageUrl | str | None = optional(None)
+    uuid: str = optional("")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from vtx.runtime.server.openai.fields import (
 )
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.server.remote import RemoteImage, remote_image
+from vtx.runtime.server.sent import NamedImage
 from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
@@ -61,7 +62,8 @@ Translate = Callable[[dict[str, Any], FieldReader], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request: `messages`, and their `images` and videos in order, as data URLs or images still to be fetched.
+    """One request: `messages`, and their `images` and videos in order, as data URLs, images still to be fetched, or by
+    the names that their client gave them.
 
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
     the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
@@ -71,7 +73,7 @@ class ChatRequest:
 
     model: str
     messages: list[Message]
-    images: tuple[str | bytes | RemoteImage | Video, ...]
+    images: tuple[str | bytes | RemoteImage | NamedImage | Video, ...]
     k: K
     reduce: str | None
     options: Options
@@ -300,6 +302,10 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     source = part.image_url if isinstance(part, ImagePart) else part.video_url
+    if source is None:
+        if isinstance(part, VideoPart) or not part.uuid:
+            raise RequestError("an image has no image_url, and no uuid under which it was sent before")
+        return {"type": "image", "image": NamedImage(part.uuid, None)}
     url = source if isinstance(source, str) else source.url
     local = url[:5].lower() == "data:"
     if isinstance(source, VideoUrl) or isinstance(part, VideoPart):
@@ -317,4 +323,6 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
             f"an image must be a data URL, data:image/jpeg;base64,...; got {url!r:.80}. This server fetches no "
             "addresses and opens no files"
         )
+    if isinstance(part, ImagePart) and part.uuid:
+        return {"type": "image", "image": NamedImage(part.uuid, url)}
     return {"type": "image_url", "image_url": {"url": url}}
