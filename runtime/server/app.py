@@ -79,6 +79,10 @@ def make_app(
         current = {**engines.figures(), **endpoints.figures(), **figures()}
         return Response(metrics.text(current), media_type=CONTENT_TYPE)
 
+    async def slots(request: Request) -> Response:
+        keys.check_metrics(request.scope.get(SCOPE, ANYBODY))
+        return JSONResponse(endpoints.slots())
+
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         with nullcontext() if watchdog is None else watchdog.running(asyncio.get_running_loop()):
@@ -90,7 +94,7 @@ def make_app(
         *(Route(path, endpoint=endpoints, methods=["POST"]) for path in ENDPOINTS),
         *Listing(engines, keys, limits).routes,
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
-        Route("/metrics", endpoint=metered), *page_routes(PAGE),
+        Route("/metrics", endpoint=metered), Route("/slots", endpoint=slots), *page_routes(PAGE),
     ]  # fmt: skip
     app = Starlette(
         routes=routes, lifespan=lifespan,

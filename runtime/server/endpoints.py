@@ -7,9 +7,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -115,7 +115,7 @@ class Traffic:
     draining: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Admitted:
     """A request of a `tenant` that has its `place`; its answer must end `seconds` after it `started`.
 
@@ -135,6 +135,25 @@ class _Admitted:
         """Seconds until the end."""
         return self.started + self.seconds - time.monotonic()
 
+    @property
+    def state(self) -> str:
+        """How far it is: its images are read, it waits for its turn, its prompt is computed, or its answer."""
+        if not self.place.jobs:
+            return "reading"
+        if self.place.waits:
+            return "waiting"
+        return "prompt" if math.isnan(self.place.first) else "answer"
+
+    def slot(self) -> dict[str, Any]:
+        """Its object of /slots, without anything that was asked or answered."""
+        chat, tokens = self.chat, [job.emitted for job in self.place.jobs]
+        return {
+            "model": chat.model, "key": self.tenant.name, "state": self.state, "k": chat.k, "rest": chat.options.rest,
+            "tokens": sum(tokens), "max_tokens": chat.n * chat.options.max_new_tokens,
+            "seconds": round(time.monotonic() - self.started, 3), "seconds_left": round(self.left, 3),
+            "deadline": chat.deadline is not None, "priority": chat.options.priority, "stream": chat.stream,
+        }  # fmt: skip
+
 
 class Endpoints:
     """An ASGI application for `ENDPOINTS`. Images are fetched from `hosts` only. `close` ends its threads."""
@@ -145,6 +164,7 @@ class Endpoints:
         keys: Keys | None = None,
     ) -> None:  # fmt: skip
         self._keys = keys or Keys({})
+        self._admitted = list[_Admitted]()
         self._sent = SentImages(limits.sent)
         self._uploads, self._places = Uploads(limits), Places(limits.parallel + limits.queue)
         self._lenient, self._traffic, self._tracing = lenient, traffic or Traffic(), tracing
@@ -221,9 +241,23 @@ class Endpoints:
                 with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.n):
                     request = _Admitted(scope["path"], tenant, chat, started, seconds, upload, place)
                     del chat
-                    return await self._compute(request, reply, endpoint)
+                    with self._listed(request):
+                        return await self._compute(request, reply, endpoint)
         finally:
             self._traffic.inside -= 1
+
+    @contextmanager
+    def _listed(self, request: _Admitted) -> Iterator[None]:
+        """Show a request in /slots until the end of the block."""
+        self._admitted.append(request)
+        try:
+            yield
+        finally:
+            self._admitted.remove(request)
+
+    def slots(self) -> list[dict[str, Any]]:
+        """The requests that are computed or wait, those that came first before others."""
+        return [request.slot() for request in self._admitted]
 
     async def _compute(self, request: _Admitted, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request that has its place."""

@@ -92,10 +92,10 @@ class Keys:
         return matching[0] if matching else None
 
     def check_metrics(self, tenant: Tenant) -> None:
-        """Raise Refusal (403) for a tenant that must not see the figures of others."""
+        """Raise Refusal (403) for a tenant that must not see the figures and requests of others."""
         if len(self._tenants) > 1 and not tenant.metrics:
             raise Refusal(
-                403, "this key must not read /metrics, which counts the requests of all keys; mark a key with "
+                403, "this key must not read /metrics and /slots, which show the requests of all keys; mark a key with "
                 "`metrics` in the file of --api-keys", code="insufficient_permissions",
             )  # fmt: skip
 

@@ -235,3 +235,21 @@ def test_keys_are_read_again_on_a_hangup_and_wrong_ones_change_nothing(tiny_bund
         reload(served.engines, keys, file)
         assert [chat(served, key, body).status for key in ("alice", "bob", "carol")] == [401, 200, 200]
     assert hasattr(signal, "SIGHUP")
+
+
+def test_who_waits_for_what_is_shown_without_texts_to_those_who_may_see_all(served: Served) -> None:
+    def slots(key: str) -> Response:
+        return served.request("GET", "/slots", authorization=f"Bearer key-of-{key}")
+
+    assert slots("monitor").json == []
+    with held(served):
+        body = asking(user("is it a secret?", IMAGE), k=3, reduce="none", deadline_ms=60_000)
+        with served.open_chat(body, Authorization="Bearer key-of-alice"):
+            until(lambda: [slot["state"] for slot in slots("monitor").json] == ["answer"], "it has begun")
+            [slot] = slots("monitor").json
+            assert (slot["key"], slot["model"], slot["k"], slot["deadline"]) == ("alice", "tiny", 3, True)
+            assert (slot["tokens"], slot["max_tokens"]) == (1, 8)
+            assert 0 < slot["seconds_left"] < 60
+            assert "secret" not in slots("monitor").body.decode()
+            assert slots("alice").status == 403
+    until(lambda: slots("monitor").json == [], "it has ended")
