@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -87,6 +88,9 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--trusted-proxy proxies", str, "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
            "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].", multiple=True, metavar="ADDRESS"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
+    option("--tls-cert", Path, "Serve https with this certificate chain, PEM; its key is in --tls-key.",
+           metavar="FILE"),
+    option("--tls-key", Path, "The private key of --tls-cert, PEM, without a password.", metavar="FILE"),
     option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
            "http://localhost:4318.", metavar="URL"),
     option("--access-log", click.Choice(["text", "json"]), "Write one line per request to stdout."),
@@ -101,6 +105,7 @@ def serve(
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
     max_accuracy_drop: float, image_hosts: tuple[str, ...],
     origins: tuple[str, ...], api_keys: Path | None, proxies: tuple[str, ...], unix_socket: Path | None,
+    tls_cert: Path | None, tls_key: Path | None,
     otlp: str | None, access_log: str | None, no_auth: bool, lenient: bool, loading: Loading,
 ) -> None:  # fmt: skip
     """Serve bundles over an OpenAI-compatible API and a test page.
@@ -129,6 +134,7 @@ def serve(
     for origin in origins:
         if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
             raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
+    check_tls(tls_cert, tls_key)
     tracing = None if otlp is None else Tracing(sent_to(otlp))
     hosts, trusted = checked_hosts(image_hosts), checked_proxies(proxies)
     reserve_descriptors(CONNECTIONS)
@@ -169,7 +175,9 @@ def serve(
         for card in (engine.model.loaded.card for engine in engines.loaded):
             if card:
                 note(card.in_words)
-        note(f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at)}; Ctrl-C ends")
+        note(
+            f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at, tls=tls_cert is not None)}; Ctrl-C ends"
+        )
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
         access = opening.enter_context(access_output()) if access_log else None
@@ -186,6 +194,7 @@ def serve(
             app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
             log_config=None, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS,
             timeout_keep_alive=30, proxy_headers=bool(trusted), forwarded_allow_ips=trusted,
+            ssl_certfile=tls_cert, ssl_keyfile=tls_key,
         )  # fmt: skip
         if hasattr(signal, "SIGHUP"):
             reloading = partial(reload, engines, keys, api_keys)
@@ -361,6 +370,18 @@ def listening_at(path: Path) -> socket.socket:
         raise RequestError(f"cannot listen at {path} ({e.strerror or e}); remove it, or choose another path") from e
 
 
-def page_url(host: str, at: socket.socket) -> str:
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raise RequestError for a certificate without its key, or that cannot be used."""
+    if (cert is None) != (key is None):
+        raise RequestError("--tls-cert and --tls-key belong together; give both")
+    if cert is None or key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, lambda: "")
+    except (OSError, ValueError) as e:
+        raise RequestError(f"{cert} and {key} are no certificate and its key as PEM files: {e}") from e
+
+
+def page_url(host: str, at: socket.socket, *, tls: bool = False) -> str:
     """The URL of the page."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}/"
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}/"

@@ -6,8 +6,10 @@ import fcntl
 import http.client
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +54,42 @@ def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) ->
             assert "Traceback" not in rest
         finally:
             process.kill()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_it_speaks_https_with_a_certificate(bundle: Path, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    command = [sys.executable, "-c", "from vtx.cli import serve; serve()", "--bundle", str(bundle), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--threads", "1", "--tls-cert", str(cert), "--tls-key", str(key)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            where = re.search(r"serving tiny at https://127\.0\.0\.1:(\d+)/", line)
+            assert where, line
+            trusted = ssl.create_default_context(cafile=str(cert))
+            connection = http.client.HTTPSConnection("127.0.0.1", int(where[1]), timeout=WAIT, context=trusted)
+            connection.request("GET", "/v1/models")
+            assert b'"tiny"' in connection.getresponse().read()
+            connection.close()
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--tls-cert", "a.pem"], "belong together"), (["--tls-cert", "a.pem", "--tls-key", "b.pem"], "no certificate")],
+)
+def test_a_certificate_that_cannot_be_used_is_refused(bundle: Path, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(serve, ["--bundle", str(bundle), *arguments])
+    assert result.exit_code == 1
+    assert words in result.output
 
 
 STALLED = """
