@@ -175,9 +175,8 @@ def serve(
         for card in (engine.model.loaded.card for engine in engines.loaded):
             if card:
                 note(card.in_words)
-        note(
-            f"serving {', '.join(engines.names)} at {unix_socket or page_url(host, at, tls=tls_cert is not None)}; Ctrl-C ends"
-        )
+        address = unix_socket or page_url(host, at, tls=tls_cert is not None)
+        note(f"serving {', '.join(engines.names)} at {address}; Ctrl-C ends")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
         access = opening.enter_context(access_output()) if access_log else None
