@@ -18,11 +18,12 @@ from vtx.runtime.checks import check_text
 from vtx.runtime.errors import ExportError, ImageError, ModelClosedError, RequestError, TemplateError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
-from vtx.runtime.server.endpoints import ENDPOINTS
+from vtx.runtime.server.endpoints import ENDPOINTS, named_images
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai.request import ChatRequest, read_request
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.remote import RemoteImage
+from vtx.runtime.server.sent import NamedImage, SentImages
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.video import video
@@ -196,7 +197,8 @@ def _asked(
                 yield line, [AnswerRequest.of(loaded, images, messages, settings)]
                 continue
             chat = read_request(line.request, limits, translate=ENDPOINTS[line.url].translate)
-            sources = [image for image in chat.images if not isinstance(image, RemoteImage)]
+            chat = named_images(chat, SentImages(0), "")  # each line has its own
+            sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]
             seen = loaded.prepare_all(sources, messages=chat.messages)
             loaded.check_system(chat.messages)
             k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
