@@ -29,7 +29,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.bundle.tensors import read_rope
+from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import cores, cpu_flags, version
@@ -103,8 +103,12 @@ class OpenvinoBackend(HostBackend):
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
         rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
+        scales = read_kv_scales(bundle) if kv == "u8" else {}
+        by_layer = {n: scales[names.key_scale(n)] for stage in m.stages for n in stage.cached if scales}
         self._score, most = score, most_tokens(m.precision, compute)
-        self._context = OpenvinoCacheContext(openvino, m.model, kv, rope, score, key_type, most, m.token_inputs)
+        self._context = OpenvinoCacheContext(
+            openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, by_layer
+        )
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
@@ -194,7 +198,10 @@ class OpenvinoBackend(HostBackend):
         def read() -> tuple[Any, StateTensors]:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             sliding = m.model.sliding.layers if m.model.sliding else ()
-            page_caches(model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None)
+            page_caches(
+                model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None,
+                key_scales=self._context.key_scales,
+            )  # fmt: skip
             select_outputs(model, whole=spec.last not in spec.cached)
             return model, StateTensors.of(model)
 
