@@ -99,6 +99,9 @@ def predict(
         widest = max(ffn, text.heads * text.head_dim, text.hidden)
         measuring = 4 * max(map(sum, layers)) + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
         measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
+        if PRECISIONS[precisions.decoder].bits == 4:  # sampled inputs, and the feedback of the widest matrix
+            inputs = TOKENS * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
+            measuring = max(measuring + 2 * inputs, 2 * inputs + 4 * 4 * widest**2)
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
         export_memory=export_base() + max(checking, seeing_memory(config), measuring),
