@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
@@ -93,21 +95,30 @@ def predict(
     layers = [[prod(shape) for _, shape in text.layer_tensors(layer + 1)] for layer in range(text.layers)]
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
-    # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.
-    measuring = 0
-    if measured:
-        widest = max(ffn, text.heads * text.head_dim, text.hidden)
-        measuring = 4 * max(map(sum, layers)) + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
-        measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
-        if PRECISIONS[precisions.decoder].bits == 4:  # sampled inputs, and the feedback of the widest matrix
-            inputs = TOKENS * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
-            measuring = max(measuring + 2 * inputs, 2 * inputs + 4 * 4 * widest**2)
+    measuring = measuring_memory(text, measured, precisions.decoder) if measured else 0
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
         export_memory=export_base() + max(checking, seeing_memory(config), measuring),
         run_memory=resident + answering + engine_base - RUN_BASE, kv_full=slot * text.attending,
         work=sum(file.work for file in plan.files), engine=engine,
     )  # fmt: skip
+
+
+def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:
+    """Memory in addition to the base while activations of prompts of `measured` tokens decide the rounding: bytes.
+
+    They are a layer as float32, its largest matrix as stored, hidden states, and the search. In int4 there are also the
+    sampled inputs of all layers, and later the feedback of the widest matrix.
+    """
+    largest = max(sum(prod(shape) for _, shape in text.layer_tensors(layer + 1)) for layer in range(text.layers))
+    ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
+    widest = max(ffn, text.heads * text.head_dim, text.hidden)
+    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
+    measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
+    if PRECISIONS[precision].bits != 4:
+        return measuring
+    inputs = TOKENS * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
+    return 2 * inputs + max(measuring, 4 * 4 * widest**2)
 
 
 def engine_on_cpu(precision: str, hidden: int, options: ExportOptions) -> str:

@@ -170,12 +170,8 @@ def _rewrite(
             computed = entry.source.source is not None
             by_rows = entry.form.scheme or scaling or entry.source.transposed or computed  # they stay whole
             tensor = entry.source if by_rows else entry.source.flat
-            matrix = entry.form.matrix
-            convert = partial(_taken, entry, matrix) if matrix else partial(_converted, entry, scaling, tensor)
-            feedback = scaling.feedback() if scaling else None
-            if feedback is not None:
-                convert, computed = partial(convert, feedback=feedback), True
-            length, step = tensor.shape[0], max(1, (COMPUTED if computed else CHUNK) // max(1, prod(tensor.shape[1:])))
+            convert, elements = _conversion(entry, scaling, tensor)
+            length, step = tensor.shape[0], max(1, elements // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
             crc, following = 0, list[list[bytes]]()
             for (data, *more), nbytes in in_order(pool, convert, spans):
@@ -206,6 +202,18 @@ def in_order(
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()
+
+
+def _conversion(
+    entry: WeightEntry, scaling: Scaling | None, tensor: TensorInfo
+) -> tuple[Callable[[slice], Converted], int]:
+    """The conversion of rows of an entry, whose tensor is `tensor`, and the elements to convert at a time."""
+    if entry.form.matrix is not None:
+        return partial(_taken, entry, entry.form.matrix), COMPUTED
+    feedback = scaling.feedback() if scaling else None
+    convert = partial(_converted, entry, scaling, tensor, feedback=feedback)
+    large = feedback is not None or entry.source.source is not None
+    return convert, COMPUTED if large else CHUNK
 
 
 def _taken(entry: WeightEntry, matrix: Matrix, span: slice) -> Converted:

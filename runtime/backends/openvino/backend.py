@@ -63,6 +63,15 @@ def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEA
     }
 
 
+def key_scales(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
+    """The scales of each layer's keys [1, kv_heads, 1, head_dim]; none unless K and V are kept in integers."""
+    m = bundle.manifest
+    if not KV_DTYPES[m.kv_dtype].scaled:
+        return {}
+    scales = read_kv_scales(bundle)
+    return {layer: scales[names.key_scale(layer)] for stage in m.stages for layer in stage.cached}
+
+
 def most_tokens(precision: str, compute: str) -> int | None:
     return PRECISIONS[precision].openvino_tokens.get(compute)
 
@@ -103,11 +112,9 @@ class OpenvinoBackend(HostBackend):
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
         rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
-        scales = read_kv_scales(bundle) if kv == "u8" else {}
-        by_layer = {n: scales[names.key_scale(n)] for stage in m.stages for n in stage.cached if scales}
         self._score, most = score, most_tokens(m.precision, compute)
         self._context = OpenvinoCacheContext(
-            openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, by_layer
+            openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
         )
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
