@@ -75,3 +75,15 @@ def test_feedback_of_inputs_that_share_nothing_changes_nothing(storage: Scheme) 
         parts = zip(quantise(rows, storage, "w", Feedback.of(inputs)), quantise(rows, storage, "w"), strict=True)
         for fed_back, plain in parts:
             np.testing.assert_array_equal(fed_back, plain)
+
+
+@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True)], ids=["64", "32"])
+def test_rows_of_zeros_and_huge_channels_are_rounded_to_finite_numbers(storage: Scheme) -> None:
+    rows, inputs = weights(8, 1024), np.random.default_rng(1).standard_normal((64, 1024)).astype(np.float32)
+    rows[0] = 0
+    rows[1, 5] = 1e4
+    inputs[:, 7] *= 1e5
+    restored = dequantise(*quantise(rows, storage, "w", Feedback.of(inputs)), storage)
+    assert np.isfinite(restored).all()
+    assert not restored[0].any()
+    assert abs(restored[1, 5] - 1e4) < 1e4 / 7
