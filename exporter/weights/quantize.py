@@ -50,7 +50,7 @@ class Feedback:
         of_tokens = inputs @ inputs.T + damping * np.eye(len(inputs), dtype=np.float32)
         inverse = -inputs.T @ np.linalg.solve(of_tokens, inputs)
         inverse[np.diag_indices_from(inverse)] += 1
-        factor = np.linalg.cholesky(inverse)
+        factor: Floats = np.linalg.cholesky(inverse).astype(np.float32, copy=False)
         del inverse
         factor /= factor.diagonal().copy()
         return cls((sums + damping) / (sums + damping).mean(), factor.T)
