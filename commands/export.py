@@ -225,6 +225,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     import time
 
     from vtx.exporter.bundling.export import run_export
+    from vtx.runtime.backends.engines import ENGINES, EXPANDED
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.bundle.spec.names import UNTYPED
     from vtx.runtime.bundle.tensors import float16_overflow
@@ -241,9 +242,12 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
     predicted, p = plan.prediction, plan.precisions
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
+    engine = ENGINES[predicted.engine]
     expanded = sorted({part for part in (p.decoder, p.vision, p.head) if PRECISIONS[part].expands})
+    if engine.compute["f32"] != EXPANDED:
+        expanded = []
     wider = f", where {' and '.join(expanded)} weights are expanded to fp32" if expanded else ""
-    note(f"           {size(predicted.run_memory)} to run with onnxruntime on a CPU{wider}")
+    note(f"           {size(predicted.run_memory)} to run with {engine.title} on a CPU{wider}")
     if plan.options.arithmetic and plan.config.action is None:
         note("           about as much to measure its answers, where that is free; --arithmetic f32 leaves that out")
     if KV_TYPES[p.kv].scaled:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, tried
+from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, sampled, tried
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16
 from vtx.runtime.bundle.spec.stored import scheme
@@ -29,7 +29,7 @@ FACTORS = ".factors.safetensors"
 NORM = "layernorm.weight"
 # Channel factors by the weight that their inverse scales; and the items that they were measured on, their tokens
 # (`rows`), and the mean exponent of each kind of matrix.
-ChannelFactors = tuple[dict[str, Floats], dict[str, Any]]
+ChannelFactors = tuple[dict[str, NDArray[Any]], dict[str, Any]]
 
 
 def read_factors(path: Path) -> ChannelFactors:
@@ -82,7 +82,7 @@ class _FactorSearch:
         self._shares, self._drawn = shares(is_vision), drawn(is_vision)
         self._sizes: dict[str, Tensor] = {}  # by matrix, mean magnitudes of its inputs [in]
         self._inputs: dict[str, list[Floats]] = {}  # by matrix, a sample of its inputs [tokens, in]
-        self.factors: dict[str, Floats] = {}
+        self.factors: dict[str, NDArray[Any]] = {}
         self.alphas: dict[str, list[float]] = {}
 
     def add(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
@@ -113,6 +113,9 @@ class _FactorSearch:
                 factors = exact_factors(norm, factors, self._stored[group.source].dtype)
             if alpha:
                 self.factors[group.source] = factors
+            if storage.bits == 4:  # of any scale, so that float16 holds them
+                sample = inputs / max(float(np.abs(inputs).max()), 1e-30)
+                self.factors[sampled(group.source)] = sample.astype(np.float16)
         self._sizes.clear()
         self._inputs.clear()
 

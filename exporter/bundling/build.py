@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx import __version__
 from vtx.exporter.bundling.activation_aware import FACTORS, measure_factors, read_factors
@@ -31,7 +32,7 @@ from vtx.exporter.graphs.vision import IMAGES, VIDEO, build_projector, build_vis
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.plan import StoredTensor
-from vtx.exporter.weights.scaling import Floats, scalings
+from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.exporter.weights.writing import write_weights
 from vtx.runtime.backends.allocation import returning_memory
@@ -82,7 +83,7 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     for number, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
         _write_dialect(folder, plan, dialect, graphs, stored)
         report("graphs", number, len(plan.dialects))
-    factors, measured = dict[str, Floats](), dict[str, Any]()
+    factors, measured = dict[str, NDArray[Any]](), dict[str, Any]()
     if plan.options.aware is not None:
         if "factors" not in journal.parts:
             found, record = measure_factors(plan, plan.options.aware, report)

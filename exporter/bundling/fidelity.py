@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,12 @@ from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.host.machine import available_memory, cpu_flags
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.report.golden import DECODED_TOKENS, decoded_ids
+from vtx.runtime.report.golden import DECODED_TOKENS, bounded_prompt
 from vtx.runtime.session.sampling import log_softmax
-from vtx.runtime.session.session import Prompt, Session
+from vtx.runtime.session.session import Session
 from vtx.runtime.units import Progress, size
 from vtx.runtime.vision.preprocess import without_notes
-from vtx.runtime.vision.tokens import Ids, ImageTokens
+from vtx.runtime.vision.tokens import Ids
 from vtx.tools.data.items import Item, scene_items
 
 Logits = NDArray[np.float32]
@@ -289,22 +290,15 @@ def read(model: Model, exchange: Exchange) -> Logits:
 
 def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]:
     """A session that has read a question, its ids, and the logits [vocab] after it."""
-    loaded, image_token = model.loaded, model.manifest.text.image_token_id
+    loaded = model.loaded
     with without_notes():
         images = [loaded.prepare(image) for image in item.images]
-    whole = loaded.text.prompt(messages(item), [image.in_prompt for image in images])
-    ids = decoded_ids(whole, image_token)
-
-    def encoded() -> ImageTokens:
-        tokens = images[0].encode(model.backend)
-        return tokens.take(np.arange(min(DECODED_TOKENS, len(tokens))))
-
-    encoders = (("measured", encoded),) if images else ()
+    ids = loaded.text.prompt(messages(item), [image.in_prompt for image in images])
+    encode = partial(images[0].encode, model.backend) if images else None
+    prompt = bounded_prompt(ids, model.manifest.text.image_token_id, encode)
     session = Session(model.backend, model.manifest)
-    prefilled = session.prefill(
-        Prompt(ids, ids == image_token, encoders), make_policy(None, model.manifest, model.backend.gate)
-    )
-    return session, ids, prefilled.logits.copy()
+    prefilled = session.prefill(prompt, make_policy(None, model.manifest, model.backend.gate))
+    return session, prompt.ids, prefilled.logits.copy()
 
 
 def checkpoint_logits(plan: Plan, exchanges: Sequence[Exchange], step: Callable[[int], None]) -> list[Logits]:

@@ -5,21 +5,29 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vtx.exporter.checkpoint.config import ModelConfig
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
-from vtx.runtime.backends.memory import answering_memory, resident_bytes
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
+from vtx.runtime.backends.engines import ENGINES, floats_in_memory
+from vtx.runtime.backends.memory import RUN_BASE, answering_memory, resident_bytes
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions
 from vtx.runtime.errors import ExportError
-from vtx.runtime.precision import KV_DTYPES
+from vtx.runtime.host.machine import cpu_flags
+from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
 from vtx.tools.model.decoder import PER_LAYER
+
+if TYPE_CHECKING:
+    from vtx.exporter.bundling.options import ExportOptions
 
 EXPORT_BASE = 385 << 20  # bytes: Python, PyTorch, transformers and onnx_ir, before any weight is touched
 GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whether or not there is one
@@ -32,7 +40,10 @@ PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measur
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links if possible."""
+    """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links if possible.
+
+    `engine`: the one that `run_memory` is for, a device on the CPU. Tokenizers are not counted.
+    """
 
     disk: int
     linked: int
@@ -40,6 +51,7 @@ class Prediction:
     run_memory: int
     kv_full: int
     work: int
+    engine: str
 
 
 def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
@@ -56,10 +68,13 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
 
 
 def predict(
-    config: ModelConfig, plan: WeightPlan, max_context: int, kv_dtype: str, small: int, measured: Sequence[int] = (),
+    config: ModelConfig, plan: WeightPlan, max_context: int, precisions: Precisions, small: int, options: ExportOptions,
 ) -> Prediction:  # fmt: skip
-    """Disk and memory of an export, memory of a run; `small`: bytes of other files, `measured`: tokens of prompts."""
-    text = config.text
+    """Disk and memory of an export, and of a run by the engine that a CPU takes; `small`: bytes of other files."""
+    text, kv_dtype, measured = config.text, precisions.kv_dtype, options.measured_tokens(config)
+    engine = engine_on_cpu(precisions.decoder, text.hidden, options)
+    floats = floats_in_memory(engine, "f32", cpu_flags())
+    engine_base = max(cost.base for cost in ENGINES[engine].costs.values())
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(
         layers=text.attending, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
@@ -67,7 +82,7 @@ def predict(
         kv_bytes=KV_DTYPES[kv_dtype].bytes,
     )  # fmt: skip
     resident = sum(
-        resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0)
+        resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0, floats)
         + (tensor.zeros.nbytes if tensor.zeros else 0)
         for name, tensor in plan.stored.items()
         # a table that is not the head stays in its file, read a row at a time, and so does the one of inputs to layers
@@ -80,17 +95,37 @@ def predict(
     layers = [[prod(shape) for _, shape in text.layer_tensors(layer + 1)] for layer in range(text.layers)]
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
-    # While activations are measured: a layer as float32, its largest matrix as stored, hidden states, the search.
-    measuring = 0
-    if measured:
-        widest = max(ffn, text.heads * text.head_dim, text.hidden)
-        measuring = 4 * max(map(sum, layers)) + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
-        measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
+    measuring = measuring_memory(text, measured, precisions.decoder) if measured else 0
     return Prediction(
         disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
-        export_memory=export_base() + max(checking, seeing_memory(config), measuring), run_memory=resident + answering,
-        kv_full=slot * text.attending, work=sum(file.work for file in plan.files),
+        export_memory=export_base() + max(checking, seeing_memory(config), measuring),
+        run_memory=resident + answering + engine_base - RUN_BASE, kv_full=slot * text.attending,
+        work=sum(file.work for file in plan.files), engine=engine,
     )  # fmt: skip
+
+
+def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:
+    """Memory in addition to the base while activations of prompts of `measured` tokens decide the rounding: bytes.
+
+    They are a layer as float32, its largest matrix as stored, hidden states, and the search. In int4 there are also the
+    sampled inputs of all layers, and later the feedback of the widest matrix.
+    """
+    largest = max(sum(prod(shape) for _, shape in text.layer_tensors(layer + 1)) for layer in range(text.layers))
+    ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
+    widest = max(ffn, text.heads * text.head_dim, text.hidden)
+    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
+    measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
+    if PRECISIONS[precision].bits != 4:
+        return measuring
+    inputs = TOKENS * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
+    return 2 * inputs + max(measuring, 4 * 4 * widest**2)
+
+
+def engine_on_cpu(precision: str, hidden: int, options: ExportOptions) -> str:
+    """The engine that `auto` takes for such a decoder on the CPU of this machine."""
+    openvino = ENGINES["openvino"]
+    there = openvino.dialect in options.dialects and find_spec(openvino.module) is not None
+    return "openvino" if there and hidden >= PRECISIONS[precision].openvino_hidden else "cpu"
 
 
 def seeing_memory(config: ModelConfig) -> int:

@@ -46,6 +46,7 @@ from vtx.exporter.weights.plan import (
     with_own_head,
 )
 from vtx.exporter.weights.scaling import scaled_weights
+from vtx.runtime.backends.memory import tokenizer_memory
 from vtx.runtime.bundle.files import read_text_file
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import Graphs, StageSpec, VideoSpec
@@ -240,7 +241,8 @@ def plan_export(options: ExportOptions) -> Plan:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, told))
     texts = (tokenizer, template, *([text_tower.tokenizer] if text_tower else []))
     gates_bytes = sum(array.nbytes for k in ks for array in gates.by_k.get(k, ())) if gates else 0
-    written = sum(len(text.encode("utf-8", "replace")) for text in texts) + gates_bytes
+    text_bytes = [len(text.encode("utf-8", "replace")) for text in texts]
+    written = sum(text_bytes) + gates_bytes
     written += constant_bytes(config.vision) * len(options.dialects)
     layers = _graph_layers(config, text_tower) * len(options.dialects)
     small = small_files(config, context, len(ks), layers, written)
@@ -249,9 +251,13 @@ def plan_export(options: ExportOptions) -> Plan:
     disagreements += [UNPRINTED] * unprinted
     generation = read_settings(original.text_folder if original else checkpoint.folder, GENERATION)
     disagreements += generation_warnings(generation, parsed, template, text)
+    predicted = predict(config, weights, context, precisions, small, options)
+    memory = tokenizer_memory(text_bytes[0], config.text.vocab)
+    predicted = replace(
+        predicted, export_memory=predicted.export_memory + memory, run_memory=predicted.run_memory + memory
+    )
     return Plan(
-        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context,
-        predict(config, weights, context, precisions.kv_dtype, small, options.measured_tokens(config)),
+        options, checkpoint, config, ks, gates, weights, image, tokenizer, template, text, context, predicted,
         precisions, text_tower, reductions, _video(checkpoint, config, family, chosen), tuple(disagreements),
     )  # fmt: skip
 

@@ -4,10 +4,15 @@ A weight is scale * q, with a zero point scale * (q - zero). int8 has a scale a 
 for every `block` weights along a row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and
 never zero; q is chosen for the rounded scale. A block gets the scale, and the zero point if it has one, with the least
 squared error of a few. Matrices of quantised checkpoints, which keep their integers, may have other blocks.
+
+With `Feedback` from measured inputs, the weights of a row are rounded one after another, and those that follow make up
+for the error on these inputs: GPTQ (arXiv 2210.17323, Eq. 3). Few tokens are measured, so the damping is large: with
+GPTQ's own 0.01 the products of other texts become worse than without feedback.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,10 +29,37 @@ RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)  # of a block with a zero point
 Floats = NDArray[np.float32]
 
 
+DAMPING = 1.0  # of the mean square of an input, added to the square of each
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Of the inputs of a matrix: `squares` [in], in the mean 1, and the upper factor `shares` [in, in].
+
+    The error of a weight, times its row of `shares`, is subtracted from the weights that follow.
+    """
+
+    squares: Floats
+    shares: Floats
+
+    @classmethod
+    def of(cls, inputs: Floats) -> Feedback:
+        """From a sample of inputs [tokens, in], of any scale; tokens are fewer than inputs, so theirs is inverted."""
+        sums = np.einsum("ti,ti->i", inputs, inputs)
+        damping = np.float32(DAMPING * sums.mean() or 1)
+        of_tokens = inputs @ inputs.T + damping * np.eye(len(inputs), dtype=np.float32)
+        inverse = -inputs.T @ np.linalg.solve(of_tokens, inputs)
+        inverse[np.diag_indices_from(inverse)] += 1
+        factor: Floats = np.linalg.cholesky(inverse).astype(np.float32, copy=False)
+        del inverse
+        factor /= factor.diagonal().copy()
+        return cls((sums + damping) / (sums + damping).mean(), factor.T)
+
+
 Quantised = tuple[NDArray[Any], NDArray[np.float16], NDArray[np.int8] | None]
 
 
-def quantise(rows: Floats, scheme: Scheme, name: str) -> Quantised:
+def quantise(rows: Floats, scheme: Scheme, name: str, feedback: Feedback | None = None) -> Quantised:
     """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each), scales and zero points.
 
     Scales and zero points are [n, blocks]; a symmetric `scheme` has no zero points. Raises ExportError.
@@ -39,6 +71,8 @@ def quantise(rows: Floats, scheme: Scheme, name: str) -> Quantised:
             f"tensor {name} holds {float(peak.max()):g}, int{scheme.bits} reaches {LARGEST * levels:g} at most; "
             "export it with --precision fp32"
         )
+    if feedback is not None and scheme.bits == 4:
+        return _fed_back(rows, scheme, feedback)
     if scheme.zeroed:
         shifted, steps, zeros = _search_with_zeros(blocks)
         return pack(shifted.reshape(rows.shape)), steps, zeros
@@ -48,8 +82,41 @@ def quantise(rows: Floats, scheme: Scheme, name: str) -> Quantised:
     return (pack(flat) if scheme.bits == 4 else flat), scales, None
 
 
-def _search_with_zeros(blocks: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.int8]]:
-    """For each block 4-bit integers, scale and zero point of the least squared error among `RANGES` of its range."""
+def _fed_back(rows: Floats, scheme: Scheme, feedback: Feedback) -> Quantised:
+    """As `quantise` to 4 bits, where each weight's error is made up for by the weights that follow."""
+    rest, width = rows.copy(), scheme.block
+    count = rows.shape[1] // width
+    integers = np.empty(rows.shape, np.int8)
+    scales = np.empty((len(rows), count), np.float16)
+    zeros = np.zeros((len(rows), count), np.int8)
+    for number in range(count):
+        span = slice(number * width, (number + 1) * width)
+        block, shares, weights = rest[:, span], feedback.shares[span], feedback.squares[span]
+        if scheme.zeroed:
+            _, step, zero = _search_with_zeros(block[:, None], weights)
+            zeros[:, number] = zero[:, 0]
+        else:
+            peak = np.abs(block).max(-1, keepdims=True)
+            _, step = _search(block[:, None], peak / 7, -8, 7, RATIOS[4], weights)
+        scales[:, number] = step[:, 0]
+        wide, point = step[:, 0].astype(np.float32), zeros[:, number].astype(np.float32)
+        errors = np.empty_like(block)
+        for column in range(width):
+            rounded = np.clip(np.rint(block[:, column] / wide) + point, -8, 7)
+            integers[:, span.start + column] = rounded
+            errors[:, column] = block[:, column] - (rounded - point) * wide
+            block[:, column + 1 :] -= errors[:, column, None] * shares[column, span.start + column + 1 : span.stop]
+        rest[:, span.stop :] -= errors @ shares[:, span.stop :]
+    return pack(integers), scales, zeros if scheme.zeroed else None
+
+
+def _search_with_zeros(
+    blocks: Floats, weights: Floats | None = None
+) -> tuple[NDArray[np.int8], NDArray[np.float16], NDArray[np.int8]]:
+    """For each block 4-bit integers, scale and zero point of the least squared error among `RANGES` of its range.
+
+    `weights` [block] of the squares, None for equal ones.
+    """
     low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
     best = np.full(low.shape, np.inf, np.float32)
     scales, zeros = np.empty(low.shape, np.float16), np.empty(low.shape, np.int8)
@@ -60,7 +127,7 @@ def _search_with_zeros(blocks: Floats) -> tuple[NDArray[np.int8], NDArray[np.flo
         wide = steps.astype(np.float32)
         points = np.clip(np.rint(-low * np.float32(ratio) / wide) - 8, -8, 7)
         error = (_shifted(blocks, wide, points) - points[..., None]) * wide[..., None] - blocks
-        errors = np.einsum("nbk,nbk->nb", error, error)
+        errors = _squares(error, weights)
         better = errors < best
         best[better], scales[better], zeros[better] = errors[better], steps[better], points[better]
     return _shifted(blocks, scales.astype(np.float32), zeros).astype(np.int8), scales, zeros
@@ -73,7 +140,7 @@ def _shifted(blocks: Floats, scales: Floats, zeros: NDArray[Any]) -> Floats:
 
 
 def _search(
-    blocks: Floats, reach: Floats, low: int, high: int, ratios: tuple[float, ...]
+    blocks: Floats, reach: Floats, low: int, high: int, ratios: tuple[float, ...], weights: Floats | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """For each block the integers and the scale of the least squared error among `ratios` of `reach` [n, blocks]."""
     best, chosen = np.full(reach.shape, np.inf, np.float32), np.empty(reach.shape, np.float16)
@@ -88,11 +155,17 @@ def _search(
             return integers.astype(np.int8), scales
         np.multiply(integers, wide, out=error)
         np.subtract(error, blocks, out=error)
-        errors = np.einsum("nbk,nbk->nb", error, error)
+        errors = _squares(error, weights)
         better = errors < best
         best[better], chosen[better] = errors[better], scales[better]
     _nearest(blocks, chosen.astype(np.float32)[..., None], low, high, integers)
     return integers.astype(np.int8), chosen
+
+
+def _squares(error: Floats, weights: Floats | None) -> Floats:
+    """The sums of the squared errors [n, blocks, block] of each block."""
+    sums: Floats = np.einsum("nbk,nbk->nb", error, error if weights is None else error * weights)
+    return sums
 
 
 def _nearest(blocks: Floats, scales: Floats, low: int, high: int, out: Floats) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.weights.quantize import dequantise, quantise
+from vtx.exporter.weights.quantize import Feedback, dequantise, quantise
 from vtx.runtime.bundle.spec.stored import Scheme, scheme
 
 Floats = NDArray[np.float32]
@@ -50,10 +51,21 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The factors of a weight [out, in] or [out]: `rows` [out], and `columns` [in] of a matrix."""
+    """The factors of a weight [out, in] or [out]: `rows` [out], and `columns` [in] of a matrix.
+
+    `sample` [tokens, in], float16 of any scale: what the matrix is multiplied by before it is scaled.
+    """
 
     rows: Floats | None = None
     columns: Floats | None = None
+    sample: NDArray[np.float16] | None = None
+
+    def feedback(self) -> Feedback | None:
+        """The feedback of the scaled matrix's inputs; None without a sample."""
+        if self.sample is None:
+            return None
+        inputs = self.sample.astype(np.float32)
+        return Feedback.of(inputs if self.columns is None else inputs / self.columns)
 
     def apply(self, part: Floats, start: int) -> Floats:
         """A copy of `part`, the rows of a weight from row `start` on, scaled."""
@@ -95,16 +107,27 @@ def _values_are_its_own(c: TextConfig, layer: int) -> bool:
     return [other for other in range(1, c.layers + 1) if c.source(other) == layer] == [layer]
 
 
-def scalings(c: TextConfig, factors: Mapping[str, Floats]) -> dict[str, Scaling]:
-    """The scaling of each weight; `factors` are those of some sets of channels by the name of their source."""
-    rows, columns = dict[str, Floats](), dict[str, Floats]()
+def scalings(c: TextConfig, factors: Mapping[str, NDArray[Any]]) -> dict[str, Scaling]:
+    """The scaling of each weight; `factors` are those of some sets of channels by the name of their source.
+
+    Sampled inputs of a set are beside them, by `sampled`.
+    """
+    rows, columns, samples = dict[str, Floats](), dict[str, Floats](), dict[str, NDArray[Any]]()
     for layer in range(1, c.layers + 1):
         for group in channels(c, layer):
             if group.source in factors:
                 group_factors = factors[group.source]
                 columns |= dict.fromkeys(group.readers, group.spread(group_factors))
                 rows |= dict.fromkeys((group.source, _bias(group.source)), np.reciprocal(group_factors))
-    return {name: Scaling(rows.get(name), columns.get(name)) for name in {*rows, *columns}}
+            if sampled(group.source) in factors:
+                samples |= dict.fromkeys(group.readers, factors[sampled(group.source)])
+    changed = {*rows, *columns, *samples}
+    return {name: Scaling(rows.get(name), columns.get(name), samples.get(name)) for name in changed}
+
+
+def sampled(source: str) -> str:
+    """The name of the sampled inputs of the channels whose inverse factors `source` gets."""
+    return f"{source}.inputs"
 
 
 def scaled_weights(c: TextConfig, precision: str) -> set[str]:

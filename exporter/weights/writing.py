@@ -26,7 +26,7 @@ from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.checkpoint.quantised.matrix import Matrix
 from vtx.exporter.weights.journal import ExportJournal, Written
 from vtx.exporter.weights.plan import WeightEntry, WeightFile, WeightPlan
-from vtx.exporter.weights.quantize import pack, quantise
+from vtx.exporter.weights.quantize import Feedback, pack, quantise
 from vtx.exporter.weights.scaling import Scaling
 from vtx.runtime.bundle.safetensors import DTYPES, TensorInfo, open_data, read_bits, source_rows, widen_bf16
 from vtx.runtime.bundle.spec.manifest import FileRecord
@@ -41,7 +41,8 @@ LARGEST = {"F16": 65504.0, "BF16": 3.3895e38}
 BLOCK = 1 << 23  # bytes that are read at a time
 FICLONE = 0x40049409  # Linux: share another file's blocks, copied on write
 AHEAD = 2 * THREADS + 2  # converted chunks that wait to be written: a slow disk would let them pile up
-COMPUTED = 1 << 22  # the same of a quantised checkpoint: each chunk is read from several places
+# The same of a quantised checkpoint, of which a chunk is read from several places, and of rounding with feedback.
+COMPUTED = 1 << 22
 Converted = tuple[list[bytes], int]  # a chunk, its scales and zero points if it has any; the source bytes it came from
 NONE: Mapping[str, Scaling] = {}
 
@@ -169,9 +170,8 @@ def _rewrite(
             computed = entry.source.source is not None
             by_rows = entry.form.scheme or scaling or entry.source.transposed or computed  # they stay whole
             tensor = entry.source if by_rows else entry.source.flat
-            matrix = entry.form.matrix
-            convert = partial(_taken, entry, matrix) if matrix else partial(_converted, entry, scaling, tensor)
-            length, step = tensor.shape[0], max(1, (COMPUTED if computed else CHUNK) // max(1, prod(tensor.shape[1:])))
+            convert, elements = _conversion(entry, scaling, tensor)
+            length, step = tensor.shape[0], max(1, elements // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
             crc, following = 0, list[list[bytes]]()
             for (data, *more), nbytes in in_order(pool, convert, spans):
@@ -204,6 +204,18 @@ def in_order(
         yield ahead.popleft().result()
 
 
+def _conversion(
+    entry: WeightEntry, scaling: Scaling | None, tensor: TensorInfo
+) -> tuple[Callable[[slice], Converted], int]:
+    """The conversion of rows of an entry, whose tensor is `tensor`, and the elements to convert at a time."""
+    if entry.form.matrix is not None:
+        return partial(_taken, entry, entry.form.matrix), COMPUTED
+    feedback = scaling.feedback() if scaling else None
+    convert = partial(_converted, entry, scaling, tensor, feedback=feedback)
+    large = feedback is not None or entry.source.source is not None
+    return convert, COMPUTED if large else CHUNK
+
+
 def _taken(entry: WeightEntry, matrix: Matrix, span: slice) -> Converted:
     """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points. Raises `CheckpointError`."""
     rows, name = matrix.rows(source_rows(entry.source, span)), entry.name
@@ -220,7 +232,9 @@ def _taken(entry: WeightEntry, matrix: Matrix, span: slice) -> Converted:
     return parts, 4 * rows.codes.size
 
 
-def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, span: slice) -> Converted:
+def _converted(
+    entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, span: slice, feedback: Feedback | None = None
+) -> Converted:
     """A chunk of `source`, the entry's tensor, in its new form. Raises `CheckpointError` for NaN."""
     stored = read_bits(source, span)
     check_finite(stored, entry.name)
@@ -236,7 +250,7 @@ def _converted(entry: WeightEntry, scaling: Scaling | None, source: TensorInfo, 
     if scaling:
         values = scaling.apply(values, span.start)
     if scheme:
-        parts = quantise(values, scheme, entry.name)
+        parts = quantise(values, scheme, entry.name, feedback)
         return [part.tobytes() for part in parts if part is not None], stored.nbytes
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])

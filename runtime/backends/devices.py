@@ -93,16 +93,19 @@ def missing_instructions(compute: str) -> str | None:
 
 
 def default_compute(manifest: Manifest, device: str) -> str:
-    """The fastest arithmetic of a device that kept the bundle's answers at export, or the device's first.
+    """The fastest arithmetic of a device that kept the bundle's answers at export, or the device's first."""
+    kinds, accepted = tuple(ENGINES[device].compute), accepted_arithmetic(manifest)
+    able = (kind for kind in reversed(kinds) if kind in accepted and not missing_instructions(kind))
+    return next(able, kinds[0])
+
+
+def accepted_arithmetic(manifest: Manifest) -> tuple[str, ...]:
+    """Narrower arithmetic that may be used by default: what kept the bundle's answers at export.
 
     int4 weights do not multiply integers by default, since they would take three times the memory.
     """
-    kinds = tuple(ENGINES[device].compute)
-    for kind in reversed(kinds):
-        wider = kind == "int8" and PRECISIONS[manifest.precision].bits == 4
-        if kind in manifest.arithmetic and not wider and not missing_instructions(kind):
-            return kind
-    return kinds[0]
+    wide = PRECISIONS[manifest.precision].bits == 4
+    return tuple(kind for kind in manifest.arithmetic if kind != "int8" or not wide)
 
 
 def choose_by_card(

@@ -23,6 +23,9 @@ HEAD = "head.weight"
 TOWER = ("vision.", "projector.")  # graphs of fixed sizes: OpenVINO packs their floats in the type that it computes in
 STAGES = "text.layers."
 RUN_BASE = 110 << 20  # of Python, numpy and onnxruntime before any weight
+# Of a tokenizer at its peak, measured of those of Gemma 3 (520 MB), Qwen2.5 and Qwen3 (133, 167), Llama 3.1 and LFM2
+TOKEN_BYTES = 500  # a token of its vocabulary
+TEXT_BYTES = 10  # a byte of its tokenizer.json
 QUESTION_ROWS = 256  # tokens of text in a prediction
 PREFILL_BUFFERS = 16  # of [prompt tokens, hidden] float32 in a prefill
 SMALL_BYTES = 64 << 20  # of all weights: these fit in parallel anywhere
@@ -83,9 +86,15 @@ def answering_memory(
     return RUN_BASE + kv + 4 * tokens * (heads * tokens + PREFILL_BUFFERS * hidden)
 
 
+def tokenizer_memory(nbytes: int, vocab: int) -> int:
+    """Bytes that a tokenizer of this vocabulary takes, whose tokenizer.json has `nbytes`."""
+    return TOKEN_BYTES * vocab + TEXT_BYTES * nbytes
+
+
 def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     m = bundle.manifest
-    return weights_in_memory(bundle, floats) + answering_memory(
+    tokenizer = tokenizer_memory(m.files[m.tokenizer].bytes, m.model.vocab)
+    return tokenizer + weights_in_memory(bundle, floats) + answering_memory(
         layers=m.model.attending, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
         head_dim=m.model.head_dim, image_tokens=min(m.layout.max_tokens, m.max_context), max_context=m.max_context,
         kv_bytes=KV_DTYPES[m.kv_dtype].bytes,

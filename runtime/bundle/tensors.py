@@ -86,7 +86,9 @@ def float16_overflow(bundle: Bundle) -> str | None:
     largest = bundle.arrays(m.golden, MAX_GOLDEN).get(LARGEST) if narrow else None
     if largest is None or (most := float(np.max(largest))) <= FLOAT16_END:
         return None
+    integers = PRECISIONS[m.precision].bits is not None
+    wider = "--kv-precision fp32, which computes in float32" if integers else "--precision bf16"
     return (
         f"layer {int(np.argmax(largest)) + 1} reaches {most:,.0f} on the golden prompt, float16 ends at "
-        f"{FLOAT16_END:,.0f}: graphs for GPUs would answer nonsense in it; export with --precision bf16"
+        f"{FLOAT16_END:,.0f}: graphs for GPUs would answer nonsense in it; export with {wider}"
     )

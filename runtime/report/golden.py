@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.preprocess import without_notes
+from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 QUESTION = "What is in the picture?"
 FEATURE_TOKENS = 8  # whose vision features are kept
@@ -80,6 +81,19 @@ def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODE
     return kept
 
 
+def bounded_prompt(ids: Ids, image_token_id: int, encode: Callable[[], ImageTokens] | None) -> Prompt:
+    """The prompt of `ids` about at most one image, `encode`d when it is needed, of which the first tokens are used."""
+    bounded = decoded_ids(ids, image_token_id)
+    if encode is None:
+        return Prompt(bounded, np.zeros(len(bounded), bool), ())
+
+    def first() -> ImageTokens:
+        tokens = encode()
+        return tokens.take(np.arange(min(DECODED_TOKENS, len(tokens))))
+
+    return Prompt(bounded, bounded == image_token_id, (("golden", first),))
+
+
 def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
     """The golden vectors by name: ids [tokens], pixels [.., 3, height, width], features [n, hidden], logits [vocab]."""
     m = bundle.manifest
@@ -131,21 +145,19 @@ def check_golden(model: Model) -> Iterator[Check]:
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = ARITHMETIC[model.backend.compute].tolerance
     encoded = prepared.encode(model.backend)
+    prompt = bounded_prompt(own_ids, manifest.text.image_token_id, lambda: encoded)
     limit = max(computed, PRECISIONS[manifest.vision_precision].tolerance)
     yield Check("vision features", _distance(encoded.hidden[:FEATURE_TOKENS], features), limit)
     limit = logits_limit(manifest, model.backend.compute)
-    prompt_ids = decoded_ids(own_ids, manifest.text.image_token_id)
-    tokens = encoded.take(np.arange(min(DECODED_TOKENS, len(encoded))))
     if manifest.action is not None:
         for k in (None, *manifest.variants):
             acting = Acting(model.backend, manifest)
-            given = acting.prompt(prompt_ids, tokens.hidden, k, "golden", no_check)
-            found = acting.steps(given, len(prompt_ids), stored[STATE], stored[NOISE], manifest.action.steps)
+            given = acting.prompt(prompt.ids, encoded.hidden[:DECODED_TOKENS], k, "golden", no_check)
+            found = acting.steps(given, len(prompt.ids), stored[STATE], stored[NOISE], manifest.action.steps)
             yield Check(f"actions at K = {k or 'none'}", _distance(found, stored[actions_key(k)]), limit)
         return
     for k in (None, *manifest.variants):
         session = Session(model.backend, manifest)
-        prompt = Prompt(prompt_ids, prompt_ids == manifest.text.image_token_id, (("golden", lambda: tokens),))
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = stored[key_of(k)]
         same = "same top token" if got.argmax() == want.argmax() else "another top token"

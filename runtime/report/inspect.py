@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from vtx.runtime.backends.devices import accepted_arithmetic
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.spec.names import kv_type
@@ -72,7 +73,7 @@ def fidelity_lines(manifest: Manifest) -> list[str]:
     kinds = {kind: part for kind, part in measured.items() if isinstance(part, dict) and kind != "f32"}
     if kinds:
         results = [f"{kind}: {part.get('obstacle') or _divergence(part)}" for kind, part in kinds.items()]
-        default = ", ".join(manifest.arithmetic) or "none of them"
+        default = ", ".join(accepted_arithmetic(manifest)) or "none of them"
         lines.append(f"arithmetic: {'; '.join(results)}; used by default: {default}")
     return lines
 

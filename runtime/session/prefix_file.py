@@ -24,7 +24,7 @@ from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.session.caches import PrefixCaches
 from vtx.runtime.session.prefix import Prefix
 
-FORMAT = "vtx-prefix-1"
+FORMAT = "vtx-prefix-2"
 Tensors = Mapping[str, NDArray[Any]]
 
 

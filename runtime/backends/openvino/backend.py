@@ -29,7 +29,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import graphs, names
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import StageSpec
-from vtx.runtime.bundle.tensors import read_rope
+from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import cores, cpu_flags, version
@@ -61,6 +61,15 @@ def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEA
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,  # or the graphs of two processes compete for the same cores
     }
+
+
+def key_scales(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
+    """The scales of each layer's keys [1, kv_heads, 1, head_dim]; none unless K and V are kept in integers."""
+    m = bundle.manifest
+    if not KV_DTYPES[m.kv_dtype].scaled:
+        return {}
+    scales = read_kv_scales(bundle)
+    return {layer: scales[names.key_scale(layer)] for stage in m.stages for layer in stage.cached}
 
 
 def most_tokens(precision: str, compute: str) -> int | None:
@@ -104,7 +113,9 @@ class OpenvinoBackend(HostBackend):
         rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
         self._score, most = score, most_tokens(m.precision, compute)
-        self._context = OpenvinoCacheContext(openvino, m.model, kv, rope, score, key_type, most, m.token_inputs)
+        self._context = OpenvinoCacheContext(
+            openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
+        )
         self.kv_slot_bytes = self._context.slot_bytes
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
@@ -194,7 +205,10 @@ class OpenvinoBackend(HostBackend):
         def read() -> tuple[Any, StateTensors]:
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             sliding = m.model.sliding.layers if m.model.sliding else ()
-            page_caches(model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None)
+            page_caches(
+                model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None,
+                key_scales=self._context.key_scales,
+            )  # fmt: skip
             select_outputs(model, whole=spec.last not in spec.cached)
             return model, StateTensors.of(model)
 

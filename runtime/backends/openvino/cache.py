@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ ROW_SCALE_BYTES = 8  # both in float32, computed when the slot is written
 class OpenvinoCacheContext:
     """Shared by the caches of a bundle. `kv` is the type of K and V, one of `KV_ARRAYS`; `key`: of the score graph.
 
-    `most_rows`: the most hidden states of one run, None for any number.
+    `most_rows`: the most hidden states of one run, None for any number. `key_scales` [1, kv_heads, 1, head_dim], by
+    layer: keys in u8 are divided by them.
     """
 
     openvino: Any
@@ -53,6 +54,7 @@ class OpenvinoCacheContext:
     key: np.dtype[Any]
     most_rows: int | None = None
     token_inputs: tuple[TokenInput, ...] = ()
+    key_scales: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def slot_bytes(self) -> int:
@@ -278,7 +280,7 @@ class OpenvinoStageCache(SlotCounter):
         if keys.dtype == np.uint8:
             scale, zero = np.moveaxis(np.ascontiguousarray(keys[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
             numbers: NDArray[np.float32] = (keys[..., ROW_SCALE_BYTES:] - zero[..., None]) * scale[..., None]
-            return numbers
+            return numbers * self._context.key_scales[self.spec.cached[layer]][0] if part == 0 else numbers
         return (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys
 
     def _read(self, slots: Ids) -> list[NDArray[Any]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.openvino.nodes import add_parameter, kind_of, readers_of, replace
 from vtx.runtime.bundle.spec import names
@@ -37,14 +38,16 @@ _TO_THE_RESIDUAL = ("Convert", "Multiply", "Add", "Divide")  # the factor of a p
 
 
 def page_caches(
-    model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = (), *, both_ways: bool = False
-) -> None:
+    model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = (), *, both_ways: bool = False,
+    key_scales: Mapping[int, NDArray[np.float32]] | None = None,
+) -> None:  # fmt: skip
     """Replace each softmax(q k^T * scale + mask) v, and the caches that it grows, by one operator that fills blocks.
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the
     engine's settings say in which type. A token sees its own slot and the ones before, as by the mask; in layers
     `sliding` the last of these alone, as many as the input `WINDOW` says. `both_ways`: tokens with a 1 in the input
-    `IMAGES` also see those that follow. `model` is an openvino.Model and is changed.
+    `IMAGES` also see those that follow. Keys are divided by `key_scales` [1, kv_heads, 1, head_dim] of their layer, and
+    queries multiplied: products stay, and channels have one range. `model` is an openvino.Model and is changed.
     Raises BundleError, DeviceError.
     """
     from openvino import opset13 as ops
@@ -68,6 +71,10 @@ def page_caches(
         _, kv_heads, _, head_dim = (size.get_max_length() for size in model.input(names.past_key(layer)).partial_shape)
         key, keys = _cache(model, names.past_key(layer), names.present_key(layer))
         value, values = _cache(model, names.past_value(layer), names.present_value(layer))
+        if key_scales:
+            scales = key_scales[layer]
+            query = ops.multiply(query, ops.constant(np.repeat(scales, heads // kv_heads, 1)))
+            key = ops.multiply(key, ops.constant(1 / scales))
         flat = []  # [1, heads, tokens, head_dim] to [tokens, heads * head_dim]
         for x, count in ((query, heads), (key, kv_heads), (value, kv_heads)):
             swapped = ops.transpose(x, HEADS_AND_TOKENS)

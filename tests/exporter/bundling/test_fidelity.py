@@ -158,6 +158,14 @@ def test_commands_say_what_the_weights_cost(demo: Bundle) -> None:
     assert quality in invoke("doctor", demo.folder).stdout
 
 
+def test_products_of_integers_are_not_named_as_a_default_of_int4(demo: Bundle) -> None:
+    kinds = {kind: {"kl": 0.1, "same": 0.9} for kind in ("f32", "bf16", "int8")}
+    manifest = replace(demo.manifest, arithmetic=("bf16", "int8"), record={"arithmetic": kinds})
+    for precision, default in (("int8", "bf16, int8"), ("int4", "bf16")):
+        [line] = fidelity_lines(replace(manifest, precision=precision))
+        assert line.endswith(f"used by default: {default}")
+
+
 def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

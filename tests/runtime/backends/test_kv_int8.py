@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from onnx_ir import DataType
+from safetensors.numpy import load_file, save_file
 
 from tests.support import bundles
 from tests.support.dialects import DialectBackend
@@ -197,6 +199,32 @@ def test_rounding_costs_no_more_than_its_tolerance(
         assert np.abs(got.logits - wanted.logits.numpy()).max() > 1e-3, "K and V were not rounded"
 
 
+@pytest.mark.skipif("openvino" not in DEVICES, reason="openvino is not installed")
+def test_large_channels_of_keys_leave_openvino_room_for_the_others(
+    tmp_path: Path, tiny_checkpoint: Checkpoints
+) -> None:
+    """Each head's first pair of channels is 300, as biases of Qwen2.5 are: by one scale a token, steps would be 2.4."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint(VARIANTS["qwen2-biases"]), folder)
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.bias"):
+            tensor.reshape(2, 2, -1)[..., 0] = 300
+        elif name.endswith("q_proj.bias"):
+            tensor.reshape(4, 2, -1)[..., 0] = 0
+        elif name.endswith("q_proj.weight"):
+            tensor.reshape(4, 2, -1, tensor.shape[1])[..., 0, :] *= 1e-3
+    save_file(tensors, file)
+    options = ExportOptions(str(folder), (), "fp32", kv_precision="int8")
+    bundle, judge = bundles.export_with(options, tmp_path / "bundle"), Reference(folder)
+    messages, image = prompt_messages(QUESTIONS[2]), random_image(0)
+    wanted = judge.logits(judge.inputs(messages, [image]), None).numpy()
+    with load(bundle.folder, device="openvino", threads=THREADS) as model:
+        logits = greedy(model, prompt(model, messages, [image]), None, 1).logits[0]
+    np.testing.assert_allclose(logits, wanted, atol=EXACT["openvino"] / 4, rtol=0)
+
+
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 def test_other_dialects_keep_float16(
     made: Callable[..., Made], reference: Callable[..., Reference], dialect: str
@@ -292,7 +320,7 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
 
 @pytest.mark.skipif("openvino" not in DEVICES, reason="openvino is not installed")
 def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Made]) -> None:
-    found, scores = made(Tiny(layers=12, image=126, context=768), (4, 9), REDUCTIONS), []
+    found, scores, keys = made(Tiny(layers=12, image=126, context=768), (4, 9), REDUCTIONS), [], []
     for model in (found.load("cpu"), found.load("openvino")):
         number = next(n for n, s in enumerate(model.manifest.stages) if s.query)
         rows = np.random.default_rng(5).standard_normal((50, 64)).astype(np.float32)
@@ -300,6 +328,8 @@ def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Ma
         cache.append(TokenStates(rows[:40]), np.arange(40))
         cache.append(TokenStates(rows[40:]), np.arange(40, 50), query=True)
         scores.append(np.stack(cache.attention()))
+        keys.append(cache.keys())
+    np.testing.assert_allclose(keys[0], keys[1], atol=0.1, rtol=0)
     np.testing.assert_allclose(scores[0], scores[1], atol=0.05, rtol=0)
     assert scores[1][0].sum() == pytest.approx(10, rel=1e-4)
     assert np.ptp(scores[1][0]) > 0.2, "scores that hardly differ prove nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.engines import ENGINES, EXPANDED, INTEGERS, KEPT, NARROWED, floats_in_memory
-from vtx.runtime.backends.memory import answering_memory, needed_memory, weights_in_memory
+from vtx.runtime.backends.memory import answering_memory, needed_memory, tokenizer_memory, weights_in_memory
 
 MB = 1 << 20
 
@@ -58,6 +59,33 @@ def test_conversations_take_the_memory_that_they_report(
         grown, reported = resident() - before, sum(each.cache_bytes for each in kept[1:])
     assert reported < 12 * 2 * MB
     assert grown < 2 * reported + 8 * MB
+
+
+PARSING = """
+import json, os
+from tokenizers import Tokenizer
+
+def resident():
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+letters = [chr(0x4E00 + n) for n in range(316)]
+pairs = [(a, b) for a in letters for b in letters]
+words = letters + [a + b for a, b in pairs]
+model = {"type": "BPE", "vocab": {word: n for n, word in enumerate(words)}, "merges": pairs}
+text = json.dumps({"version": "1.0", "added_tokens": [], "model": model}, ensure_ascii=False)
+before = resident()
+tokenizer = Tokenizer.from_str(text)
+print(len(text.encode()), resident() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_tokenizer_takes_about_the_memory_that_is_predicted() -> None:
+    done = subprocess.run([sys.executable, "-c", PARSING], capture_output=True, text=True, check=True)
+    nbytes, taken = map(int, done.stdout.split())
+    assert 0.7 * taken < tokenizer_memory(nbytes, 100_000) < 4 * taken
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 4)])

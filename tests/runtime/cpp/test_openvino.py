@@ -131,6 +131,16 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
     return {key: told[key] for key in same}
 
 
+def test_keys_of_8_bits_are_brought_to_one_range_as_by_python(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(text="qwen2", hidden=256, ffn=384, heads=4, head_dim=64, context=700))
+    options = ExportOptions(str(checkpoint), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
+    folder = export_with(options, tmp_path / "bundle").folder
+    found = in_cpp(folder, hidden[:100])
+    np.testing.assert_allclose(found, in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+
+
 @pytest.mark.parametrize("compute", ["int8", "bf16"])
 def test_arithmetic_without_instructions_is_refused_as_in_python(bundle: Path, compute: str) -> None:
     reason = missing_instructions(compute)

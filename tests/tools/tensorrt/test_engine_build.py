@@ -101,7 +101,13 @@ def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_ov
             BundleError, match=r"layer [23] reaches [\d,]+ on the golden prompt, float16 ends at 65,504"
         ):
             plan_engines(bundles["int8"], ADA, rtx, "1.7.1", dialect)
-    assert "graphs for GPUs would answer nonsense" in str(OrtCudaBackend.obstacle(bundles["int8"]))
+    obstacle = str(OrtCudaBackend.obstacle(bundles["int8"]))
+    assert "graphs for GPUs would answer nonsense" in obstacle
+    words = ["--model", str(checkpoint), "--k", "3", "--precision", "int8", "--kv-precision", "fp32"]
+    assert " ".join(words[-2:]) in obstacle
+    done = CliRunner().invoke(export_command, [*words, "--out", str(tmp_path / "wide")])
+    assert "warning: layer " not in done.stderr
+    plan_engines(Bundle.open(tmp_path / "wide"), ADA, rtx, "1.7.1", "trt")
 
 
 # --- what is built, and what is kept --------------------------------------------------------------

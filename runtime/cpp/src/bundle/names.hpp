@@ -70,7 +70,7 @@ inline constexpr char kOrtSilence[] = "ORT_DISABLE_TELEMETRY";
 inline constexpr char kNoFrames[] = "TensorRT has no engine for the frames of videos of this model";
 inline constexpr char kNotBuilt[] = "TensorRT does not support native image resolution for this model";
 inline constexpr char kNotRenumbered[] = "positions of three parts, which cannot be renumbered; use positions=keep";
-inline constexpr char kPrefixFormat[] = "vtx-prefix-1";
+inline constexpr char kPrefixFormat[] = "vtx-prefix-2";
 inline constexpr char kNotFinite[] =
     "the logits of this answer are not finite numbers; export with --precision bf16 or fp32";
 inline constexpr char kPairs[] = "pairs";

@@ -46,6 +46,9 @@ class OpenvinoBackend : public HostBackend {
     std::vector<const char*> rotary{names::kCos, names::kSin};
     if (m_.model.sliding) rotary.insert(rotary.end(), {names::kSlidingCos, names::kSlidingSin});
     for (const char* name : rotary) context_.rope[name] = std::move(tables.at(name));
+    for (const StageSpec& spec : m_.stages)
+      for (int64_t layer : spec.cached)
+        if (context_.kv == Type::u8) context_.key_scales[layer] = std::move(tables.at(names::kKeyScaleOf + std::to_string(layer)));
     stages_.resize(m_.stages.size());
     load_graphs(is_roomy(m_, compute) ? threads : 1);
     context_.score = score();
@@ -123,7 +126,8 @@ class OpenvinoBackend : public HostBackend {
     if (as_written(spec)) return model;
     const std::set<int64_t> sliding = m_.model.sliding ? m_.model.sliding->layers : std::set<int64_t>();
     loading(file, [&] {
-      model->page_caches(spec.cached, m_.model.heads, sliding, !sliding.empty(), m_.model.sees_both_ways());
+      model->page_caches(spec.cached, m_.model.heads, sliding, !sliding.empty(), m_.model.sees_both_ways(),
+                         context_.key_scales);
       model->choose_rows(spec.cached.empty() || spec.cached.back() != spec.last);
     });
     return model;

@@ -67,8 +67,9 @@ class Model {
   virtual std::vector<PortView> outputs() const = 0;
   virtual void keep_narrow(const std::string& compute) = 0;
   virtual int64_t int4_block() const = 0;
+  // `key_scales` [kv_heads, head_dim] of layers whose keys are divided by them.
   virtual void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
-                           bool both_ways) = 0;
+                           bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales) = 0;
   virtual void choose_rows(bool whole) = 0;
   virtual std::vector<int64_t> split_states() = 0;
   virtual void multiply_integers() = 0;
@@ -88,7 +89,7 @@ class Core {
 };
 
 // The one symbol of libvtx_openvino.so; the caller owns the core. Null where the library was built for another bridge.
-inline constexpr int kBridgeVersion = 7;
+inline constexpr int kBridgeVersion = 8;
 inline constexpr char kBridgeSymbol[] = "vtx_openvino_core";
 using BridgeFunction = Core* (*)(int version);
 

@@ -322,6 +322,9 @@ Rows OpenvinoStageCache::numbers(int64_t layer, bool values) {
   for (int64_t slot = 0; slot < length; ++slot)
     for (size_t head = 0; head < heads_; ++head)
       read_row(row(plane, slot, head), context_.kv, dim, out.row(static_cast<size_t>(slot)) + head * dim);
+  auto scales = context_.key_scales.find(layer);
+  if (values || scales == context_.key_scales.end()) return out;
+  for (size_t i = 0; i < out.data.size(); ++i) out.data[i] *= scales->second[i % scales->second.size()];
   return out;
 }
 

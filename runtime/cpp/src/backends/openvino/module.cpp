@@ -75,8 +75,8 @@ class OvModel : public Model {
   void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
   int64_t int4_block() const override { return openvino::int4_block(*model_); }
   void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
-                   bool both_ways) override {
-    openvino::page_caches(*model_, layers, heads, sliding, windows, both_ways);
+                   bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales) override {
+    openvino::page_caches(*model_, layers, heads, sliding, windows, both_ways, key_scales);
   }
   void choose_rows(bool whole) override { openvino::choose_rows(*model_, whole); }
   std::vector<int64_t> split_states() override { return openvino::split_states(*model_); }

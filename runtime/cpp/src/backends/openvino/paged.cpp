@@ -3,6 +3,7 @@
 #include <openvino/opsets/opset13.hpp>
 #include <openvino/pass/sdpa_to_paged_attention.hpp>
 
+#include <map>
 #include <set>
 
 #include "bundle/names.hpp"
@@ -127,7 +128,7 @@ class Pager {
       throw std::runtime_error("this release of OpenVINO cannot attend over blocks; take a newer one");
   }
 
-  void page(int64_t layer, const NodePtr& softmax, bool slides) {
+  void page(int64_t layer, const NodePtr& softmax, bool slides, const std::vector<float>* scales) {
     auto [products, scale] = inputs(inputs(softmax->input_value(0), "Add").first, "Multiply");
     Value query = inputs(products, "MatMul").first;
     auto readers = softmax->output(0).get_target_inputs();
@@ -138,6 +139,10 @@ class Pager {
     int64_t kv_heads = sizes[1].get_length(), head_dim = sizes[3].get_length();
     auto [key, keys] = cache(names::kPastKey + number, names::kPresentKey + number);
     auto [value, values] = cache(names::kPastValue + number, names::kPresentValue + number);
+    if (scales != nullptr) {
+      query = scaled(query, *scales, heads_, head_dim, false);
+      key = scaled(key, *scales, kv_heads, head_dim, true);
+    }
     ov::OutputVector given = template_->input_values();
     ov::OutputVector ours{joined(query, heads_, head_dim),
                           joined(key, kv_heads, head_dim),
@@ -189,6 +194,19 @@ class Pager {
     return std::make_shared<ops::Reshape>(turned, constant({-1, heads * head_dim}), false);
   }
 
+  // x [1, heads, rows, head_dim] times, or divided by, scales [kv_heads, head_dim], each for heads / kv_heads heads.
+  static Value scaled(const Value& x, const std::vector<float>& scales, int64_t heads, int64_t head_dim, bool divided) {
+    const auto dim = static_cast<size_t>(head_dim), count = static_cast<size_t>(heads);
+    const size_t sharing = count / (scales.size() / dim);
+    std::vector<float> factors(count * dim);
+    for (size_t i = 0; i < factors.size(); ++i) {
+      const float scale = scales[i / dim / sharing * dim + i % dim];
+      factors[i] = divided ? 1 / scale : scale;
+    }
+    auto constant = ops::Constant::create(ov::element::f32, ov::Shape{1, count, 1, dim}, factors);
+    return std::make_shared<ops::Multiply>(x, constant)->output(0);
+  }
+
   // Lets everything that reads `old` read `now`.
   static void lead(const Value& old, const Value& now) {
     for (auto& reader : old.get_target_inputs()) reader.replace_source_output(now);
@@ -203,7 +221,7 @@ class Pager {
 }  // namespace
 
 void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding,
-                 bool windows, bool both_ways) {
+                 bool windows, bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales) {
   std::vector<NodePtr> softmaxes;
   for (const NodePtr& node : model.get_ordered_ops())
     if (std::string(node->get_type_info().name) == "Softmax") softmaxes.push_back(node);
@@ -213,7 +231,11 @@ void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t h
   Pager pager(model, heads);
   if (windows) pager.add_windows();
   if (both_ways) pager.add_images();
-  for (size_t i = 0; i < layers.size(); ++i) pager.page(layers[i], softmaxes[i], sliding.count(layers[i]) > 0);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    auto scales = key_scales.find(layers[i]);
+    pager.page(layers[i], softmaxes[i], sliding.count(layers[i]) > 0,
+               scales == key_scales.end() ? nullptr : &scales->second);
+  }
   std::vector<const char*> unread;  // masks are made of them
   if (windows) unread.push_back(names::kFirstSlot);
   if (both_ways) unread.push_back(names::kSeenSlots);

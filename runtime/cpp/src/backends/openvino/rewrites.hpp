@@ -45,9 +45,10 @@ std::unique_ptr<Dropping> letting_go(const ov::Model& model);
 // which the operator writes into; in which type, the engine's settings say. A row sees its own slot and those before, as the
 // mask said; in layers `sliding` the last of these alone, as many as the input names::kPagedWindow says. `windows`: the
 // model has such layers, here or in other stages. `both_ways`: tokens with a 1 in the input names::kPagedImages also see
-// those that follow. Throws std::runtime_error where attention is written in another way than vtx writes it.
+// those that follow. Keys are divided by `key_scales` [kv_heads, head_dim] of their layer, and queries multiplied: products
+// stay, and channels have one range. Throws std::runtime_error where attention is written in another way than vtx writes it.
 void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding,
-                 bool windows, bool both_ways);
+                 bool windows, bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales);
 
 // Adds the input names::kPagedRows, [m] int32: the last layer's output projection and MLP run for these rows of the hidden
 // states alone, and these are what the stage gives; its K and V are of all. `whole`: the last layer keeps a state, so it

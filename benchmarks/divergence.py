@@ -1,0 +1,198 @@
+"""How far do rounded weights, K and V and arithmetic move the next token of a real decoder, beside its float32 weights?
+
+    make real-weights
+    python -m benchmarks.divergence build/real-weights/qwen2.5-coder-0.5b --forms int8 int4-64 Q4_0 --rows rows.jsonl
+    python -m benchmarks.divergence build/real-weights/qwen2.5-coder-0.5b --bundle BUNDLE --device openvino
+
+Eight texts of several kinds are read token by token, `POSITIONS` of each. The truth are the logits of the plain PyTorch
+reference with the checkpoint's weights. KL is in nats, mean over the positions; `same` is the share of positions whose
+most probable token stays. A form rounds every matrix of the decoder, and the head as `HEADS` says, and is computed in
+float32; names of GGUF's types (Q8_0, Q5_0, Q4_0) use the `gguf` package. A bundle is run by an engine, and is told what
+each token was. `bits` are those of a weight of the matrices and the head, scales and zero points included.
+
+The decoders of `make real-weights` come from files of 4 to 8 bits, whose dequantised values are the truth here, so
+forms with the same blocks look a little better than they would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from benchmarks.common import markdown
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.reference.model import Encoded, Reference, Sample
+from vtx.exporter.weights.quantize import dequantise, quantise
+from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
+from vtx.runtime.bundle.safetensors import EVERY, RowIndex
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, multiplied, scheme
+from vtx.runtime.policies.make import make_policy
+from vtx.runtime.session.sampling import log_softmax
+from vtx.runtime.session.session import Prompt, Session
+
+ROOT = Path(__file__).parents[1]
+POSITIONS = 64  # of a text
+PREFILLED = 8  # tokens before the first position that a bundle is judged at
+HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "Q4_0": "Q8_0", "Q5_0": "Q8_0"}
+SCALE_BITS, ZERO_BITS = 16, 8
+Texts = dict[str, NDArray[np.int64]]  # ids [POSITIONS + 1] by the kind of text
+Logits = dict[str, NDArray[np.float32]]  # [POSITIONS, vocab]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form or bundle beside the truth."""
+
+    decoder: str
+    form: str
+    bits: float | None
+    kl: float
+    median: float
+    same: float
+    perplexity: float
+    positions: int
+
+
+class Rounded:
+    """A checkpoint's weights, those of the decoder's matrices rounded to a form."""
+
+    def __init__(self, weights: WeightSource, form: str) -> None:
+        self._weights, self._form = weights, form
+        self.bits = self.numbers = 0.0
+
+    def holds(self, name: str) -> bool:
+        return self._weights.holds(name)
+
+    def rows(self, name: str) -> int:
+        return self._weights.rows(name)
+
+    def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
+        values = self._weights.read(name, rows)
+        is_head = name == HEAD or (name == EMBEDDING and isinstance(rows, slice))  # embedded tokens are read by index
+        if not is_head and not (name.startswith("text.layers") and multiplied(name, tuple(values.shape))):
+            return values
+        form = HEADS.get(self._form, self._form) if is_head else self._form
+        rounded, bits = rounded_rows(values.numpy(), form, name)
+        self.bits += bits * values.numel()
+        self.numbers += values.numel()
+        return torch.from_numpy(rounded)
+
+
+def rounded_rows(values: NDArray[np.float32], form: str, name: str) -> tuple[NDArray[np.float32], float]:
+    """Rows of a matrix after rounding, and the bits of each weight."""
+    precision, _, block = form.partition("-")
+    if precision not in ("int8", "int4"):
+        from gguf import GGMLQuantizationType, dequantize
+        from gguf import quantize as quantize_gguf
+
+        kind = GGMLQuantizationType[form]
+        packed = quantize_gguf(values, kind)
+        return dequantize(packed, kind).astype(np.float32), 8 * packed.nbytes / values.size
+    storage = scheme(precision, values.shape, int(block or 64))
+    assert storage is not None, name
+    if precision == "int8" and block:
+        storage = Scheme(storage.dtype, int(block))
+    overhead = SCALE_BITS + ZERO_BITS * storage.zeroed
+    return dequantise(*quantise(values, storage, name), storage), storage.bits + overhead / storage.block
+
+
+def texts_of(checkpoint: Path) -> Texts:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    lines = (ROOT / "benchmarks/divergence_texts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = {line["kind"]: line["text"] for line in map(json.loads, lines)}
+    texts["licence"] = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    return {
+        kind: np.array(tokenizer.encode(text, add_special_tokens=False).ids[: POSITIONS + 1])
+        for kind, text in texts.items()
+    }
+
+
+def forward(plan: Plan, texts: Texts, weights: WeightSource) -> Logits:
+    """The reference's logits at every position of each text."""
+    reference, nothing = Reference(plan.checkpoint, plan.config, weights), torch.zeros((0, plan.config.text.hidden))
+    with torch.inference_mode():
+        samples = [Sample(ids[:-1], Encoded(nothing), len(ids) - 1) for ids in texts.values()]
+        states = reference.hidden(samples, [None])
+        heads = [reference.head(state[None]).numpy() for state in states]
+    return dict(zip(texts, heads, strict=True))
+
+
+def answered(model: Model, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """A bundle's logits at the positions from `PREFILLED` on."""
+    session, first = Session(model.backend, model.manifest), ids[:PREFILLED]
+    policy = make_policy(None, model.manifest, model.backend.gate)
+    logits = session.prefill(Prompt(first, np.zeros(len(first), bool), ()), policy).logits.copy()
+    return np.stack([logits, *(session.decode(int(token)).copy() for token in ids[PREFILLED:-1])])
+
+
+def row(decoder: str, form: str, bits: float | None, truth: Mapping[str, NDArray[np.float32]], texts: Texts,
+        logits: Logits) -> Row:  # fmt: skip
+    kl, same, losses = list[float](), list[bool](), list[float]()
+    for kind, judged in logits.items():
+        targets = texts[kind][-len(judged) :]
+        for wanted, found, target in zip(truth[kind][-len(judged) :], judged, targets, strict=True):
+            p, q = log_softmax(wanted), log_softmax(found)
+            kl.append(float(np.exp(p) @ (p - q)))
+            same.append(bool(p.argmax() == q.argmax()))
+            losses.append(-float(q[target]))
+    return Row(
+        decoder, form, bits and round(bits, 3), float(f"{np.mean(kl):.3g}"), float(f"{np.median(kl):.3g}"),
+        round(float(np.mean(same)), 4), round(float(np.exp(np.mean(losses))), 3), len(kl),
+    )  # fmt: skip
+
+
+def rows_of(options: argparse.Namespace) -> Iterator[Row]:
+    plan, texts = plan_export(ExportOptions(str(options.checkpoint), (), "fp32")), texts_of(options.checkpoint)
+    name, truth = options.checkpoint.name, Logits()
+    if options.truth is not None and options.truth.exists():
+        truth = dict(np.load(options.truth))
+    else:
+        truth = forward(plan, texts, CheckpointWeights(plan.checkpoint))
+        if options.truth is not None:
+            np.savez(options.truth, **truth)
+    for form in options.forms:
+        weights = Rounded(CheckpointWeights(plan.checkpoint), form)
+        logits = forward(plan, texts, weights)
+        yield row(name, form, weights.bits / weights.numbers, truth, texts, logits)
+    for folder in options.bundle:
+        with load(folder, device=options.device, compute=options.compute) as model:
+            logits = {kind: answered(model, ids) for kind, ids in texts.items()}
+            about = f"{folder.name}, {model.backend.device} {model.backend.compute}"
+        yield row(name, about, None, truth, texts, logits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--forms", nargs="+", default=[], help="int8, int8-BLOCK, int4-BLOCK, or a type of GGUF")
+    parser.add_argument("--bundle", type=Path, nargs="+", default=[])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compute", default="f32")
+    parser.add_argument("--truth", type=Path, help="keep the float32 logits in this .npz, hundreds of MB")
+    parser.add_argument("--rows", type=Path, help="append each row to this file")
+    options = parser.parse_args()
+    table = [["form", "bits", "KL", "median", "same", "perplexity", "positions"]]
+    for result in rows_of(options):
+        if options.rows is not None:
+            with options.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+        cells = result.bits, result.kl, result.median, f"{result.same:.1%}", result.perplexity, result.positions
+        table.append([result.form, *map(str, cells)])
+        print(markdown(table), flush=True)
+
+
+if __name__ == "__main__":
+    main()
