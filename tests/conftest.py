@@ -85,13 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("covering")):
             tests.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
-    not_needed = set[pytest.Item](repeated(items))
+    not_needed = set[pytest.Item]()
     for (_, strength), cases in tests.items():
         needed = {cases[number] for number in covering([values(case) for case in cases], strength)}
         not_needed.update(case for case in cases if case not in needed)
-    if not_needed:
-        config.hook.pytest_deselected(items=[item for item in items if item in not_needed])
-        items[:] = [item for item in items if item not in not_needed]
+    _deselect(config, items, not_needed)
     seen = Counter[str]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):
@@ -101,6 +99,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
     for item in left_out(items):
         item.add_marker(pytest.mark.slow)
+    _deselect(config, items, set(repeated(items)))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], cases: set[pytest.Item]) -> None:
+    if cases:
+        config.hook.pytest_deselected(items=[item for item in items if item in cases])
+        items[:] = [item for item in items if item not in cases]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,7 +22,7 @@ from tests.support.covering import covering
 
 # Fixtures that make a model or are one.
 MODELS = {"tiny_checkpoint", "models", "model", "folder", "towers", "openvla", "pi0_bundle", "lasting"}
-MARKED = ("sampled", "covering", "gpu")  # of tests whose cases are all wanted, or chosen by the mark
+MARKED = ("covering", "gpu")  # of tests whose cases are all wanted, or chosen by the mark
 ROOMS = tuple(
     f"tests/{room}/"
     for room in (
@@ -89,7 +89,8 @@ def repeated(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     for of_test in with_models(items).values():
         if not any(map(of_test[0].get_closest_marker, MARKED)):
             cases += _beyond_values(list(filter(is_slow, of_test)))
-            cases += _beyond_values(list(filterfalse(is_slow, of_test)))
+            if not of_test[0].get_closest_marker("sampled"):
+                cases += _beyond_values(list(filterfalse(is_slow, of_test)))
     return cases
 
 
@@ -104,7 +105,7 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
             if headlines.setdefault(file, named) != test:
                 cases += [case for case in of_test if not case.get_closest_marker("representative")]
                 continue
-        if not of_test[0].get_closest_marker("sampled"):
+        if any(map(of_test[0].get_closest_marker, MARKED)):
             cases += _beyond_values(list(filterfalse(is_slow, of_test)))
     return cases
 

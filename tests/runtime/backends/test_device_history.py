@@ -115,7 +115,6 @@ def tiny(opened: tuple[str, Model, Gpu]) -> Tiny:
     return FAMILIES[opened[0]]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [None, *KS])
 def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
     k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
@@ -135,7 +134,6 @@ def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
         answer(session, prompt(model, prompt_messages("red?", 2), images), policy(None), 3)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [None, 3])
 def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
     k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
@@ -147,7 +145,6 @@ def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
     assert_chat_as_reference(model, reference(tiny), images, k, TOLERANCE)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, opened: tuple[str, Model, Gpu]) -> None:
     family, model, _ = opened
@@ -155,7 +152,6 @@ def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, op
     assert_rejected_tokens_leave_states(model, asked, 3, right)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("back", [1, 3 * RECENT])
 def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(
     back: int, opened: tuple[str, Model, Gpu]
@@ -165,7 +161,6 @@ def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(
     assert_changed_turns_go_back(model, asked, back)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", ["none", 3])
 def test_states_stay_on_the_device_and_the_next_picture_allocates_nothing(
     k: int | str, opened: tuple[str, Model, Gpu]

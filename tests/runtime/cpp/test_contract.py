@@ -166,7 +166,6 @@ def precisions_on_devices() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize(("precision", "device"), precisions_on_devices())
 def test_traces_are_met_at_every_precision(
@@ -186,7 +185,6 @@ def marked(image: Image.Image) -> Image.Image:
 
 @needs_abi
 @needs_pillow_13
-@pytest.mark.covering(1)
 @DEVICES
 @named(TRACED)
 def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, name: str, device: str) -> None:
@@ -224,7 +222,6 @@ def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, nam
 
 
 @needs_abi
-@pytest.mark.covering(1)
 @DEVICES
 @named(TRACED)
 def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, name: str, device: str) -> None:

@@ -118,7 +118,6 @@ def assert_as_python(
     np.testing.assert_allclose(found["logits"], logits, atol=SAME * float(np.abs(logits).max()), rtol=0)
 
 
-@pytest.mark.covering(1)
 @DEVICES
 @pytest.mark.parametrize("k", [None, 5])
 @pytest.mark.parametrize("name", TINY)

@@ -74,7 +74,6 @@ def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
     return reference(family.tiny)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("shown", [(0,), (1, 0), (2,)], ids=["one", "two", "small"])
 def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     model: Model, judge: Reference, family: Family, tolerance: float, shown: tuple[int, ...]
@@ -188,7 +187,6 @@ def test_reductions_are_those_of_the_statement(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
@@ -202,7 +200,6 @@ def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
