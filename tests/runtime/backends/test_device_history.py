@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,20 +86,16 @@ def on(path: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Model, Gpu]:
     return Model(bundle, tensorrt.TensorrtBackend(bundle), 0.0), gpu
 
 
-# Each family and each path once, which is what `make test` runs.
-QUICK = set(zip(FAMILIES, PATHS, strict=True))
+# Each family and each path once; answers alone are compared in each family on each path.
+ONCE = [pytest.param(pair, id="-".join(pair)) for pair in zip(FAMILIES, PATHS, strict=True)]
+OTHERS = [
+    pytest.param((family, path), id=f"{family}-{path}", marks=pytest.mark.slow)
+    for family, path in product(FAMILIES, PATHS)
+    if (family, path) not in zip(FAMILIES, PATHS, strict=True)
+]
 
 
-def case(pair: tuple[str, str]) -> Any:
-    """A family on a path."""
-    marks = [] if pair in QUICK else [pytest.mark.slow]
-    return pytest.param(pair, id="-".join(pair), marks=marks)
-
-
-OPENED = [case(pair) for pair in product(FAMILIES, PATHS)]
-
-
-@pytest.fixture(params=OPENED)
+@pytest.fixture(params=ONCE)
 def opened(
     request: pytest.FixtureRequest, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Model, Gpu]]:
@@ -115,6 +110,8 @@ def tiny(opened: tuple[str, Model, Gpu]) -> Tiny:
     return FAMILIES[opened[0]]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
 @pytest.mark.parametrize("k", [None, *KS])
 def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
     k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]

@@ -44,6 +44,7 @@ def asked(model: Model, way: dict[str, Any], **options: Any) -> list[Any]:
         return [conversation.ask(question, **settings) for question in QUESTIONS]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_it_at_the_first_second_and_third_question(model: Model, way: str) -> None:

@@ -105,6 +105,7 @@ def check(model: Model, reference: Reference, session: Session, question: str, k
     return True
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", FAMILIES.values(), ids=list(FAMILIES))

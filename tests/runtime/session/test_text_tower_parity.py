@@ -77,6 +77,7 @@ def backends(case: Case) -> dict[str, Model]:
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [*QUESTIONS, LONG, "?", "a<|endoftext|>b"])
 def test_the_text_tower_gives_transformers_embeddings(made: ClipCase, words: str) -> None:
