@@ -43,10 +43,14 @@ def sound(folder: Path) -> dict[str, Any]:
 
 
 def ways(value: Any, way: Way = ()) -> Iterator[Way]:
-    """The way to every value of a JSON document, but into the free-form record and the parts that no runtime reads."""
+    """The way to every value of a JSON document, but into the free-form record and the parts that no runtime reads.
+
+    Of a list's items those to the first and to the last.
+    """
     yield way
     if way != ("record",) and way[-2:-1] != ("parts",) and isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        entries = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for key, inner in entries if isinstance(value, dict) else [*entries[:1], *entries[1:][-1:]]:
             yield from ways(inner, (*way, key))
 
 

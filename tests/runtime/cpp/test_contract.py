@@ -77,8 +77,9 @@ LIMITS = [
 
 
 def named(names: list[str]) -> Any:
-    """Cases by name; slow but for the representatives."""
-    marks = {name: pytest.mark.representative if name in REPRESENTATIVES else pytest.mark.slow for name in names}
+    """Cases by name; slow but for the representatives, and Gemma 4, whose layers read K and V of others."""
+    quick = {*REPRESENTATIVES, "gemma4"}
+    marks = {name: pytest.mark.representative if name in quick else pytest.mark.slow for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
 
 

@@ -189,7 +189,7 @@ def render_confined(source: str, limits: ChildLimits = CHILD) -> Any:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", sorted(HOSTILE.keys() - HARMLESS))
 def test_hostile_templates_end_as_an_error_soon(name: str) -> None:
     with pytest.raises(VtxError, match="--chat-template FILE"):

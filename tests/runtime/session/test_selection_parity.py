@@ -77,6 +77,7 @@ def entered(case: Case, way: dict[str, Any], seeds: tuple[int, ...] = (4,)) -> l
     return [image.places for image in wanted.images]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> None:
     found, wanted = ask_both(case, Method(**way))
