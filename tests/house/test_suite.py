@@ -13,6 +13,7 @@ import pytest
 from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
 from tests.support.quick import HEADLINES, is_slow, left_out, planted, repeated
+from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
 HANGS = {
@@ -208,3 +209,10 @@ def test_the_headline_of_each_file_is_there() -> None:
     for file, name in HEADLINES.items():
         source = (ROOT / f"tests/{file}.py").read_text(encoding="utf-8")
         assert f"def {name}(" in source, (file, name)
+
+
+def test_kinds_of_processors_that_hide_nothing_of_this_one_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_processor = script("as_processor")
+    monkeypatch.setattr(as_processor, "obstacle", lambda _: None)
+    monkeypatch.setattr(as_processor, "flags", lambda: {"avx2"} | as_processor.KINDS["avx512_vnni"])
+    assert as_processor.possible_kinds() == ["avx2", "avx2_vnni", "avx512"]
