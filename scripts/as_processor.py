@@ -49,12 +49,17 @@ ASKING = {  # packages whose libraries choose code by the processor
 NEEDED = ("cc", "objdump")
 
 
+def flags() -> set[str]:
+    """Of this processor."""
+    line = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return set(line[1].split()) if line else set()
+
+
 def obstacle(kind: str) -> str | None:
     """Why this machine cannot be a processor of that kind, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"{kind} is a kind of x86-64 on Linux, and this is {platform.system()} on {platform.machine()}"
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    lacking = sorted((KINDS[kind] | {"avx2"}) - set(flags[1].split() if flags else ()))
+    lacking = sorted((KINDS[kind] | {"avx2"}) - flags())
     if lacking:
         return f"this processor is none of kind {kind}: it has no {', '.join(lacking)}"
     missing = [tool for tool in NEEDED if shutil.which(tool) is None]
@@ -62,8 +67,11 @@ def obstacle(kind: str) -> str | None:
 
 
 def possible_kinds() -> list[str]:
-    """The kinds that this machine can be; writes one line for each of the others."""
+    """The kinds that this machine can be and is not; writes one line for each of the others."""
     obstacles = {kind: obstacle(kind) for kind in KINDS}
+    for kind, reason in obstacles.items():
+        if reason is None and not flags() & set(FEATURES) - KINDS[kind]:
+            obstacles[kind] = f"this processor is one of kind {kind}"
     for reason in filter(None, obstacles.values()):
         print(f"as_processor: {reason}", file=sys.stderr)
     return [kind for kind, reason in obstacles.items() if reason is None]

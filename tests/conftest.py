@@ -22,7 +22,7 @@ from tests.support import bundles
 from tests.support.budget import Budget
 from tests.support.covering import covering
 from tests.support.old_onnxruntime import skipped_where_it_is_too_old
-from tests.support.quick import left_out, values
+from tests.support.quick import left_out, repeated, values
 from tests.support.shared import Shared
 from tests.support.store import new_folder, open_store, publish, verified
 from tests.support.tiny import Tiny, make
@@ -77,9 +77,9 @@ def pytest_collection() -> Generator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that `covering` does not need; mark as slow all but each n-th case of a `sampled(n)` test.
+    """Leave out the cases that `covering` does not need and those with a model that repeat the values of others.
 
-    Slow are also the cases with a model that repeat what others show, as `tests.support.quick` says.
+    Slow are all but each n-th case of a `sampled(n)` test, and tests of which `tests.support.quick` says so.
     """
     tests: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
@@ -89,9 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for (_, strength), cases in tests.items():
         needed = {cases[number] for number in covering([values(case) for case in cases], strength)}
         not_needed.update(case for case in cases if case not in needed)
-    if not_needed:
-        config.hook.pytest_deselected(items=[item for item in items if item in not_needed])
-        items[:] = [item for item in items if item not in not_needed]
+    _deselect(config, items, not_needed)
     seen = Counter[str]()
     for item in items:
         if marker := item.get_closest_marker("sampled"):
@@ -101,6 +99,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[test] += 1
     for item in left_out(items):
         item.add_marker(pytest.mark.slow)
+    _deselect(config, items, set(repeated(items)))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], cases: set[pytest.Item]) -> None:
+    if cases:
+        config.hook.pytest_deselected(items=[item for item in items if item in cases])
+        items[:] = [item for item in items if item not in cases]
 
 
 @pytest.hookimpl(wrapper=True)

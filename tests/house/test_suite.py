@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
-from tests.support.quick import HEADLINES, left_out, planted
+from tests.support.quick import HEADLINES, is_slow, left_out, planted, repeated
+from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
 HANGS = {
@@ -135,6 +137,15 @@ def test_with_a_model(tiny_checkpoint, device, k): ...
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
 def test_that_is_sampled(tiny_checkpoint, device, k): ...
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("k", [None, 3, 5])
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_of_pairs(tiny_checkpoint, device, k): ...
+
+@pytest.mark.parametrize("k", [None, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (5, 8))])
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_partly_slow(tiny_checkpoint, device, k): ...
+
 @pytest.mark.parametrize("k", [None, 3, 5])
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
 def test_without_a_model(device, k): ...
@@ -153,16 +164,23 @@ def collected(request: pytest.FixtureRequest, folder: Path, name: str) -> list[p
     return [item for item in request.session.genitems(module) if isinstance(item, pytest.Item)]
 
 
-def test_cases_with_a_model_that_repeat_values_are_left_to_the_slow_run(
-    request: pytest.FixtureRequest, tmp_path: Path
+def test_of_cases_with_a_model_those_are_run_that_have_every_value(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("VTX_SEQUENCES", raising=False)
     items = collected(request, tmp_path, "tests/runtime/server/test_any.py")
-    chosen = [item for item in items if item not in left_out(items)]
-    of_model = [item.callspec.params for item in chosen if item.name.startswith("test_with_a")]  # type: ignore[attr-defined]
+    run = [item for item in items if item not in repeated(items)]
+    of_model = [item.callspec.params for item in run if item.name.startswith("test_with_a")]  # type: ignore[attr-defined]
     assert len(of_model) == 3
     assert {params["k"] for params in of_model} == {None, 3, 5}
     assert {params["device"] for params in of_model} == {"cpu", "openvino"}
-    assert len(chosen) == 3 + 6 + 6 + 2
+    partly = Counter(is_slow(item) for item in run if item.name.startswith("test_partly"))  # type: ignore[arg-type]
+    assert partly == {True: 2, False: 2}
+    assert len(run) == 3 + 6 + 6 + 4 + 6 + 2
+    quick = [item for item in run if not is_slow(item) and item not in left_out(run)]  # type: ignore[arg-type]
+    assert len(quick) == 3 + 6 + 3 + 2 + 6 + 2, "pairs of values are left to the slow run"
+    monkeypatch.setenv("VTX_SEQUENCES", "500")
+    assert repeated(items) == []
 
 
 def test_one_test_with_a_model_is_run_of_a_file_in_the_rooms_that_compute_the_most(
@@ -191,3 +209,10 @@ def test_the_headline_of_each_file_is_there() -> None:
     for file, name in HEADLINES.items():
         source = (ROOT / f"tests/{file}.py").read_text(encoding="utf-8")
         assert f"def {name}(" in source, (file, name)
+
+
+def test_kinds_of_processors_that_hide_nothing_of_this_one_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_processor = script("as_processor")
+    monkeypatch.setattr(as_processor, "obstacle", lambda _: None)
+    monkeypatch.setattr(as_processor, "flags", lambda: {"avx2"} | as_processor.KINDS["avx512_vnni"])
+    assert as_processor.possible_kinds() == ["avx2", "avx2_vnni", "avx512"]

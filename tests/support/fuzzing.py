@@ -15,7 +15,7 @@ EXAMPLES = os.environ.get("VTX_FUZZ_EXAMPLES")
 
 # Bounded and the same each time in the tests; `make fuzz` runs more, and others each time.
 fuzz = settings(
-    max_examples=int(EXAMPLES or 100), derandomize=not EXAMPLES, print_blob=bool(EXAMPLES), deadline=None,
+    max_examples=int(EXAMPLES or 50), derandomize=not EXAMPLES, print_blob=bool(EXAMPLES), deadline=None,
     database=None, suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

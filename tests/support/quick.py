@@ -1,10 +1,10 @@
-"""The cases of tests with a model that `make test` leaves to `make test-all`.
+"""The cases of tests with a model that no run needs, and those that `make test` leaves to `make test-all`.
 
 A case with a model takes ten to a hundred times as long as one without. Most faults that show with a value of a
-parameter show with any values of the others: `make test` runs a case for each value, not for each combination. In the
-rooms that compute the most it runs one test with a model of each file, which is the first one or named here, and
-whatever is marked `representative`. Files in which `make planted` looks for its faults are left as they are, and so are
-cases of tests whose marks say which count.
+parameter show with any values of the others: a case is run for each value, not for each combination, unless a test's
+mark says which count. In the rooms that compute the most `make test` runs one test with a model of each file, which is
+the first one or named here, and whatever is marked `representative`. Files in which `make planted` looks for its faults
+are left as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable
 from functools import cache
+from itertools import filterfalse
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.covering import covering
 
 # Fixtures that make a model or are one.
 MODELS = {"tiny_checkpoint", "models", "model", "folder", "towers", "openvla", "pi0_bundle", "lasting"}
-MARKED = ("slow", "sampled")
+MARKED = ("covering", "gpu")  # of tests whose cases are all wanted, or chosen by the mark
 ROOMS = tuple(
     f"tests/{room}/"
     for room in (
@@ -80,32 +81,51 @@ def planted() -> frozenset[str]:
     return frozenset(re.findall(r'"(tests/[^":]+)', text))
 
 
+def repeated(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Those cases of unmarked tests, among slow ones and among others, without which every value still occurs."""
+    if "VTX_SEQUENCES" in os.environ:
+        return []
+    cases = list[pytest.Item]()
+    for of_test in with_models(items).values():
+        if not any(map(of_test[0].get_closest_marker, MARKED)):
+            cases += _beyond_values(list(filter(is_slow, of_test)))
+            if not of_test[0].get_closest_marker("sampled"):
+                cases += _beyond_values(list(filterfalse(is_slow, of_test)))
+    return cases
+
+
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Those cases of unmarked tests that repeat values, or what a representative shows."""
-    tests: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and MODELS & set(item.fixturenames):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    """Those cases that show what a representative shows, and pairs of values that a test's mark asks for."""
     rooms = () if "VTX_CPUID_HIDDEN" in os.environ else ROOMS  # as on a lesser processor all tests of arithmetic count
     cases, headlines = list[pytest.Item](), dict[str, str]()
-    for name, of_test in tests.items():
+    for name, of_test in with_models(items).items():
         file, _, test = name.partition("::")
         if file.startswith(rooms) and file not in planted() and not all(map(is_slow, of_test)):
             named = HEADLINES.get(file.removeprefix("tests/").removesuffix(".py"), test)
             if headlines.setdefault(file, named) != test:
                 cases += [case for case in of_test if not case.get_closest_marker("representative")]
                 continue
-        cases += _repeated([case for case in of_test if not any(map(case.get_closest_marker, MARKED))])
+        if any(map(of_test[0].get_closest_marker, MARKED)):
+            cases += _beyond_values(list(filterfalse(is_slow, of_test)))
     return cases
+
+
+def _beyond_values(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """The cases without which every value of a parameter still occurs."""
+    if len(cases) < 2:
+        return []
+    needed = set(covering([values(case) for case in cases], 1))
+    return [case for number, case in enumerate(cases) if number not in needed]
+
+
+def with_models(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Function]]:
+    """The cases of each test with a model."""
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and MODELS & set(item.fixturenames):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests
 
 
 def is_slow(case: pytest.Function) -> bool:
     return case.get_closest_marker("slow") is not None
-
-
-def _repeated(cases: list[pytest.Function]) -> list[pytest.Item]:
-    """The cases without which every value of a parameter still occurs."""
-    if len(cases) < 2 or not all(hasattr(case, "callspec") for case in cases):
-        return []
-    needed = set(covering([values(case) for case in cases], 1))
-    return [case for number, case in enumerate(cases) if number not in needed]

@@ -124,8 +124,7 @@ def latency(
     wide = engine.floats == EXPANDED
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
-    groups = [*weights.layer_weights(size), *weights.head_weights(model, precisions)]
-    matrices = weights.stored_bytes(groups, precisions, wide=wide)
+    matrices = weights.token_bytes(model, precisions, wide)
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
@@ -340,7 +339,7 @@ def make_plan(
         )  # fmt: skip
     return CostPlan(
         model=model, workload=workload, vision_views=views, parts=parts,
-        weights_bytes={name: weights.stored_bytes(weights.all_weights(model, p), p) for name, p in parts.items()},
+        weights_bytes={name: weights.bundle_bytes(model, p) for name, p in parts.items()},
         vision_flops=flops.encode_flops(model.vision, views, whole=True), depths=tuple(depths), profile=profile,
         reduced=reduced if reductions else None,
     )  # fmt: skip
@@ -357,8 +356,10 @@ def _cost(
     used = [-(-(count + work.new_tokens) // step) * step for count in slots]
     kv = sum(flops.kv_bytes(model.decoder, used, element))
     read = engine.passes * sum(cache)
-    stored = weights.stored_bytes(weights.all_weights(model, precisions), precisions)
-    held = stored if engine.floats is None else weights.resident(model, precisions, engine.floats)
+    if engine.floats is None:
+        held = weights.bundle_bytes(model, precisions)
+    else:
+        held = weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     each = 4 if wide else 2
     if engine.apart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from vtx.runtime.backends.engines import EXPANDED
@@ -15,6 +16,7 @@ from vtx.tools.estimate.towers import VisionSize
 from vtx.tools.model.decoder import PER_LAYER, Decoder
 
 SCALE_BYTES = 2
+PLANS = 64  # whose sums over thousands of tensors are kept: a plan asks for the same ones at every K
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
 
@@ -92,18 +94,36 @@ def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide
     return total
 
 
+@lru_cache(PLANS)
+def bundle_bytes(model: ModelSize, precisions: Precisions) -> int:
+    """Bytes of all weights in a bundle's files."""
+    return stored_bytes(all_weights(model, precisions), precisions)
+
+
+@lru_cache(PLANS)
+def token_bytes(model: ModelSize, precisions: Precisions, wide: bool) -> int:
+    """Bytes of the matrices that each token reads: those of all layers, and the output matrix."""
+    return stored_bytes([*layer_weights(model.decoder), *head_weights(model, precisions)], precisions, wide=wide)
+
+
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
     """Bytes that a CPU engine holds; the embedding table stays in its file unless it is the head, and so does the one
     of inputs to layers.
 
     `floats` are the bytes of a float in its memory, by type: `EXPANDED` for onnxruntime, `KEPT` for OpenVINO.
     """
-    total = 0
+    return _resident(model, precisions, tuple(floats.items()))
+
+
+@lru_cache(PLANS)
+def _resident(model: ModelSize, precisions: Precisions, floats: tuple[tuple[str, int], ...]) -> int:
+    total, bytes_by_type = 0, dict(floats)
     for group in all_weights(model, precisions):
         if group.name == PER_LAYER or (group.name == EMBEDDING and not head_is_table(model, precisions)):
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
-        total += group.count * resident_bytes(dtype, group.shape, _scales(group, scheme) if scheme else 0, floats)
+        scales = _scales(group, scheme) if scheme else 0
+        total += group.count * resident_bytes(dtype, group.shape, scales, bytes_by_type)
     return total
 
 

@@ -241,7 +241,6 @@ def stated_search(
     return errors, factors
 
 
-@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])
@@ -342,7 +341,6 @@ def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Mak
 # ---- bundles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, QWEN2, replace(GQA, ffn=100, dtype="bfloat16")], ids=["mha", "qwen2", "odd"])

@@ -381,7 +381,7 @@ def test_a_config_that_promises_more_than_the_shards_hold_is_refused(
         plan(folder)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), value=SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=8), SCALARS))
 def test_one_value_replaced_gives_a_model_or_a_checkpoint_error(
     tiny_checkpoint: Make, data: st.DataObject, value: Any

@@ -95,7 +95,7 @@ def test_prompts_of_any_template_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@settings(max_examples=int(EXAMPLES or 120), deadline=None)
+@settings(max_examples=int(EXAMPLES or 60), deadline=None)
 @given(templates(), st.lists(LONG_CHATS, min_size=10, max_size=10), st.booleans())
 def test_prompts_of_many_templates_are_those_of_transformers(
     template: str, chats: list[list[Message]], reply: bool

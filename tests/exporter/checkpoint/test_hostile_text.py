@@ -61,7 +61,7 @@ HOSTILE: dict[str, tuple[Callable[[Spec], None], str]] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path)

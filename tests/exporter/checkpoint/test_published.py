@@ -29,7 +29,7 @@ REFUSED = {  # and the words of the reason
 }
 # Of jinja2, for "\\s" in the published template of llava-v1.6-mistral.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
-# The small ones first, of which `make test` takes every n-th.
+# The small ones first, of which `make test` takes the first.
 NAMES = sorted({*models()} - {*AUTHORS, *REFUSED, OPENVLA}, reverse=True) or ["none"]
 
 
@@ -61,7 +61,7 @@ def is_quantised(name: str) -> bool:
     return "quantization_config" in read(models()[name] / "config.json")
 
 
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("files", [PUBLISHED, RESAVED])
 def test_a_published_model_answers_as_transformers_does(

@@ -75,7 +75,6 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return get
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", TOLERANCES)
@@ -110,7 +109,6 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCES["fp32"], rtol=0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", names.ON_GPU)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", STATEFUL, ids=lambda tiny: tiny.family)
@@ -158,7 +156,6 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)

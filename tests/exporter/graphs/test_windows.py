@@ -48,7 +48,6 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return cache(lambda family, dialect: Model(bundle(family), DialectBackend(bundle(family), dialect), 0))
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +76,6 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("tiny", [replace(GEMMA3, head_dim=32), replace(GEMMA4, head_dim=32)], ids=lambda t: t.family)

@@ -40,7 +40,7 @@ def ask(model: Reference, images: int = 1, question: str = QUESTION) -> Inputs:
     return model.inputs(prompt_messages(question, images), [random_image(seed) for seed in range(images)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("images", [0, 1, 2])
 def test_without_withdrawal_the_statement_answers_as_transformers_does(family: Reference, images: int) -> None:
     inputs = ask(family, images)

@@ -107,7 +107,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(DEPTHS))
 def test_a_question_after_anything_equals_a_fresh_one(
     recorded: tuple[Model, Recorder],

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,20 +86,16 @@ def on(path: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Model, Gpu]:
     return Model(bundle, tensorrt.TensorrtBackend(bundle), 0.0), gpu
 
 
-# Each family and each path once, which is what `make test` runs.
-QUICK = set(zip(FAMILIES, PATHS, strict=True))
+# Each family and each path once; answers alone are compared in each family on each path.
+ONCE = [pytest.param(pair, id="-".join(pair)) for pair in zip(FAMILIES, PATHS, strict=True)]
+OTHERS = [
+    pytest.param((family, path), id=f"{family}-{path}", marks=pytest.mark.slow)
+    for family, path in product(FAMILIES, PATHS)
+    if (family, path) not in zip(FAMILIES, PATHS, strict=True)
+]
 
 
-def case(pair: tuple[str, str]) -> Any:
-    """A family on a path."""
-    marks = [] if pair in QUICK else [pytest.mark.slow]
-    return pytest.param(pair, id="-".join(pair), marks=marks)
-
-
-OPENED = [case(pair) for pair in product(FAMILIES, PATHS)]
-
-
-@pytest.fixture(params=OPENED)
+@pytest.fixture(params=ONCE)
 def opened(
     request: pytest.FixtureRequest, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Model, Gpu]]:
@@ -116,6 +111,7 @@ def tiny(opened: tuple[str, Model, Gpu]) -> Tiny:
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
 @pytest.mark.parametrize("k", [None, *KS])
 def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
     k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
@@ -135,7 +131,6 @@ def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
         answer(session, prompt(model, prompt_messages("red?", 2), images), policy(None), 3)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [None, 3])
 def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
     k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
@@ -147,7 +142,6 @@ def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
     assert_chat_as_reference(model, reference(tiny), images, k, TOLERANCE)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, opened: tuple[str, Model, Gpu]) -> None:
     family, model, _ = opened
@@ -155,7 +149,6 @@ def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(right: int, op
     assert_rejected_tokens_leave_states(model, asked, 3, right)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("back", [1, 3 * RECENT])
 def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(
     back: int, opened: tuple[str, Model, Gpu]
@@ -165,7 +158,6 @@ def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(
     assert_changed_turns_go_back(model, asked, back)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", ["none", 3])
 def test_states_stay_on_the_device_and_the_next_picture_allocates_nothing(
     k: int | str, opened: tuple[str, Model, Gpu]

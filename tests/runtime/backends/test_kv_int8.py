@@ -182,7 +182,6 @@ def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
         assert list(got.done.slots) == judge.kv_slots(inputs, k)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))

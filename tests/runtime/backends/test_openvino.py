@@ -429,7 +429,6 @@ def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
     assert np.array_equal(found, wanted)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
 def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(

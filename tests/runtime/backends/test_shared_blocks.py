@@ -49,6 +49,7 @@ def pool_of(model: Model) -> BlockPool:
     return pool
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [None, 3])
 def test_the_blocks_of_an_image_are_in_memory_once_for_all_who_ask_about_it(model: Model, k: int | None) -> None:
     gc.collect()

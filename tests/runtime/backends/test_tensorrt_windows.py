@@ -50,6 +50,7 @@ def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     return get
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_onnxruntime(

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from tests.support.bundles import ORT, export, write_gate
 from tests.support.cabi import Frames, Loaded
-from tests.support.contract import FAMILIES, REPRESENTATIVES, Family
+from tests.support.contract import FAMILIES, REPRESENTATIVES, Family, engine
 from tests.support.cpp import (
     ask,
     assert_answers_equal,
@@ -44,7 +43,6 @@ from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
 from vtx.exporter.checkpoint.families.registry import FAMILIES as REGISTERED
 from vtx.runtime.api.load import load
-from vtx.runtime.bundle.spec.names import DIALECTS as ALL
 from vtx.runtime.errors import RequestError
 
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
@@ -68,35 +66,29 @@ OF_OTHERS = {
 }
 TRACED = [name for name, family in FAMILIES.items() if family.traced]
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
-QUICK = {name for name, _ in REPRESENTATIVES}
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
-    pytest.param(LFM2, "--max-tiles", (1, 2, 3, 4), -1, marks=pytest.mark.slow),
+    (LFM2, "--max-tiles", (1, 2, 3, 4), -1),
     (LLAVA_NEXT, "--max-tiles", (1, 3), -1),
-    pytest.param(MINICPM, "--max-tiles", (1, 2, 3, 4), -1, marks=pytest.mark.slow),
+    (MINICPM, "--max-tiles", (1, 2, 3, 4), -1),
     (replace(GEMMA4, budget=140), "--max-pixels", (140 * 48**2, 70 * 48**2), 70 * 48**2 - 1),
 ]
 
 
 def named(names: list[str]) -> Any:
-    """Cases by name; slow but for the representatives."""
-    marks = {name: pytest.mark.representative if name in QUICK else pytest.mark.slow for name in names}
+    """Cases by name; slow but for the representatives, and Gemma 4, whose layers read K and V of others."""
+    quick = {*REPRESENTATIVES, "gemma4"}
+    marks = {name: pytest.mark.representative if name in quick else pytest.mark.slow for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in names])
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     rng = random.Random(5)
-    drawn = {(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(40)} | {(70, n) for n in range(20, 220, 7)}
+    drawn = {(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(20)} | {(70, n) for n in range(20, 220, 21)}
     sizes = sorted(size for size in drawn if max(size) <= 200 * min(size))
     return write_pictures(tmp_path_factory.mktemp("pictures"), [*SIZES, *sizes])
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
-    """Bundles with every graph: those of the contract in Python."""
-    return Models(tmp_path_factory.mktemp("made"), tiny_checkpoint, ALL)
 
 
 def test_every_family_is_compared() -> None:
@@ -107,12 +99,10 @@ def test_every_family_is_compared() -> None:
 
 @needs_pillow_13
 @named([*FAMILIES, *OF_OTHERS])
-def test_pixels_and_answers_are_those_of_python(made: Models, models: Models, pictures: list[Path], name: str) -> None:
-    if name in OF_OTHERS:
-        model, ks = models(OF_OTHERS[name], (3, 5)), (3, 5)
-    else:
-        model, ks = made(FAMILIES[name].tiny, FAMILIES[name].ks), FAMILIES[name].ks
-    refused = () if name in OF_OTHERS or (1, 150) in FAMILIES[name].extreme else LONG
+def test_pixels_and_answers_are_those_of_python(models: Models, pictures: list[Path], name: str) -> None:
+    family = Family(OF_OTHERS[name]) if name in OF_OTHERS else FAMILIES[name]
+    model, ks = models(family.tiny, family.ks), family.ks
+    refused = () if (1, 150) in family.extreme else LONG
     assert_prepared_equal(model, [picture for picture in pictures if picture.stem not in refused])
     assert_answers_equal(model, pictures, QUESTIONS, ("none", ks[-1], ks[0]))
 
@@ -129,14 +119,11 @@ def test_an_internvit_beside_a_llava_is_that_of_python(
 
 
 def traced_on_devices() -> list[Any]:
-    """Every traced family on both engines; slow but for representatives of few reductions, each on the engine named."""
-    cases = []
-    for name, device in product(TRACED, ("cpu", "openvino")):
-        quick = (name, device) in REPRESENTATIVES and len(FAMILIES[name].traced) < 3
-        marks = [pytest.mark.representative if quick else pytest.mark.slow]
-        marks += [needs_openvino] if device == "openvino" else []
-        cases.append(pytest.param(name, device, marks=marks))
-    return cases
+    """Every traced family on onnxruntime, those whose contract is asked on OpenVINO there, too; slow but for one."""
+    quick = {name: pytest.mark.representative if name == "lfm2_vl" else pytest.mark.slow for name in TRACED}
+    cases = [pytest.param(name, "cpu", marks=quick[name]) for name in TRACED]
+    on_openvino = [name for name in TRACED if engine(name) == "openvino"]
+    return cases + [pytest.param(name, "openvino", marks=[pytest.mark.slow, needs_openvino]) for name in on_openvino]
 
 
 def traced(family: Family, device: str) -> tuple[str, ...]:
@@ -166,7 +153,6 @@ def precisions_on_devices() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TRACED)
 @pytest.mark.parametrize(("precision", "device"), precisions_on_devices())
 def test_traces_are_met_at_every_precision(
@@ -186,9 +172,9 @@ def marked(image: Image.Image) -> Image.Image:
 
 @needs_abi
 @needs_pillow_13
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @DEVICES
-@named(TRACED)
+@pytest.mark.parametrize("name", TRACED)
 def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, name: str, device: str) -> None:
     """Other K and methods in turn, images that begin alike, turns that go on, and conversations of their own."""
     family, rng, system = FAMILIES[name], random.Random(3), "Be brief."
@@ -224,9 +210,9 @@ def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, nam
 
 
 @needs_abi
-@pytest.mark.covering(1)
+@pytest.mark.slow
 @DEVICES
-@named(TRACED)
+@pytest.mark.parametrize("name", TRACED)
 def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, name: str, device: str) -> None:
     made, picture = models(replace(FAMILIES[name].tiny, context=512), (3, 5)), np.asarray(random_image(1))
     asked = [(question, k) for question in QUESTIONS for k in (b"none", b"3")]
@@ -237,6 +223,7 @@ def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, 
 
 
 @needs_pillow_13
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiny", "option", "limits", "too_few"), LIMITS, ids=["gemma3", "lfm2_vl", "llava_next", "minicpm", "gemma4"]
 )

@@ -73,7 +73,6 @@ def both(
         return found, image.ask(QUESTION, **settings)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize(
     ("kind", "value"),

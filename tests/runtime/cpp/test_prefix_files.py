@@ -62,7 +62,6 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize(

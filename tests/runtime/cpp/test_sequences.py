@@ -92,6 +92,7 @@ def fresh(folder: Path, device: str) -> Iterator[Ask]:
         yield ask
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("tiny", [QWEN35, GEMMA3, PALIGEMMA], ids=["stateful", "windowed", "two-way"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 @pytest.mark.parametrize("runtime", [python, libvtx])

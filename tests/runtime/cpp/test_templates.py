@@ -68,7 +68,7 @@ def hold(template: str, chats: Sequence[Sequence[Message]], *, exact: bool = Tru
             assert found["error"].isprintable()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(KNOWN)), CASES)
 def test_templates_in_use_give_python_s_prompts(name: str, chats: list[list[Message]]) -> None:
     hold(KNOWN[name], chats)

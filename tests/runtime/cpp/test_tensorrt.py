@@ -161,7 +161,6 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
     assert "a side; use a smaller --max-pixels, --device cpu or openvino" in done.stderr.decode()
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4, PALIGEMMA], ids=lambda tiny: tiny.family)
 def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
@@ -183,7 +182,6 @@ def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
     assert meets(bundle, tmp_path / "ort", tmp_path / "cpp-parts") > 20
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
 def test_layers_that_keep_a_state_meet_the_traces(

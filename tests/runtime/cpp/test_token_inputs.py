@@ -25,6 +25,7 @@ def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 def test_traces_meet_those_of_python(folder: Path, tmp_path: Path, device: str) -> None:
     assert compared(folder, tmp_path, device) > 20

@@ -118,7 +118,6 @@ def assert_as_python(
     np.testing.assert_allclose(found["logits"], logits, atol=SAME * float(np.abs(logits).max()), rtol=0)
 
 
-@pytest.mark.covering(1)
 @DEVICES
 @pytest.mark.parametrize("k", [None, 5])
 @pytest.mark.parametrize("name", TINY)
@@ -141,6 +140,7 @@ def test_a_video_of_one_frame_and_two_videos_have_the_ids_and_logits_of_python(
     assert_as_python(model, "cpu", tmp_path / "two", both, None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "spec"),
     [

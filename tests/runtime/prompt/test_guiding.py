@@ -169,6 +169,7 @@ def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text:
         write()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXPLODING)
 def test_forms_that_explode_are_cut_or_end_in_an_error(grammars: Grammars, text: Text, name: str) -> None:
     """None of them takes minutes, which a test run would show."""

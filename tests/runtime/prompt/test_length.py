@@ -88,7 +88,7 @@ SHREDS = st.sampled_from(
 
 
 @given(st.sampled_from(sorted(TOKENIZERS)), st.lists(SHREDS, max_size=60).map("".join))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_what_fits_is_never_refused(name: str, question: str) -> None:
     chat: list[Message] = [ask(None, "?" + question)]
     try:

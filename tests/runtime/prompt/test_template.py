@@ -189,7 +189,7 @@ def render_confined(source: str, limits: ChildLimits = CHILD) -> Any:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", sorted(HOSTILE.keys() - HARMLESS))
 def test_hostile_templates_end_as_an_error_soon(name: str) -> None:
     with pytest.raises(VtxError, match="--chat-template FILE"):
@@ -243,7 +243,7 @@ def test_a_megabyte_of_text_is_rendered() -> None:
 
 
 @given(EXPRESSIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_only_template_errors_come_out(expression: str) -> None:
     with contextlib.suppress(TemplateError):
         assert isinstance(render("{% for i in [1, 2] %}{{ " + expression + " }}{% endfor %}"), str)

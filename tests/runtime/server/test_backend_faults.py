@@ -104,6 +104,7 @@ def test_a_backend_that_raises_ends_at_most_one_answer(
         assert [ids(response) for response in at_once(served)] == wanted
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backend_that_hangs_is_told_and_what_waits_is_answered_when_it_returns(
     tiny_bundle: Path, wanted: list[list[int]], place: str
@@ -131,6 +132,7 @@ def test_a_backend_that_hangs_is_told_and_what_waits_is_answered_when_it_returns
         until(lambda: health(served) == [200, 200], "it computes again")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backend_that_ends_the_thread_fails_all_that_wait_at_once(tiny_bundle: Path, place: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.contract import FAMILIES, NEAR, Family, on_devices, with_rows
+from tests.support.contract import FAMILIES, NEAR, Family, on_one_device, on_other_devices, with_rows
 from tests.support.dialects import DialectBackend
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.parity import (
@@ -34,7 +34,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError, TemplateError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
-pytestmark = pytest.mark.dialects(*DIALECTS)
+pytestmark = pytest.mark.dialects("ort", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,13 @@ def loaded(models: Models) -> Callable[..., Model]:
     return open_bundle
 
 
-@pytest.fixture(scope="module", params=on_devices())
+@pytest.fixture(scope="module")
+def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
+    """Bundles with the graphs of all dialects."""
+    return Models(tmp_path_factory.mktemp("every_graph"), tiny_checkpoint, DIALECTS)
+
+
+@pytest.fixture(scope="module", params=on_one_device())
 def drawn(request: pytest.FixtureRequest) -> tuple[Family, str]:
     drawn: tuple[Family, str] = request.param
     return drawn
@@ -74,7 +80,6 @@ def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
     return reference(family.tiny)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("shown", [(0,), (1, 0), (2,)], ids=["one", "two", "small"])
 def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     model: Model, judge: Reference, family: Family, tolerance: float, shown: tuple[int, ...]
@@ -82,6 +87,16 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
     images = [random_image(seed, family.sizes[number]) for seed, number in enumerate(shown)]
     messages = prompt_messages(QUESTIONS[0], len(images))
     assert_every_k(model, judge, messages, images, family.ks, tolerance, family.alike)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "device"), on_other_devices())
+def test_the_other_engine_answers_as_transformers_and_at_k_as_the_statement_too(
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, device: str
+) -> None:
+    images, messages = [random_image(0, family.sizes[1])], prompt_messages(QUESTIONS[0])
+    model, tolerance = loaded(device, family.tiny, family.ks), family.tolerance if device == "cpu" else NEAR
+    assert_every_k(model, reference(family.tiny), messages, images, family.ks, tolerance, family.alike)
 
 
 def test_images_of_extreme_shapes_and_text_alone_are_answered_as_by_transformers(
@@ -126,7 +141,7 @@ def test_later_questions_and_chats_are_answered_as_alone(
             with pytest.raises((RequestError, TemplateError), match="one question"):
                 chat.ask("red?", Options(1))
         return
-    for k in (None, *family.ks):
+    for k in (None, family.ks[0], family.ks[-1]):
         assert_later_equal_fresh(model, images, k, tolerance=tolerance)
         assert_chat_as_reference(model, judge, images, k, tolerance)
 
@@ -156,9 +171,10 @@ def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callab
         np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "method"), with_rows("methods", 8))
 def test_reductions_are_those_of_the_statement(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method
+    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method, device: str
 ) -> None:
     specs = tuple(dict.fromkeys(word(replace(each, k=None)) for each in family.methods))
     ks = tuple(sorted({each.k for each in family.methods if each.k}))
@@ -172,23 +188,21 @@ def test_reductions_are_those_of_the_statement(
             break
     assert min(wanted.vision) < int((inputs["input_ids"] == judge.image_token).sum()), "nothing left"
     slots = [count * (whole > 0) for count, whole in zip(wanted.slots, judge.kv_slots(inputs, None), strict=True)]
-    for device in DEVICES:
-        talk = Talk(loaded(device, family.tiny, ks, "fp32", specs))
-        for _ in range(2):  # also with caches that hold another question's
-            found = talk.ask(messages, images, method, STEPS)
-            assert found.ids == wanted.ids
-            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=NEAR, rtol=0)
-            assert list(found.done.slots) == slots
-            last = list(range(sum(len(image.rows) for image in wanted.images)))
-            for layer, kept in sorted(wanted.kept.items()):
-                assert found.kept.get(layer, last) == kept
-                last = kept
-            assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
-            talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
+    talk = Talk(loaded(device, family.tiny, ks, "fp32", specs))
+    for _ in range(2):  # also with caches that hold another question's
+        found = talk.ask(messages, images, method, STEPS)
+        assert found.ids == wanted.ids
+        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=NEAR, rtol=0)
+        assert list(found.done.slots) == slots
+        last = list(range(sum(len(image.rows) for image in wanted.images)))
+        for layer, kept in sorted(wanted.kept.items()):
+            assert found.kept.get(layer, last) == kept
+            last = kept
+        assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
+        talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
@@ -202,7 +216,6 @@ def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
@@ -219,13 +232,12 @@ def test_every_precision_is_near_transformers_or_computes_what_the_reference_doe
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.dialects])
-def test_graphs_of_other_dialects_compute_the_same(loaded: Callable[..., Model], name: str, dialect: str) -> None:
+def test_graphs_of_other_dialects_compute_the_same(every_graph: Models, name: str, dialect: str) -> None:
     family = FAMILIES[name]
-    model, images = (
-        loaded("cpu", family.tiny, family.ks),
-        [random_image(n, size) for n, size in enumerate(family.sizes[:2])],
-    )
-    other, messages = Model(model.bundle, DialectBackend(model.bundle, dialect), 0), prompt_messages(QUESTIONS[0], 2)
+    images = [random_image(n, size) for n, size in enumerate(family.sizes[:2])]
+    messages = prompt_messages(QUESTIONS[0], 2)
+    model = every_graph(family.tiny, family.ks)
+    other = Model(model.bundle, DialectBackend(model.bundle, dialect), 0)
     for k in (None, family.ks[-1]):
         wanted, found = (greedy(each, prompt(each, messages, images), k, STEPS) for each in (model, other))
         assert found.ids == wanted.ids

@@ -62,7 +62,6 @@ def judge(reference: Callable[..., Reference]) -> Reference:
     return reference(GEMMA3)
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", METHODS, ids=word)
 @pytest.mark.parametrize("k", [None, 6])
 def test_tokens_that_a_reduction_keeps_still_see_each_other(

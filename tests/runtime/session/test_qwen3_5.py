@@ -92,7 +92,6 @@ def run_on(cache: StageCache, states: NDArray[np.float32], at: int) -> tuple[NDA
     return np.concatenate(found), history.at(at + len(states))
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("count", [1, 2, 3, 31, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 7])
 @pytest.mark.parametrize("equal", [False, True], ids=["random", "equal"])
 def test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other(model: Model, count: int, equal: bool) -> None:

@@ -167,7 +167,6 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, name: st
     assert_later_equal_fresh(model, [SMALL, random_image(0, (60, 90))], k, tolerance=EXACT[name])
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize("method", CLIPS)
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=slow) for name in FAMILIES if name != "qwen3")])
@@ -216,7 +215,6 @@ def test_reductions_behind_a_layer_equal_the_statement(
     assert_prompt_as_stated(model, judge, alike, asked, method)
 
 
-@pytest.mark.covering(2)
 @slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shape", [(1, 1), (320, 20), (20, 320)], ids=str)

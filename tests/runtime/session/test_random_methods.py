@@ -40,7 +40,7 @@ def on(models: Models) -> Callable[[Tiny, str], Model]:
     return loaded
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_answers_equal_the_statement_on_every_engine(
     on: Callable[[Tiny, str], Model], reference: Callable[..., Reference], name: str, number: int

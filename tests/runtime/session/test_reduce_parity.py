@@ -72,7 +72,6 @@ def case(request: pytest.FixtureRequest, cases: Cases) -> Case:
 # ---- each method -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
@@ -97,7 +96,6 @@ def released(case: Case) -> Method:
     return Method(tau=tau, key=0.08, layers=LAYERS, positions="renumber", order="merged-first", keys="last-block")
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))
 @pytest.mark.parametrize("seeds", [(4,), (4, 7)], ids=["one-image", "two-images"])
@@ -128,7 +126,6 @@ def test_all_rows_may_go(case: Case) -> None:
     assert wanted.kept[3] == []
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9, 1.0])
 def test_fastv(case: Case, ratio: float) -> None:
     found, wanted = ask_both(case, Method(fastv=(2, ratio)))
@@ -136,13 +133,11 @@ def test_fastv(case: Case, ratio: float) -> None:
     assert len(wanted.kept[2]) == 81 - int(81 * ratio)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 def test_merging_alone(case: Case, order: str) -> None:
     assert_equal(*ask_both(case, Method(tau=some_merged(case), order=order)))  # type: ignore[arg-type]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [0.1, 0.25, 0.9])
 def test_cls(case: Case, keep: float) -> None:
     found, wanted = ask_both(case, Method(cls_keep=keep))
@@ -167,7 +162,6 @@ def test_two_images(case: Case) -> None:
 # ---- composition -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:
@@ -177,7 +171,6 @@ def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:
     assert found.done.k == k
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", KS)
 def test_fastv_with_withdrawal(case: Case, k: int) -> None:
     found, wanted = ask_both(case, Method(fastv=(2, 0.5), k=k))
@@ -199,7 +192,6 @@ def test_fastv_between_the_prunes_of_mustdrop(case: Case) -> None:
     assert set(wanted.kept) == {3, 7, 8, 11, 15}
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("fires", [4, 12, None])
 def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None) -> None:
     def odds(layer: int, _: np.ndarray) -> np.ndarray:
@@ -248,7 +240,6 @@ def test_another_image_in_the_same_session_leaves_no_trace(case: Case) -> None:
         assert_equal(found, case.statement.answer(inputs(case, messages, (seed,)), method, STEPS))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "method",
     [Method(layers=LAYERS), Method(tau=2.0 / 2), Method(fastv=(2, 0.0)), Method(cls_keep=1.0)],
@@ -307,7 +298,6 @@ WAYS = {
 """The statement's method, the share its thresholds drop, and the gate that takes the K's place."""
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("way", WAYS)

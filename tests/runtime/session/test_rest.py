@@ -105,8 +105,8 @@ def check(model: Model, reference: Reference, session: Session, question: str, k
     return True
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.covering(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", FAMILIES.values(), ids=list(FAMILIES))
 def test_every_question_about_a_picture_equals_the_statement(
@@ -126,7 +126,6 @@ def test_every_question_about_a_picture_equals_the_statement(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", OTHERS.values(), ids=list(OTHERS))
 def test_families_with_tiles_states_windows_and_maps_equal_the_statement(

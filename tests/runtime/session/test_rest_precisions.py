@@ -105,7 +105,7 @@ def policy(model: Model, k: int | None, rest: str | None = None, reduce: str | N
     return make_policy(k, model.manifest, model.backend.gate, rest=number, reduce=reduce, dialect=model.backend.dialect)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", PRECISIONS.values(), ids=list(PRECISIONS))
 def test_the_rest_and_the_logits_are_the_statements_for_the_weights_that_are_stored(

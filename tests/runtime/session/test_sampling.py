@@ -55,7 +55,7 @@ def random_logits(seed: int, vocab: int = VOCAB) -> Logits:
     return np.random.default_rng(seed).normal(0, 3, vocab).astype(np.float32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     temperature=st.floats(0.1, 5),

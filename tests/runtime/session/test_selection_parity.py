@@ -77,6 +77,7 @@ def entered(case: Case, way: dict[str, Any], seeds: tuple[int, ...] = (4,)) -> l
     return [image.places for image in wanted.images]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> None:
     found, wanted = ask_both(case, Method(**way))
@@ -85,7 +86,6 @@ def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> No
 
 
 # Of these 81 tokens of 64 numbers the 50th and later add so little that the features' last bits choose among them.
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [2, 9, 40, 48])
 def test_cdpruner_at_every_budget(case: Case, keep: int) -> None:
     places = entered(case, {"cdpruner": (keep, "embedding")})
@@ -107,7 +107,6 @@ def test_the_order_of_pivots_matters(case: Case) -> None:
     assert len(by_size) == len(released)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("most", [8, 40, 64])
 def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: int) -> None:
     found, wanted = ask_both(case, Method(dart=(most, 2, 4, 4)))
@@ -115,7 +114,6 @@ def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: i
     assert len(wanted.kept[2]) == most + 4
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", [1, 3, 40, 80])
 def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(case: Case, keep: int) -> None:
     if keep == 1:  # a number of 1 would be a share
@@ -127,14 +125,12 @@ def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(ca
     assert len(places[0]) == keep
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_two_images(case: Case, way: dict[str, Any]) -> None:
     first, second = entered(case, way, (4, 7))
     assert len(first) == len(second)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
     found, wanted = ask_both(case, Method(**way, k=9), (4, 7))
@@ -142,7 +138,6 @@ def test_withdrawal_behind_it(case: Case, way: dict[str, Any]) -> None:
     assert found.done.k == 9
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_a_gate_behind_it(case: Case, way: str) -> None:
     gate = Gate(lambda layer, _: np.array([0.1, 0.9] if layer == 9 else [0.9, 0.1]), KS)
@@ -151,7 +146,6 @@ def test_a_gate_behind_it(case: Case, way: str) -> None:
     assert_equal(Talk(case.model).ask(messages, [random_image(4)], Method(**WAYS[way]), STEPS, exits=gate), wanted)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_merging_before_it(case: Case, way: str) -> None:
     found, wanted = ask_both(case, Method(tau=some_merged(case), **WAYS[way]))
@@ -160,13 +154,11 @@ def test_merging_before_it(case: Case, way: str) -> None:
     assert wanted.images[0].places != unmerged.images[0].places
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["cdpruner", "dart-before-layer-1", "dart-after-layer-7"])
 def test_fastv_before_or_behind_it(case: Case, way: str) -> None:
     assert_equal(*ask_both(case, Method(**WAYS[way], fastv=(2, 0.5))))
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("way", ["cdpruner", "dart", "dart-before-layer-1"])
 def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
@@ -174,7 +166,6 @@ def test_mustdrop_behind_it(case: Case, way: str, positions: str) -> None:
     assert_equal(*ask_both(case, method, share=0.3))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str, Any]) -> None:
@@ -189,7 +180,6 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
     assert kept[0] == kept[-1]
 
 
-@pytest.mark.covering(2)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
@@ -226,7 +216,6 @@ REUSED = {
 }
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(("spec", "layers"), REUSED.items(), ids=list(REUSED))
 def test_layers_whose_image_tokens_serve_the_next_question(case: Case, spec: str, layers: int) -> None:
     options, depth = Options(max_new_tokens=2), case.model.manifest.model.layers

@@ -168,14 +168,12 @@ def sequences(checks: Callable[[int], Checks]) -> Sequences:
     return checks(0).direct
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", range(2, len(SETTINGS)))
 def test_a_chat_after_an_independent_question_selects_its_own_tokens(sequences: Sequences, setting: int) -> None:
     sequences.check([Step(1, setting), Step(2, setting, chat=0), Step(0, setting, chat=0)])
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", range(2, len(SETTINGS)))
 def test_two_interleaved_chats_keep_their_own_tokens(sequences: Sequences, setting: int) -> None:
@@ -183,7 +181,6 @@ def test_two_interleaved_chats_keep_their_own_tokens(sequences: Sequences, setti
     sequences.check(turns)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["interrupt", "cancel", "timeout", "leave"])
 def test_a_first_turn_that_was_abandoned_selects_nothing(sequences: Sequences, how: Any) -> None:

@@ -205,7 +205,6 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
 # --- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["before", "within", "after"])
 @pytest.mark.parametrize("earlier", [None, (1, None), (1, 3), (3, 5), (5, None)])

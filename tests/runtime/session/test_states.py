@@ -41,7 +41,6 @@ def model(drawn: tuple[Family, str], models: Models) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
 @pytest.mark.parametrize("k", [None, 3])
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(
@@ -55,7 +54,6 @@ def test_every_token_of_a_draft_may_be_the_last_one() -> None:
     assert TRIED == MAX_DRAFT + 1
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("back", [1, RECENT, 3 * RECENT])
 def test_a_turn_that_changes_an_earlier_one_goes_back_to_a_state_that_is_held(model: Model, back: int) -> None:
     assert_changed_turns_go_back(model, prompt(model, prompt_messages("red?"), [random_image(0)]), back)

@@ -51,7 +51,6 @@ def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(("precision", "vision", "head"), PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_exported_bundle_has_the_weights_and_takes_the_memory_that_the_plan_counts(

@@ -112,6 +112,7 @@ def asking_data(questions: Path) -> Any:
     return read_data(str(questions), None, IMAGES)
 
 
+@pytest.mark.slow
 def test_a_search_interrupted_anywhere_resumes_and_gives_the_same_card(
     bundle: Bundle, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,6 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("card", ["sm89", "sm120"])
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
@@ -138,7 +137,6 @@ def test_towers_of_images_at_their_own_resolution_become_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
@@ -177,7 +175,6 @@ def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=lambda tiny: tiny.family)
