@@ -46,6 +46,8 @@ struct DeviceSlots : StageMemory, BoundStage {
   }
   void clear() override {
     version = 0;
+    for (auto it = recordings.begin(); it != recordings.end();)  // what could not be recorded once is tried again
+      it = it->second && !*it->second ? recordings.erase(it) : std::next(it);
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
@@ -215,7 +217,7 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
   // Has memory for so many slots. If there is not enough, the cache stays as it is.
   void room(int64_t slots) {
     if (memory_ && memory_->capacity >= slots) return;
-    int64_t count = std::min(capacity, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
+    int64_t count = std::min(capacity, (slots + kGrowth - 1) / kGrowth * kGrowth);
     auto longer = borrow<DeviceSlots>(context_, {MemoryKind::slots, spec_.first}, count,
                                       [&] { return std::make_unique<DeviceSlots>(context_, spec_, graph_, count); });
     if (memory_ && length > 0) longer->take_over(*memory_, length);
