@@ -34,6 +34,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu as Card
+from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -347,6 +348,7 @@ def test_a_graph_that_is_loaded_without_the_provider_is_an_error(
 def test_answers_on_a_gpu_are_those_of_the_cpu(folders: Folders) -> None:
     reason = ort_cuda.provider_obstacle()
     if reason is not None:
+        assert find_gpu() is None, reason
         pytest.skip(reason)
     ours, reference = opened(folders("fp16")), load(folders("fp16"), device="cpu", threads=THREADS)
     images, messages = [random_image(1)], prompt_messages(QUESTIONS[1])

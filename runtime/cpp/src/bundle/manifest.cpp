@@ -166,7 +166,6 @@ bool among(const Ids& values, int64_t wanted) { return std::find(values.begin(),
 
 void check_stages(const Manifest& m) {
   bool sound = !m.stages.empty() && rising(m.variants);
-  const std::optional<int64_t>& shared = m.model.shared;
   int64_t next = 1;
   Ids starts;
   std::vector<std::pair<int64_t, int64_t>> spans;

@@ -13,6 +13,12 @@
 namespace vtxcore {
 namespace {
 
+#ifdef VTX_SLOT_GROWTH  // for tests: the answers of tiny models outgrow it
+constexpr int64_t kGrowth = VTX_SLOT_GROWTH;
+#else
+constexpr int64_t kGrowth = names::kGrowth;
+#endif
+
 using Lock = Cuda::Use;
 
 const Ids kOne{1};  // the numbers of a run's tokens whose states are given out, if it is of one token

@@ -56,12 +56,6 @@ struct TensorrtCacheContext {
   KVLayout layout(const StageSpec& spec) const { return {manifest.model, spec, manifest.kv_bytes(dialect)}; }
 };
 
-#ifdef VTX_SLOT_GROWTH  // of tiny models, whose answers are to outgrow it
-constexpr int64_t kGrowth = VTX_SLOT_GROWTH;
-#else
-constexpr int64_t kGrowth = names::kGrowth;
-#endif
-
 // Memory of that capacity, or up to twice as many slots, as a token reads all: of a cache that is gone, else new. A cache gives it back as it goes; so the next image
 // allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device has too little for new one.
 template <typename Memory, typename Make>

@@ -26,7 +26,7 @@ const char* fix_of(int error) {
 }
 
 // CUDA_MEMCPY2D of cuda.h.
-struct Side {
+struct CopySide {
   size_t x = 0, y = 0;
   int type = kOnDevice;
   const void* host = nullptr;
@@ -34,8 +34,8 @@ struct Side {
   void* array = nullptr;
   size_t pitch = 0;
 };
-struct Rows {
-  Side source, to;
+struct RowCopy {
+  CopySide source, to;
   size_t width, height;
 };
 
@@ -56,7 +56,7 @@ struct CudaCalls {
   int (*cuMemsetD8Async)(void*, unsigned char, size_t, void*);
   int (*cuMemcpyHtoDAsync_v2)(void*, const void*, size_t, void*);
   int (*cuMemcpyDtoHAsync_v2)(void*, const void*, size_t, void*);
-  int (*cuMemcpy2DAsync_v2)(const Rows*, void*);
+  int (*cuMemcpy2DAsync_v2)(const RowCopy*, void*);
   int (*cuStreamCreate)(void**, unsigned);
   int (*cuStreamDestroy_v2)(void*);
   int (*cuStreamSynchronize)(void*);
@@ -228,7 +228,7 @@ void Cuda::copy_out(void* to, const void* from, size_t bytes) {
 }
 
 void Cuda::copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height) {
-  Rows rows{{}, {}, width, height};
+  RowCopy rows{{}, {}, width, height};
   rows.source.device = from;
   rows.source.pitch = pitch;
   rows.to.device = to;
