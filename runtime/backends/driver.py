@@ -11,6 +11,7 @@ from typing import Any
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import open_driver
 
+_RESULTS = {POINTER(kind): kind for kind in (c_void_p, c_int, c_size_t, c_char_p)}  # by the type of the parameter
 _OUT = POINTER(c_void_p)
 # The parameters of each call (cuda.h of CUDA 11.4 or later); those that are pointers to a type are results.
 _CALLS: dict[str, tuple[Any, ...]] = {
@@ -41,7 +42,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 _ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 
-class _Side(ctypes.Structure):
+class _CopySide(ctypes.Structure):
     """One side of a copy of rows: half of CUDA_MEMCPY2D."""
 
     _fields_ = (
@@ -50,10 +51,10 @@ class _Side(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Rows(ctypes.Structure):
+class _RowCopy(ctypes.Structure):
     """CUDA_MEMCPY2D of cuda.h."""
 
-    _fields_ = (("source", _Side), ("to", _Side), ("width", c_size_t), ("height", c_size_t))
+    _fields_ = (("source", _CopySide), ("to", _CopySide), ("width", c_size_t), ("height", c_size_t))
 
 
 class Driver:
@@ -68,22 +69,24 @@ class Driver:
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
-        given, results, passed = iter(args), list[Any](), list[Any]()
+        values = iter(args)
+        results, arguments = list[Any](), list[Any]()
         for kind in _CALLS[name]:
-            if hasattr(kind, "contents"):
-                results.append(kind._type_())
-                passed.append(ctypes.byref(results[-1]))
+            if kind in _RESULTS:
+                results.append(_RESULTS[kind]())
+                arguments.append(ctypes.byref(results[-1]))
             else:
-                passed.append(next(given))
-        error = int(getattr(self._library, name)(*passed))
+                arguments.append(next(values))
+        error = int(getattr(self._library, name)(*arguments))
         return error, *(result.value or 0 for result in results)
 
     def copy_rows(
         self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, stream: int
     ) -> tuple[Any, ...]:
         """Queue a copy of `height` rows of `width` bytes from one address of the device to another."""
-        sides = [_Side(type=_ON_DEVICE, device=address, pitch=p) for address, p in ((source, pitch), (to, to_pitch))]
-        rows = _Rows(*sides, width, height)  # which the driver reads before it returns
+        first = _CopySide(type=_ON_DEVICE, device=source, pitch=pitch)
+        second = _CopySide(type=_ON_DEVICE, device=to, pitch=to_pitch)
+        rows = _RowCopy(first, second, width, height)  # which the driver reads before it returns
         return self._call("cuMemcpy2DAsync_v2", ctypes.addressof(rows), stream)
 
 

@@ -1,4 +1,4 @@
-"""What one file says of an NVIDIA GPU: the machine, and what every step of using the GPU gave, for help from afar."""
+"""The report of an NVIDIA GPU that a user can send: the machine, and the outcome of every step of using the GPU."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ PROFILES = 2  # of a stage on a Jetson
 
 
 def build_memory(weights: int, profiles: int) -> int:
-    """Predicted peak memory in bytes of the build of a graph with so many bytes of weights."""
+    """Predicted peak memory in bytes of the build of a graph with that many bytes of weights."""
     return BUILDER_MEMORY + int((MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (profiles - 1)) * weights)
 
 
