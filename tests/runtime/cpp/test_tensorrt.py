@@ -309,10 +309,10 @@ def test_what_cannot_be_recorded_is_queued(
 ) -> None:
     report = machine(release)
     monkeypatch.setenv("VTX_STANDIN_REFUSED", refused)
-    done = ask(engines, tmp_path, "--k", "3", "--reduce", "none", "--max-new-tokens", "10", "--ignore-eos")
+    done = ask(engines, tmp_path, "--k", "3", "--reduce", "none", "--max-new-tokens", "4", "--ignore-eos")
     assert done.returncode == 0, done.stderr
     with load(engines, device="cpu", threads=THREADS).open([random_image(1)]) as image:
-        want = image.ask("red?", 3, reduce="none", max_new_tokens=10, ignore_eos=True)
+        want = image.ask("red?", 3, reduce="none", max_new_tokens=4, ignore_eos=True)
     assert json.loads(done.stdout)["token_ids"] == list(want.token_ids)
     assert report()["cuStreamBeginCapture_v2"] == 1
     assert "cuGraphLaunch" not in report()

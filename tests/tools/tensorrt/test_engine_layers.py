@@ -30,8 +30,7 @@ SHAPES = {
     "grouped-64": Tiny(layers=LAYERS, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, context=2048),
     "all-128": Tiny(layers=LAYERS, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, context=2048),
 }
-# Launches of a layer in the profile that decodes: by dialect and precision.
-LAUNCHES = {("trt", "fp16"): 15, ("trt", "int8"): 15, ("trt", "int4"): 16}
+LAUNCHES = 22  # of a layer, at most
 LAYER = re.compile(r"^Name: (?P<name>.+?)_myl(?P<graph>\d+)_\d+, LayerType: (?P<kind>\w+),", re.MULTILINE)
 NO_LAUNCHES = ("reshape", "cast", "copy", "signal", "wait")  # of sizes, on the host, and between streams
 Bundles = Callable[[str, str], Bundle]
@@ -90,5 +89,5 @@ def test_attention_and_weights_are_fused_in_every_profile(
         assert sum("_mha_" in name for name in names) == LAYERS
         apart = [name for name in names if "CastMulCast" in name and "Fc" not in name and "Mean" not in name]
         assert not apart, "weights are dequantised by kernels of their own"
+        assert len(names) <= LAUNCHES * LAYERS
     assert size < LARGEST_ENGINE * job.graph.weights + KERNELS
-    print(shape, dialect, precision, card, job.graph.weights, size, [len(names) for names in graphs])

@@ -56,7 +56,7 @@ struct CudaCalls {
   int (*cuMemsetD8Async)(void*, unsigned char, size_t, void*);
   int (*cuMemcpyHtoDAsync_v2)(void*, const void*, size_t, void*);
   int (*cuMemcpyDtoHAsync_v2)(void*, const void*, size_t, void*);
-  int (*cuMemcpy2DAsync_v2)(const RowCopy*, void*);
+  int (*cuMemcpy2DAsync_v2)(const void*, void*);  // of a RowCopy
   int (*cuStreamCreate)(void**, unsigned);
   int (*cuStreamDestroy_v2)(void*);
   int (*cuStreamSynchronize)(void*);
