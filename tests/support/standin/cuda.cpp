@@ -329,7 +329,8 @@ EXPORT int cuGraphLaunch(void* run, void* stream) {
   return 0;
 }
 EXPORT int cuGetErrorName(int error, const char** name) {
-  *name = error == kInvalidated ? "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
-          : error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_UNKNOWN";
+  *name = error == kInvalidated   ? "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+          : error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
+                                  : "CUDA_ERROR_UNKNOWN";
   return 0;
 }

@@ -81,7 +81,6 @@ size_t count_of(const Ids& shape) {
 
 struct EngineImpl;
 
-
 struct ContextImpl {
   Implementation<ContextImpl> implementation;
   EngineImpl& engine;
@@ -289,7 +288,6 @@ nvinfer1::IExecutionContext* make_context(EngineSelf* self, nvinfer1::ExecutionC
   require(strategy == nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED, "TensorRT would allocate by itself");
   return new Context(*self->owner);
 }
-
 
 Table& engine_table() {
   static Table table;
