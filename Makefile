@@ -125,8 +125,11 @@ cpp-tensorrt: $(READY) ## libvtx with a plug-in for each release of TensorRT who
 test-aarch64: cpp $(DEMO)/vtx.json ## libvtx for aarch64 answers under qemu as it does here; needs a Debian on x86-64, downloads 150 MB
 	PATH="$$PWD/$(BIN):$$PATH" scripts/test_aarch64.sh $(DEMO) build/aarch64
 
-test-gpu: $(READY) ## what needs an NVIDIA GPU: engines built and run on it; skipped in one line elsewhere
-	$(BIN)/pytest -m gpu -rs
+test-gpu: ## what needs an NVIDIA GPU, in an environment of its own: engines built and run on it; about 4 GB
+	$(PYTHON) -m venv --system-site-packages build/gpu
+	build/gpu/bin/python -m pip install --requirement scripts/gpu-tests.txt
+	build/gpu/bin/python -m pip install --no-deps --editable .
+	VTX_TEST_GPU=1 build/gpu/bin/python -m pytest -m gpu -rs tests/runtime/backends/test_gpu.py tests/runtime/backends/test_ort_cuda.py
 
 test-extras: $(READY) ## installs each extra as its page says, from a package index, and runs its commands; about 1.5 GB
 	VTX_TEST_EXTRAS=1 $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_extras.py tests/house/test_frozen.py

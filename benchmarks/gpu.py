@@ -29,7 +29,7 @@ from vtx.tools.bench.series import shown, spread
 QUESTION = "Describe everything in this picture."
 SECOND = "What is in its upper left corner?"
 PACKAGES = (
-    "tensorrt", "tensorrt-rtx", "cuda-python", "onnxruntime-gpu", "onnxruntime", "onnxruntime-genai-cuda",
+    "tensorrt", "tensorrt-rtx", "onnxruntime-gpu", "onnxruntime", "onnxruntime-genai-cuda",
     "onnxruntime-genai", "torch", "transformers",
 )  # fmt: skip
 Times = dict[str, float]

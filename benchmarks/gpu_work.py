@@ -82,12 +82,12 @@ def opened(folder: Path, path: str) -> Iterator[tuple[Model, Gpu]]:
             machine = Ort(Gpu(1 << 36))
             for module in (ort_backend, ort_cuda):
                 patch.setattr(module, "load_onnxruntime", lambda: machine)
-            patch.setattr(ort_cuda, "load_cuda", lambda: machine.gpu)
+            patch.setattr(ort_cuda, "load_driver", lambda: machine.gpu)
             with Model(bundle, ort_cuda.OrtCudaBackend(bundle), 0.0, "") as model:
                 yield model, machine.gpu
             return
         gpu, made = Gpu(1 << 36), gpu_standin.module
-        patch.setattr(tensorrt, "load_cuda", lambda: gpu)
+        patch.setattr(tensorrt, "load_driver", lambda: gpu)
         patch.setattr(tensorrt, "load_flavour", lambda flavour: made(gpu, gpu_standin.VERSION, flavour))
         patch.setattr(tensorrt, "find_gpu", lambda *_: CARD if target == "sm89" else ORIN)
         with Model(bundle, tensorrt.TensorrtBackend(bundle), 0.0) as model:
@@ -105,9 +105,9 @@ class Count:
         calls, copies = self._gpu.calls - self._before, self._gpu.copies[self._copies :]
         sides = [side for side, _ in copies]
         figures = (
-            calls["cudaMalloc"] + calls["cudaHostAlloc"], calls["cudaStreamBeginCapture"],
-            calls["cudaGraphLaunch"] + calls["captured enqueue"] + calls["run"], sides.count("in"), sides.count("out"),
-            calls["cudaMemcpy2DAsync"], calls["cudaStreamSynchronize"],
+            calls["cuMemAlloc_v2"] + calls["cuMemHostAlloc"], calls["cuStreamBeginCapture_v2"],
+            calls["cuGraphLaunch"] + calls["captured enqueue"] + calls["run"], sides.count("in"), sides.count("out"),
+            calls["copy_rows"], calls["cuStreamSynchronize"],
         )  # fmt: skip
         return dict(zip(COUNTED, figures, strict=True))
 
@@ -164,7 +164,7 @@ def frames(folder: Path, path: str, count: int) -> list[str]:
             gpu.copies.clear()
             if number in (1, count // 10, count):
                 gc.collect()
-                allocated = gpu.calls["cudaMalloc"] + gpu.calls["cudaHostAlloc"]
+                allocated = gpu.calls["cuMemAlloc_v2"] + gpu.calls["cuMemHostAlloc"]
                 seen[number] = gpu.used, allocated, process.memory_full_info().uss
     (first, early, last) = seen.values()
     shown = [f"{used / MB:.2f} MB" for used in (first[0], last[0])]

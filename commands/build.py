@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     option("--workspace", click.IntRange(min=1), "Device memory for the builder's workspace.", metavar="MiB"),
     option("--timing-cache", FILE, "Timing cache, read and written, for faster builds. Not for RTX, which does not "
            "time kernels.", metavar="FILE"),
+    option("--profiles", click.Choice(["1", "2"]), "Kernels of a stage: one set, or a second one for single tokens, "
+           "which may store weights twice [default: 1 for RTX, but 2 for int4; else 2]."),
     option("--check", bool, "Check the graphs against the rules of the target's TensorRT; build nothing."),
     option("--json as_json", bool, "Print the engines, or with --check the findings, as one JSON object."),
     option("--force", bool, "Build even if free memory looks too small."),
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 def build(
     bundle: str | None, targets: list[str], dialect: str | None, workspace: int | None, timing_cache: Path | None,
-    check: bool, as_json: bool, force: bool, sign: Path | None,
+    profiles: str | None, check: bool, as_json: bool, force: bool, sign: Path | None,
 ) -> None:  # fmt: skip
     """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
     end_on_sigterm()
@@ -65,7 +67,8 @@ def build(
         module, release = load_tensorrt(target)
         plan = plan_engines(
             opened, target, release, module.__version__, dialect or release.dialect,
-            workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache, key=key,
+            workspace=None if workspace is None else workspace << 20, timing_cache=timing_cache,
+            profiles=int(profiles) if profiles else None, key=key,
         )  # fmt: skip
         if not force:
             check_memory(plan)
@@ -81,6 +84,11 @@ def build(
             engines[name].append({"file": o.record.file, "weights_bytes": o.job.graph.weights, "bytes": o.record.bytes,
                                   "seconds": took, "memory_bytes": memory})  # fmt: skip
             cost = [f"{o.built.seconds:.1f} s", size(o.built.memory)] if o.built else ["kept", ""]
+            if excess := o.job.excess(o.record):
+                note(
+                    f"warning: {o.record.file} has {excess:.1f} times the bytes of its weights: TensorRT stores them "
+                    "twice or wider; try --profiles 1, or export with another --precision"
+                )
             rows.append([o.record.file, size(o.job.graph.weights), size(o.record.bytes), *cost])
         if not as_json:
             table(f"engines for {name}", ["engine", "weights", "size", "time", "peak memory"], rows)

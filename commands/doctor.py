@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.shared.options import named_once, option, options
-from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError
 from vtx.runtime.terminal.console import bar, command, note, say_json, say_report, table
 from vtx.tools.common.loading import Loading
 
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
     option("--compare", str, "Compare each graph between two dialects on onnxruntime (ort, ort-cuda, plain, trt, "
            "trt10) or two devices (openvino, cuda, tensorrt), and report the first difference beyond "
            "tolerance.", metavar="A,B"),
+    option("--gpu gpu", Path, "Use the NVIDIA GPU step by step, with a BUNDLE also its engines, and write what each "
+           "step gave to a file to send with a report.", metavar="FILE"),
     option("--json as_json", bool, "Print one JSON object."),
     option("--write-traces", Path, "Run every kind of case and write ids, masks, slots, positions and logits.",
            metavar="DIR"),
     option("--check-traces", Path, "Check traces from another runtime or device against this one.", metavar="DIR"),
 )  # fmt: skip
 def doctor(
-    bundle: str | None, named: str | None, loading: Loading, compare: str | None, as_json: bool,
+    bundle: str | None, named: str | None, loading: Loading, compare: str | None, gpu: Path | None, as_json: bool,
     write_traces: Path | None, check_traces: Path | None,
 ) -> None:  # fmt: skip
     """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
@@ -43,13 +46,15 @@ def doctor(
         raise click.UsageError("--write-traces and --check-traces need a BUNDLE")
     if bundle is None and compare is None and loading != Loading():
         raise click.UsageError("--device, --compute and --require-signature need a BUNDLE")
-    if sum(map(bool, (write_traces, check_traces, compare))) > 1:
-        raise click.UsageError("--write-traces, --check-traces and --compare are mutually exclusive")
+    if sum(map(bool, (write_traces, check_traces, compare, gpu))) > 1:
+        raise click.UsageError("--write-traces, --check-traces, --compare and --gpu are mutually exclusive")
     if compare is not None and (bundle is None or (loading.device, loading.compute) != ("auto", None)):
         raise click.UsageError(
             "--compare needs a BUNDLE, and names its devices itself: leave out --device and --compute"
         )
-    if bundle is None:
+    if gpu is not None:
+        _use_gpu(gpu, bundle)
+    elif bundle is None:
         _machine(as_json=as_json)
     elif compare is not None:
         _compare(bundle, compare, loading, as_json=as_json)
@@ -117,6 +122,22 @@ def _machine(*, as_json: bool) -> None:
             table(title, ["model", *SHOWN], rows)
     if report.problems:
         raise DeviceError("vtx cannot run here yet: " + "; ".join(report.problems))
+
+
+def _use_gpu(file: Path, bundle: str | None) -> None:
+    from vtx.runtime.report.gpu import failures, gpu_report
+    from vtx.runtime.strict import json_value
+
+    report = gpu_report(bundle)
+    try:
+        file.write_text(json.dumps(json_value(report), indent=1), encoding="utf-8")
+    except OSError as e:
+        raise RequestError(
+            f"cannot write {file} ({e.strerror}); name a file in a directory that you may write to"
+        ) from e
+    note(f"wrote {file}")
+    if failed := failures(report):
+        raise DeviceError("; ".join(f"{step}: {reason}" for step, reason in failed.items()))
 
 
 def _check_traces(folder: str, traces: Path, loading: Loading, *, as_json: bool) -> None:

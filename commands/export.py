@@ -96,6 +96,8 @@ def _chosen_ks(
            "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
     option("--max-memory", str, "Refuse the export if its predicted memory exceeds this, e.g. 2GB.", callback=size_of,
            metavar="SIZE"),
+    option("--stage-layers", int, "Most decoder layers in a graph: fewer take less memory where engines are built "
+           "[default: as K and the reductions cut it]."),
     option("--downsample", str, "Patches per image token of MiniCPM-V 4.6: 16x, or 4x for four times the tokens "
            "[default: the checkpoint's].", metavar="16x|4x"),
     option("--cameras", str, "Camera names of a robot policy, in training order.",           metavar="NAME,...",
@@ -118,7 +120,7 @@ def export(
     activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
     tower: str | None, allow_pickle: bool, int4_block: str,
-    arithmetic: str, cameras: tuple[str, ...], downsample: str | None,
+    arithmetic: str, cameras: tuple[str, ...], downsample: str | None, stage_layers: int | None,
 ) -> None:  # fmt: skip
     """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
 
@@ -182,7 +184,7 @@ def export(
     options = ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
         head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers, measured, numbered, cameras, downsample,
+        allow_changed_answers, measured, numbered, cameras, downsample, stage_layers,
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")

@@ -73,6 +73,7 @@ def plan(
     from vtx.runtime.policies.spec import parse
     from vtx.tools.estimate.plan import Workload, make_plan
     from vtx.tools.estimate.weights import precisions_of
+    from vtx.tools.tensorrt.memory import buildable_layers
     from vtx.tools.tensorrt.support import choose_engine, engines_on
 
     if sequence is not None and given("picture"):
@@ -99,16 +100,22 @@ def plan(
         engine=None if counted is None else counted.cost, reductions=parse(reduction),
         rest=0 if rest is None else read_rest(rest),
     )  # fmt: skip
+    builds = dict[str, int]()  # by precision, the layers of a graph that the device can make an engine of
+    if device is not None and device.kind == "jetson" and counted is not None and counted.device == "tensorrt":
+        builds = {name: buildable_layers(size, p, device.usable_bytes) for name, p in parts.items()}
     seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
     if plot is not None:
         from vtx.tools.estimate.plot import plot_plan
 
         plot_plan(costs, plot)
     if as_json:
-        found = {"image_size": seen, "engines": [engine.to_dict() for engine in engines]}
+        found = {"image_size": seen, "engines": [engine.to_dict() for engine in engines], "build_layers": builds}
         say_json({**costs.to_dict(), **found, "counted_for": counted and counted.software})
         return
     _show_plan(costs, seen, size, engines, counted)
+    if builds:
+        layers = ", ".join(f"{name} {count or 'none'}" for name, count in builds.items())
+        say(f"layers of a graph whose engine can be built on the device (--stage-layers of vtx-export): {layers}")
     if plot is not None:
         note(f"drew {plot}")
 

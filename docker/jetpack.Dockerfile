@@ -12,7 +12,7 @@ FROM ${BASE}
 RUN apt-get update && apt-get install --yes --no-install-recommends python3-pip python3-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN python3 -m venv --system-site-packages /opt/vtx && /opt/vtx/bin/pip install --no-cache-dir ".[jetson]" "cuda-python<12.7" \
+RUN python3 -m venv --system-site-packages /opt/vtx && /opt/vtx/bin/pip install --no-cache-dir ".[jetson]" \
     && rm -r /src/*
 ENV PATH=/opt/vtx/bin:$PATH VTX_BUNDLE=/bundle
 ENTRYPOINT ["vtx-run"]

@@ -15,8 +15,7 @@ from vtx.runtime.backends.openvino import cache, integers, paged
 from vtx.runtime.backends.ort import cache as ort_cache
 from vtx.runtime.backends.ort import library
 from vtx.runtime.backends.tensorrt.backend import ACTIONS, NO_FRAMES, NOT_BUILT
-from vtx.runtime.backends.tensorrt.engine import MAX_KERNELS
-from vtx.runtime.bundle import card, fingerprint, tensors
+from vtx.runtime.bundle import card, tensors
 from vtx.runtime.bundle.bundle import QUICK_BYTES
 from vtx.runtime.bundle.spec import action_spec, image_settings, manifest, model_spec, names, text_settings
 from vtx.runtime.policies.make import NOT_RENUMBERED
@@ -63,7 +62,7 @@ def header() -> str:
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
     words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT, "NOT_FINITE": sampling.NOT_FINITE}
     words["PAIRS"] = manifest.PAIRS
-    words |= {"KERNELS": fingerprint.KERNELS, "NO_ACTIONS": ACTIONS}
+    words["NO_ACTIONS"] = ACTIONS
     words |= {name: getattr(card, name) for name in ("YES_NO", "CHOICE", "NUMBER", "TEXT")}
     prefixes = {
         "PAST_KEY": names.past_key(""), "PAST_VALUE": names.past_value(""), "PRESENT_KEY": names.present_key(""),
@@ -89,9 +88,9 @@ def header() -> str:
         "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
         "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": answering.MAX_SCORED,
         "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
-        "MAX_OPERATORS": guiding.MAX_OPERATORS, "MAX_KERNELS": MAX_KERNELS,
+        "MAX_OPERATORS": guiding.MAX_OPERATORS,
         "MAX_FRAME_TOKENS": frames.MAX_FRAME_TOKENS, "MAX_BETWEEN": frames.MAX_BETWEEN, "MAX_LONGER": frames.MAX_LONGER,
-        "MAX_RATE": video.MAX_RATE,
+        "MAX_RATE": video.MAX_RATE, "GROWTH": slots.GROWTH,
     }  # fmt: skip
     numbers |= {name.upper(): limit for name, limit in guiding.LIMITS.items()}
     quantised = [row for row in PRECISIONS.values() if row.openvino_group]

@@ -49,7 +49,8 @@ class ExportOptions:
     `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
     `arithmetic`: the questions with which narrower arithmetic is measured. `release` numbers a signed bundle.
     `cameras` name the pictures of a model that outputs actions. `downsample` is the number of patches in an image
-    token, of a model that leaves the choice: `Family.downsampling`.
+    token, of a model that leaves the choice: `Family.downsampling`. `stage_layers`: the most layers of a graph, None
+    for as many as K and the reductions leave; builders of engines need memory for the largest graph.
     """
 
     model: str = DEMO
@@ -75,6 +76,7 @@ class ExportOptions:
     release: BundleRelease | None = None
     cameras: tuple[str, ...] = ()
     downsample: str | None = None
+    stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()
@@ -90,6 +92,8 @@ class ExportOptions:
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
             names = ", ".join(self.dialects)
             raise RequestError(f"--dialect is {names}; name ort, which vtx-run needs, and any of {', '.join(DIALECTS)}")
+        if self.stage_layers is not None and self.stage_layers < 1:
+            raise RequestError(f"--stage-layers is {self.stage_layers}; it must be at least 1")
         if self.max_context is not None and self.max_context < 2:
             raise RequestError(f"--max-context is {self.max_context}; it must be at least 2")
         if self.ks == "auto" and self.gates is None:

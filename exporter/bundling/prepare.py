@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -150,7 +150,7 @@ class Plan:
     def stages(self) -> tuple[StageSpec, ...]:
         queries, shared = self.scored, self.config.text.shared
         cuts = sorted({*self.reductions.cuts(self.ks), *([] if shared is None else [shared])})
-        spans = pairwise([1, *cuts, self.config.text.layers + 1])
+        spans = self._parts(pairwise([1, *cuts, self.config.text.layers + 1]))
         stages, inputs = list[StageSpec](), self.config.token_inputs
         for first, after in spans:
             read = tuple(inputs[n].name for n in inputs if first <= n < after)
@@ -161,6 +161,17 @@ class Plan:
                 caches = (UNCACHED,) * (after - first)
             stages.append(StageSpec(first, after - 1, after - 1 in queries, read, caches))
         return tuple(stages)
+
+    def _parts(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Stages from a layer to before another, in nearly equal parts of at most `stage_layers` layers.
+
+        Layers that read K and V of others stay one stage.
+        """
+        most, shared = self.options.stage_layers or self.config.text.layers, self.config.text.shared
+        for first, after in spans:
+            count = 1 if first == shared else -(-(after - first) // most)
+            ends = [first + (after - first) * number // count for number in range(count + 1)]
+            yield from pairwise(ends)
 
     @property
     def dialects(self) -> dict[str, Graphs]:

@@ -26,6 +26,11 @@ class Gpu:
         return f"sm{self.capability[0]}{self.capability[1]}"
 
 
+def open_driver() -> Any:
+    """The driver's library. Raises OSError: there is none."""
+    return ctypes.CDLL(_DRIVERS.get(sys.platform, "libcuda.so.1"))
+
+
 def find_gpu(number: int = 0, library: Any = None) -> Gpu | None:
     """The GPU of this number, from 0, or None if there is no driver or no such GPU."""
     gpus = find_gpus(library)
@@ -35,7 +40,7 @@ def find_gpu(number: int = 0, library: Any = None) -> Gpu | None:
 def find_gpus(library: Any = None) -> tuple[Gpu, ...]:
     """Every GPU that the driver shows to this process, in its order. `library` replaces the driver in tests."""
     try:
-        cuda = library or ctypes.CDLL(_DRIVERS.get(sys.platform, "libcuda.so.1"))
+        cuda = library or open_driver()
     except OSError:
         return ()
     count = ctypes.c_int()

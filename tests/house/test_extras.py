@@ -83,7 +83,7 @@ def test_gpu_brings_all_but_the_driver(install: Callable[[str], Command]) -> Non
     command = install("gpu")
     state = command("vtx-doctor")
     if "on NVIDIA" not in state:
-        assert "libcuda.so.1" in state  # every library of CUDA and cuDNN was found, but for the driver's
+        assert "NVIDIA's driver is missing" in state
         refusal = command("vtx-run", "--bundle", "demo", "--device", "cuda", PICTURE, QUESTION, code=1)
         assert "install NVIDIA's driver" in refusal
     answers_on_a_cpu(command)
@@ -128,3 +128,19 @@ def test_tune_trains_and_its_checkpoint_exports(install: Callable[[str], Command
     told = command("vtx-tune", "--k", "5", "--items", "4", "--held-out", "2", "--batch", "2", "--out", "tuned")
     assert "earliest K within 1 point" in told
     command("vtx-export", "--model", "tuned/merged", "--k", "5", "--out", "bundle")
+
+
+@pytest.mark.parametrize(("python", "glibc"), [("3.10", 35), ("3.12", 39)], ids=["JetPack 6", "JetPack 7"])
+def test_a_jetson_finds_a_wheel_of_every_package_and_needs_none_of_cuda(
+    python: str, glibc: int, wheel: Path, tmp_path: Path
+) -> None:
+    """Resolved from the metadata of wheels, for the Python and the glibc of its Ubuntu: 22.04 and 24.04."""
+    platforms = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, glibc + 1))]
+    options = [word for platform in platforms for word in ("--platform", platform)]
+    options += ["--python-version", python, "--only-binary", ":all:", "--target", str(tmp_path / "packages")]
+    report = tmp_path / "report.json"
+    install = ("-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", report)
+    run(sys.executable, *install, *options, f"{wheel}[jetson]", cwd=tmp_path)
+    packages = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
+    assert {"vtx-edge", "onnx", "polygraphy", "tokenizers"} <= packages
+    assert not any(name.startswith(("cuda", "nvidia", "onnxruntime")) for name in packages)

@@ -15,13 +15,9 @@ from tests.support.bundles import copy
 from tests.support.cpp import BUILD, needs_cpp, run
 from tests.support.gpu_standin import build_all
 from tests.support.tiny import random_image
-from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
+from vtx.tools.tensorrt.releases import TENSORRT, Release
 
-RTX_RELEASE = (
-    "1.7"  # whose headers are a stand-in, too: those of another release, and what TensorRT-RTX has in addition
-)
 RELEASES = {
-    RTX_RELEASE: ("sm89", "8.9", "trt"),
     "10.3": ("jetson-orin", "8.7", "trt10"),
     "10.16": ("jetson-thor", "11.0", "trt"),
     "11.1": ("sm90", "9.0", "trt"),
@@ -35,19 +31,17 @@ needs_releases = [
     needs_cpp,
     pytest.mark.skipif(not BUILT, reason="built without TensorRT's headers: make cpp-tensorrt TENSORRT=DIRECTORIES"),
 ]
-needs_rtx = pytest.mark.skipif(RTX_RELEASE not in BUILT, reason="built without a stand-in for TensorRT-RTX")
 
 
 def build(bundle: Path, release: str) -> None:
     """Engines of the stand-in of a release."""
     target, _, dialect = RELEASES[release]
     major, minor = map(int, release.split("."))
-    flavour = RTX if release == RTX_RELEASE else TENSORRT
-    build_all(bundle, target, Release(flavour, (major, minor)), dialect, version_of(release))
+    build_all(bundle, target, Release(TENSORRT, (major, minor)), dialect, version_of(release))
 
 
 def version_of(release: str) -> str:
-    return f"{release}.1" if release == RTX_RELEASE else f"{release}.0"
+    return f"{release}.0"
 
 
 def machine_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -57,10 +51,7 @@ def machine_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         libraries, report = tmp_path / release, tmp_path / f"{release}.json"
         libraries.mkdir()
         library = f"libnvinfer.so.{release.partition('.')[0]}"
-        if release == RTX_RELEASE:
-            library = "libtensorrt_rtx.so.1"
-            monkeypatch.setenv("VTX_PLUGINS", os.fspath(BUILD / "standin-rtx"))
-        for name in (library, "libcudart.so.13", "libcuda.so.1"):
+        for name in (library, "libcuda.so.1"):
             (libraries / name).symlink_to(BUILD / f"libvtx-standin-{release}.so")
         monkeypatch.setenv("LD_LIBRARY_PATH", os.fspath(libraries))
         monkeypatch.setenv("VTX_STANDIN_CAPABILITY", RELEASES[release][1])

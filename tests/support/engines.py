@@ -11,7 +11,7 @@ import pytest
 from tests.support import gpu_standin
 from tests.support.gpu_standin import Gpu, build_all
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.tensorrt import backend
+from vtx.runtime.backends.tensorrt import backend, cache
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -22,13 +22,15 @@ from vtx.tools.tensorrt.releases import TENSORRT, Release
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
 CARD = gpu.Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 JETPACK_6 = Release(TENSORRT, (10, 3))
+SMALL_GROWTH = 32  # slots, so that the answers of tiny models outgrow their memory
 DUAL = "mustdrop:gamma=0.05,alpha=1,tau=off,layers=1/2"
 
 
 def on_standin(patch: pytest.MonkeyPatch, card: gpu.Gpu = CARD, version: str = gpu_standin.VERSION) -> Gpu:
     """The stand-in for the GPU and for TensorRT, found wherever the backend looks for them."""
     found = Gpu()
-    patch.setattr(backend, "load_cuda", lambda: found)
+    patch.setattr(backend, "load_driver", lambda: found)
+    patch.setattr(cache, "GROWTH", SMALL_GROWTH)
     patch.setattr(backend, "load_flavour", lambda flavour: gpu_standin.module(found, version, flavour))
     patch.setattr(backend, "find_gpu", lambda *_: card)
     return found

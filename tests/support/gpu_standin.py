@@ -1,4 +1,4 @@
-"""Stand-ins for TensorRT and the CUDA runtime, for machines without a GPU: they watch every call, and compute.
+"""Stand-ins for TensorRT and CUDA's driver, for machines without a GPU: they watch every call, and compute.
 
 The device's memory is this process's, by real addresses. A stream is a queue: nothing runs before something waits for
 it. An engine's file names the ONNX graph it was built from, which onnxruntime runs on the CPU. What would be undefined
@@ -36,7 +36,7 @@ from vtx.tools.tensorrt.targets import TARGETS
 
 Work = Callable[[], None]
 ALIGNMENT = 256
-ANY_DEVICE = ("cudaGetDevice", "cudaSetDevice", "cudaFree", "cudaFreeHost", "cudaGraphExecDestroy")
+ANY_DEVICE = ("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDevicePrimaryCtxRetain")
 TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -50,12 +50,12 @@ RTX_17 = Release(RTX, (1, 7))
 
 
 class Error(IntEnum):
-    cudaSuccess = 0
-    cudaErrorNoDevice = 100
-    cudaErrorLaunchFailure = 719
-    cudaErrorMemoryAllocation = 2
-    cudaErrorInsufficientDriver = 35
-    cudaErrorStreamCaptureInvalidated = 901
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_LAUNCH_FAILED = 719
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_SYSTEM_DRIVER_MISMATCH = 803
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901
 
 
 class Memory(dict[int, Any]):
@@ -86,22 +86,13 @@ class Memory(dict[int, Any]):
 
 
 class Gpu:
-    """`cuda.bindings.runtime` as vtx uses it. `total` bytes of device memory; `calls` counts what was called."""
-
-    cudaStreamNonBlocking = 1
-    cudaHostAllocDefault = 0
-    cudaMemcpyKind = SimpleNamespace(
-        cudaMemcpyHostToDevice="in", cudaMemcpyDeviceToHost="out", cudaMemcpyDeviceToDevice="within"
-    )
-    cudaDeviceAttr = SimpleNamespace(cudaDevAttrIntegrated=18)
-    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+    """`Driver` as vtx uses it. `total` bytes of device memory; `calls` counts what was called."""
 
     def __init__(self, total: int = 1 << 32, number: int = 0) -> None:
         self.total, self.number = total, number
         self.page_cache = 0  # bytes of it in the memory that an integrated GPU shares with the host
-        self.current = number  # the device that the next call is for
+        self.current = number  # the device that the next call is for, -1: none
         self.refused: str | None = None  # a call that fails while work is recorded
-        self.failed = False  # and nothing has asked for the error
         self.calls: Counter[str] = Counter()
         self.errors: dict[str, int] = {}  # that calls give
         self.lost = 0  # the error of every call, once the device has fallen away
@@ -114,7 +105,7 @@ class Gpu:
         self._recording: list[Work] | None = None
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("cuda") and not isinstance(getattr(type(self), name, None), int | SimpleNamespace):
+        if name != "cuGetErrorName" and ((name.startswith("cu") and name[2].isupper()) or name == "copy_rows"):
             object.__getattribute__(self, "calls")[name] += 1
             if name not in ANY_DEVICE:
                 assert self.current == self.number, f"{name} for device {self.current}"
@@ -145,74 +136,79 @@ class Gpu:
 
     # --- the device ---
 
-    def cudaGetDevice(self) -> tuple[Error, int]:
-        return Error.cudaSuccess, self.current
+    def cuGetErrorName(self, error: int) -> tuple[Error, bytes]:
+        return Error.CUDA_SUCCESS, Error(error).name.encode()
 
-    def cudaSetDevice(self, number: int) -> tuple[Error]:
-        self.current = number
-        return (Error.cudaSuccess,)
+    def cuDevicePrimaryCtxRetain(self, number: int) -> tuple[Error, int]:
+        return Error.CUDA_SUCCESS, number + 1
 
-    def cudaGetLastError(self) -> tuple[Error]:
-        self.failed = False
-        return (Error.cudaSuccess,)
+    def cuCtxGetCurrent(self) -> tuple[Error, int]:
+        return Error.CUDA_SUCCESS, self.current + 1
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Error]:
+        self.current = context - 1
+        return (Error.CUDA_SUCCESS,)
 
     # --- memory ---
 
-    def cudaMalloc(self, nbytes: int) -> tuple[Error, int]:
+    def cuMemAlloc_v2(self, nbytes: int) -> tuple[Error, int]:
         assert self._recording is None, "an allocation spoils a recording"
         if self.used + nbytes > self.total:
-            return Error.cudaErrorMemoryAllocation, 0
+            return Error.CUDA_ERROR_OUT_OF_MEMORY, 0
         room = bytearray(b"\xff" * (nbytes + ALIGNMENT))  # NaN, in both float types
         whole = ctypes.c_char.from_buffer(room)
         skipped = -ctypes.addressof(whole) % ALIGNMENT
         memory = (ctypes.c_char * nbytes).from_buffer(room, skipped)
         self.device[ctypes.addressof(memory)] = memory
-        return Error.cudaSuccess, ctypes.addressof(memory)
+        return Error.CUDA_SUCCESS, ctypes.addressof(memory)
 
-    def cudaFree(self, address: int) -> tuple[Error]:
+    def cuMemFree_v2(self, address: int) -> tuple[Error]:
         assert not self._queue, "memory is freed while work is queued"
         assert self._recording is None, "freeing memory spoils a recording"
         del self.device[address]
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaMemGetInfo(self) -> tuple[Error, int, int]:
-        return Error.cudaSuccess, self.total - self.used - self.page_cache, self.total
+    def cuMemGetInfo_v2(self) -> tuple[Error, int, int]:
+        return Error.CUDA_SUCCESS, self.total - self.used - self.page_cache, self.total
 
-    def cudaDeviceGetAttribute(self, attribute: int, number: int) -> tuple[Error, int]:
-        assert (attribute, number) == (self.cudaDeviceAttr.cudaDevAttrIntegrated, self.number)
-        return Error.cudaSuccess, int(self.page_cache > 0)
+    def cuDeviceGetAttribute(self, attribute: int, number: int) -> tuple[Error, int]:
+        assert (attribute, number) == (18, self.number)  # CU_DEVICE_ATTRIBUTE_INTEGRATED
+        return Error.CUDA_SUCCESS, int(self.page_cache > 0)
 
-    def cudaHostAlloc(self, nbytes: int, _: int) -> tuple[Error, int]:
+    def cuMemHostAlloc(self, nbytes: int, _: int) -> tuple[Error, int]:
         memory = ctypes.create_string_buffer(nbytes)
         self.host[ctypes.addressof(memory)] = memory
-        return Error.cudaSuccess, ctypes.addressof(memory)
+        return Error.CUDA_SUCCESS, ctypes.addressof(memory)
 
-    def cudaFreeHost(self, address: int) -> tuple[Error]:
+    def cuMemFreeHost(self, address: int) -> tuple[Error]:
         assert not self._queue
         del self.host[address]
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaMemsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> tuple[Error]:
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> tuple[Error]:
         self.holds(address, nbytes)
         self.queue(lambda: void(ctypes.memset(address, value, nbytes)))
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: str, stream: int) -> tuple[Error]:
-        self.holds(to if kind == "in" else source, nbytes)
-        self.copies.append((kind, nbytes))
-        pinned = self.host.holds(source, 1)
-        if kind == "in" and not pinned:
-            assert self._recording is None, "pageable memory in a graph: it will be gone"
-            staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)  # as CUDA stages it
-            self.queue(lambda: void(self._write(to, ctypes.addressof(staged), nbytes, staged)))
-        else:
-            self.queue(lambda: void(self._write(to, source, nbytes)))
-        return (Error.cudaSuccess,)
+    def cuMemcpyHtoDAsync_v2(self, to: int, source: int, nbytes: int, stream: int) -> tuple[Error]:
+        """Pageable memory is read when the work runs, as by a GPU that reads the host's pages itself."""
+        self.holds(to, nbytes)
+        assert not self.recording or self.host.holds(source, 1), "pageable memory in a graph: it will be gone"
+        return self._copy("in", to, source, nbytes)
 
-    def cudaMemcpy2DAsync(
-        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, kind: str, stream: int
+    def cuMemcpyDtoHAsync_v2(self, to: int, source: int, nbytes: int, stream: int) -> tuple[Error]:
+        self.holds(source, nbytes)
+        return self._copy("out", to, source, nbytes)
+
+    def _copy(self, side: str, to: int, source: int, nbytes: int) -> tuple[Error]:
+        self.calls["copies"] += 1
+        self.copies.append((side, nbytes))
+        self.queue(lambda: void(ctypes.memmove(to, source, nbytes)))
+        return (Error.CUDA_SUCCESS,)
+
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, stream: int
     ) -> tuple[Error]:
-        assert kind == "within"
         assert width <= min(to_pitch, pitch)
         self.holds(to, (height - 1) * to_pitch + width)
         self.holds(source, (height - 1) * pitch + width)
@@ -222,62 +218,53 @@ class Gpu:
                 ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
 
         self.queue(copy)
-        return (Error.cudaSuccess,)
-
-    @staticmethod
-    def _write(to: int, source: int, nbytes: int, *_: Any) -> None:
-        ctypes.memmove(to, source, nbytes)
+        return (Error.CUDA_SUCCESS,)
 
     # --- the stream, and graphs of recorded work ---
 
-    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Error, int]:
-        return Error.cudaSuccess, 7
+    def cuStreamCreate(self, flags: int) -> tuple[Error, int]:
+        return Error.CUDA_SUCCESS, 7
 
-    def cudaStreamSynchronize(self, stream: int) -> tuple[Error]:
+    def cuStreamSynchronize(self, stream: int) -> tuple[Error]:
         assert stream == 7
-        assert not self.failed, "an error that nobody has asked for: the next call reports it"
         assert self._recording is None, "a wait inside a recording"
         while self._queue:
             self._queue.pop(0)()
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
+    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> tuple[Error]:
         assert self._recording is None
-        if self.refused == "cudaStreamBeginCapture":
-            return self._fail()
+        if self.refused == "cuStreamBeginCapture_v2":
+            return (Error.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,)
         self._recording = []
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def _fail(self, *more: Any) -> Any:
-        self.failed = True
-        return (Error.cudaErrorStreamCaptureInvalidated, *more)
-
-    def cudaStreamEndCapture(self, stream: int) -> tuple[Error, Any]:
+    def cuStreamEndCapture(self, stream: int) -> tuple[Error, Any]:
         recorded, self._recording = self._recording, None
-        if self.refused in ("execute", "cudaStreamEndCapture"):
-            return self._fail(None)
-        return Error.cudaSuccess, recorded
+        if self.refused in ("execute", "cuStreamEndCapture"):
+            return Error.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 0
+        return Error.CUDA_SUCCESS, recorded
 
-    def cudaGraphInstantiate(self, recorded: list[Work], flags: int) -> tuple[Error, int]:
+    def cuGraphInstantiateWithFlags(self, recorded: list[Work], flags: int) -> tuple[Error, int]:
         assert recorded, "an empty graph"
-        if self.refused == "cudaGraphInstantiate":
-            return self._fail(0)
+        if self.refused == "cuGraphInstantiateWithFlags":
+            return Error.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 0
         number = len(self.graphs) + 1
         self.graphs[number] = list(recorded)
-        return Error.cudaSuccess, number
+        return Error.CUDA_SUCCESS, number
 
-    def cudaGraphDestroy(self, recorded: Any) -> tuple[Error]:
-        return (Error.cudaSuccess,)
+    def cuGraphDestroy(self, recorded: Any) -> tuple[Error]:
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaGraphExecDestroy(self, number: int) -> tuple[Error]:
+    def cuGraphExecDestroy(self, number: int) -> tuple[Error]:
         self.graphs[number] = []
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
-    def cudaGraphLaunch(self, number: int, stream: int) -> tuple[Error]:
+    def cuGraphLaunch(self, number: int, stream: int) -> tuple[Error]:
         assert self.graphs[number], "a graph that is gone"
         for work in self.graphs[number]:
             self.queue(work)
-        return (Error.cudaSuccess,)
+        return (Error.CUDA_SUCCESS,)
 
 
 def void(_: Any) -> None: ...
@@ -333,6 +320,7 @@ def module(gpu: Gpu, version: str = "1.7.1", flavour: str = RTX) -> Any:
         TensorIOMode=Mode,
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
         CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole"),
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager", NONE="none"),
     )
 
 
@@ -359,6 +347,7 @@ class RuntimeConfig:
 
     strategy = ""
     cuda_graph_strategy = "disabled"
+    dynamic_shapes_kernel_specialization_strategy = "lazy"
     kernels: Kernels
 
     def __init__(self, gpu: Gpu) -> None:
@@ -431,6 +420,8 @@ class Engine(PlainEngine):
         context = super().create_execution_context(config.strategy)
         if context is not None:
             context.kernels, context.captures = config.kernels, config.cuda_graph_strategy == "whole"
+            specialised = "eager" if context.captures else "none"
+            assert config.dynamic_shapes_kernel_specialization_strategy == specialised
         return context
 
 

@@ -99,7 +99,7 @@ class Session:
 
         gpu.queue(run)
         if options is None or options.get_run_config_entry(UNSYNCHRONISED) != "1":
-            gpu.cudaStreamSynchronize(STREAM)
+            gpu.cuStreamSynchronize(STREAM)
 
 
 class Binding:

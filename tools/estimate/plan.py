@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vtx.runtime.backends.engines import ENGINES, EXPANDED, WIDEST_VIEW, EngineCost
-from vtx.runtime.backends.slots import BLOCK
+from vtx.runtime.backends.slots import GROWTH
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.host.profiles import Figure, Profile
@@ -352,7 +352,7 @@ def _cost(
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
-    step = BLOCK if engine.blocks else 1
+    step = GROWTH if engine.blocks else 1
     used = [-(-(count + work.new_tokens) // step) * step for count in slots]
     kv = sum(flops.kv_bytes(model.decoder, used, element))
     read = engine.passes * sum(cache)

@@ -21,14 +21,13 @@ from vtx.tools.common.files import locked, open_directory
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint
+from vtx.tools.tensorrt.memory import build_memory
 from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes
 from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import Target
 
-# Measured with TensorRT-RTX 1.7 on engines from 130 MB to 2 GB of weights: see docs/how-to/tensorrt.md.
-BUILDER_MEMORY = 500 << 20  # of the process, and of kernels
-MEMORY_PER_BYTE = 3.5  # per byte of weights
-MEMORY_PER_PROFILE = 1.5  # per byte of weights and additional profile
+LARGEST_ENGINE = 1.3  # times its weights: beyond that they are stored twice, or wider than in the bundle
+KERNELS = 16 << 20  # bytes of an engine that are no weights, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,16 @@ class EngineJob:
     @property
     def memory(self) -> int:
         """Predicted peak memory of the build in bytes."""
-        share = MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (len(self.profiles) - 1)
-        return BUILDER_MEMORY + int(share * self.graph.weights)
+        return build_memory(self.graph.weights, len(self.profiles))
 
     @property
     def file(self) -> str:
         return self.graph.name.removesuffix(".onnx") + ".engine"
+
+    def excess(self, engine: EngineRecord) -> float | None:
+        """Times the graph's weights that its engine has, where that is more than kernels explain."""
+        times = engine.bytes / max(1, self.graph.weights)
+        return times if times > LARGEST_ENGINE and engine.bytes - self.graph.weights > KERNELS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,12 @@ class EngineOutcome:
 
 def plan_engines(
     bundle: Bundle, target: Target, release: Release, version: str, dialect: str, *, workspace: int | None = None,
-    timing_cache: Path | None = None, key: SigningKey | None = None,
+    timing_cache: Path | None = None, profiles: int | None = None, key: SigningKey | None = None,
 ) -> EnginePlan:  # fmt: skip
-    """The engines to build, checked as far as possible before a builder runs; `key` signs their record."""
+    """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
+
+    `profiles` of a stage: 2 for kernels of one token beside those of many, by default where weights are stored once.
+    """
     m = bundle.manifest
     lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
     if lacking:
@@ -108,12 +114,13 @@ def plan_engines(
     if findings:
         more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{more}")
-    apart, jobs = release.flavour != RTX, list[EngineJob]()
+    apart = profiles == 2 if profiles else release.flavour != RTX or m.precision == "int4"
+    jobs = list[EngineJob]()
     for graph in graphs:
         wanted = graph_profiles(m, dialect, graph.name, apart=apart)
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
-        profiles = [{name: bounds for name, bounds in profile.items() if name in named} for profile in wanted]
-        unique = tuple(profile for number, profile in enumerate(profiles) if profile not in profiles[:number])
+        ranges = [{name: bounds for name, bounds in profile.items() if name in named} for profile in wanted]
+        unique = tuple(profile for number, profile in enumerate(ranges) if profile not in ranges[:number])
         sources = dict[str, str]()
         for name in (graph.name, *sorted(graph.files)):
             if name not in m.files:
@@ -134,7 +141,8 @@ def check_memory(plan: EnginePlan) -> None:
     if free is not None and largest.memory > free:
         raise ExportError(
             f"building {largest.file} needs about {size(largest.memory)} of memory, {size(free)} is free; "
-            "use a machine with more, or export with more K or a smaller precision, so that the largest graph shrinks "
+            "use a machine with more, or export with fewer --stage-layers or a smaller precision, so that the largest "
+            "graph shrinks "
             "(--force tries it anyway)"
         )
 

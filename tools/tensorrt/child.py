@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vtx.runtime.backends.tensorrt.engine import LOG
 from vtx.runtime.errors import ExportError
 from vtx.runtime.host.interpreter import python
 from vtx.tools.tensorrt.profiles import Shapes
@@ -51,8 +53,9 @@ class BuiltEngine:
 def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
     """Build one engine; `watch` is called with the progress. An interrupt ends the child first. Raises ExportError."""
     with tempfile.TemporaryFile("w+") as log:
+        shown = None if os.environ.get(LOG) else log
         child = subprocess.Popen(
-            [python(), *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            [python(), *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=shown, text=True
         )
         assert child.stdin is not None
         assert child.stdout is not None
@@ -81,7 +84,7 @@ def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER)
     if result is None:
         code, fix = child.returncode, "the bundle is unchanged; try another --workspace or another release of TensorRT"
         if code == -signal.SIGKILL:
-            fix = "the memory was probably too small: free some, or export with a smaller precision or with more K"
+            fix = "the memory was probably too small: free some, or export with a smaller precision or --stage-layers"
         how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         raise ExportError(f"the builder of {request.graph.name} died ({how}){last and ': ' + last}; {fix}")
     if "error" in result:

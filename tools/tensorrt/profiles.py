@@ -2,10 +2,10 @@
 
 embed    one profile: any number of tokens
 stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory, but prompts
-         whose tokens all see each other run whole. For TensorRT two: decode, one token, and prefill, two tokens and
-         more; for TensorRT-RTX one, because it specialises kernels for the tokens at run time, and stores most weights
-         once per profile. With the gated delta rule up to 128 at once, which are one chunk. States after as many tokens
-         as a cache ever holds of one run
+         whose tokens all see each other run whole. Two profiles are decode, one token, with kernels of its own, and
+         prefill, two tokens and more. TensorRT-RTX stores fp16 weights once per profile, int4 ones once, and with two
+         profiles dequantises int8 ones in kernels of their own: there int4 has two, the others one. With the gated
+         delta rule up to 128 at once, which are one chunk. States after as many tokens as a cache ever holds of one run
 vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images of any size, any
          sides up to those of an image of the most pixels that is twice as wide as high, or as high as wide, and of one
          that sees videos too, a pair of frames; of one with tiles or slices of any shape, up to the sides of a view

@@ -1,7 +1,8 @@
 """Builds one engine with Polygraphy, in a process of its own: a crash of the builder ends this process only.
 
 One JSON object on stdin is the request; JSON lines on stdout answer, progress first, then the result or an error. When
-stdin ends before that, the build is cancelled. TensorRT and Polygraphy log to stderr.
+stdin ends before that, the build is cancelled. TensorRT and Polygraphy log to stderr, and all that they say with
+VTX_TENSORRT_LOG set: the layers of the engine, their kernels and the nodes that they come from among it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vtx.runtime.backends.tensorrt.engine import LOG
 from vtx.runtime.bundle.bundle import sha256
 
 _INTERVAL = 0.1  # seconds between two reports of progress
@@ -99,8 +101,12 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
 
     first_error = _FirstError()
     G_LOGGER.use_python_logging_system, G_LOGGER.colors, G_LOGGER.letter = True, False, False
-    G_LOGGER.module_severity = G_LOGGER.ERROR
+    shown = bool(os.environ.get(LOG))
+    G_LOGGER.module_severity = G_LOGGER.EXTRA_VERBOSE if shown else G_LOGGER.ERROR
     G_LOGGER.python_logger.addHandler(first_error)
+    if shown:
+        G_LOGGER.python_logger.setLevel(1)
+        G_LOGGER.python_logger.addHandler(logging.StreamHandler(sys.stderr))
     G_LOGGER.python_logger.propagate = False
     typed = hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")  # later releases have no other kind
     network = poly.NetworkFromOnnxPath(request["graph"], strongly_typed=typed)  # the graph declares the precisions
@@ -118,6 +124,7 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
         "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,  # so that an inspector can name layers
         "memory_pool_limits": {trt.MemoryPoolType.WORKSPACE: workspace} if workspace else None,
         "progress_monitor": _monitor(trt, send, stopped),
+        "max_aux_streams": 0,  # those of TensorRT wait for the default stream, and a token's work is one chain
     }
     if request["flavour"] == _RTX:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX

@@ -68,6 +68,14 @@ class Plain(Dialect):
         return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * value_dim)
 
 
+def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
+    """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
+    if c.heads == c.kv_heads:
+        return x
+    each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
+    return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
+
+
 class PlainAttention(HeadsApart):
     """`StageAttention` from its parts. A cache grows by the slots of the new tokens."""
 
@@ -97,7 +105,7 @@ class PlainAttention(HeadsApart):
             self._masks[None, sliding] = self._causal(q, past_key, sliding=sliding)
         keys, values = self._append(past_key, k), self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
-        keys, values = self._for_every_head(keys, layer), self._for_every_head(values, layer)
+        keys, values = (for_every_head(self._b, self._c, x, layer) for x in (keys, values))
         return _attend(self._b, q, keys, values, self._masks[None, sliding], self._c.scale(layer))
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
@@ -108,7 +116,7 @@ class PlainAttention(HeadsApart):
                 for x in self._past(source, f"slots.{source}")
             )
             self._masks[source, False] = self._causal(q, keys, sliding=self._c.slides(source), filled=True)
-            self._sources[source] = self._for_every_head(keys, source), self._for_every_head(values, source)
+            self._sources[source] = for_every_head(b, self._c, keys, source), for_every_head(b, self._c, values, source)
         return _attend(b, q, *self._sources[source], self._masks[source, False], self._c.scale(layer))
 
     def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
@@ -140,14 +148,6 @@ class PlainAttention(HeadsApart):
             assert self._first is not None
             seen = b.op("And", seen, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
         return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
-
-    def _for_every_head(self, x: ir.Value, layer: int) -> ir.Value:
-        """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
-        b, c = self._b, self._c
-        if c.heads == c.kv_heads:
-            return x
-        each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-        return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
 
     def finish(self) -> None:
         self._finish("slots")

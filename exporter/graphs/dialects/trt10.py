@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.graphs.dialects.plain import UNSEEN, Plain, at_positions, rotate_halves
+from vtx.exporter.graphs.dialects.plain import UNSEEN, Plain, at_positions, for_every_head, rotate_halves
 from vtx.exporter.graphs.dialects.trt import LARGEST, Trt, TrtAttention
 
 
@@ -46,13 +46,9 @@ class Trt10Attention(TrtAttention):
         return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
-        b, c, width = self._b, self._c, self._c.heads_of(layer)
+        b, c = self._b, self._c
         scale = b.constant(np.array(c.scale(layer), self._kv_type.numpy()))
         q = b.op("Mul", q, scale)  # before the product, which may exceed float16
-        if c.heads != c.kv_heads:  # each K/V head serves several, without a copy for each
-            q = b.reshape(q, 1, c.kv_heads, c.heads // c.kv_heads, -1, width)
-            k, v, mask = (b.op("Unsqueeze", x, b.constant([2])) for x in (k, v, mask))
-        axes = list(range(4 if c.heads == c.kv_heads else 5))
-        scores = b.op("MatMul", q, b.op("Transpose", k, perm=[*axes[:-2], axes[-1], axes[-2]]))
-        y = b.op("MatMul", b.op("Softmax", b.op("Add", scores, mask), axis=-1), v)
-        return y if c.heads == c.kv_heads else b.reshape(y, 1, c.heads, -1, width)
+        k, v = (for_every_head(b, c, x, layer) for x in (k, v))  # with fewer heads or five axes none is fused
+        scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
+        return b.op("MatMul", b.op("Softmax", b.op("Add", scores, mask), axis=-1), v)

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
-from vtx.runtime.backends.cuda import ALIGNMENT, Cuda, MemoryPool, load_cuda
+from vtx.runtime.backends.cuda import ALIGNMENT, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
+from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtCacheContext
@@ -117,7 +118,7 @@ class OrtCudaBackend(OrtBackend):
     loads_in_parallel = False  # `is_roomy` looks at the host's memory
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f16", number: int = 0) -> None:
-        self.cuda = cuda = Cuda(load_cuda(), number)
+        self.cuda = cuda = Cuda(load_driver(), number)
         own = {"device_id": str(number), "user_compute_stream": str(cuda.stream)}
         self.providers = {PROVIDER: {**OPTIONS, **own}, "CPUExecutionProvider": {}}
         self.memory = ("cuda", number)

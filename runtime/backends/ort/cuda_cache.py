@@ -14,7 +14,7 @@ from vtx.runtime.backends.device_history import DeviceStateHistory, StatesAt
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import BLOCK
+from vtx.runtime.backends.slots import GROWTH
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -119,7 +119,7 @@ class OrtCudaCache(OrtStageCache):
         stage = self.stage
         if self._held and self._held[0].capacity >= slots:
             return
-        capacity = min(self.capacity, -(-slots // BLOCK) * BLOCK)
+        capacity = min(self.capacity, -(-slots // GROWTH) * GROWTH)
         row = {**self._given, **self._row_ends, names.HIDDEN_OUT: self._row_out}
         longer = stage.pool.borrow(stage.spec.first, capacity, lambda count: OrtDeviceSlots(stage, row, count))
         if self._held and self.length:

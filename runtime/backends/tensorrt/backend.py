@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
-from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool, load_cuda
+from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import StatesPool
+from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
@@ -49,6 +50,19 @@ def load_flavour(flavour: str) -> Any:
         raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
 
 
+def check_driver(flavour: str, gpu: Gpu | None) -> None:
+    """Raise DeviceError if the GPU's driver is older than the CUDA of an installed TensorRT."""
+    title, package = fingerprint.FLAVOURS[flavour].title, flavour.replace("_", "-")
+    needed = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
+    if gpu is not None and needed is not None and gpu.cuda[0] < needed:
+        other = "" if flavour == fingerprint.RTX else f'; or pip install "{package}-cu{gpu.cuda[0]}" instead'
+        raise DeviceError(
+            f"this {title} is for CUDA {needed}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
+            f"install driver {DRIVERS[needed]} or newer{other}"
+        )
+
+
+DRIVERS = {13: 580, 12: 525}  # the first driver of each release of CUDA
 NOT_BUILT = "TensorRT does not support native image resolution for this model"
 ACTIONS = "vtx builds TensorRT engines for models that output actions, but does not run them yet"
 NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
@@ -76,6 +90,7 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
         try:
             module = load_flavour(engines.flavour)
             fingerprint.check_machine(bundle, engines, engines.flavour, module.__version__, gpu)
+            check_driver(engines.flavour, gpu)
         except DeviceError as e:
             refusals.append(e)
         else:
@@ -102,7 +117,7 @@ class TensorrtBackend:
         self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
         kv_type = names.kv_type(self.dialect, self._manifest.kv_dtype)
         self.compute = COMPUTE[kv_type]
-        self.cuda = Cuda(load_cuda(), number)
+        self.cuda = Cuda(load_driver(), number)
         self._graphs = self._manifest.dialects[self.dialect]
         with self.cuda:
             self._check_memory()
@@ -151,9 +166,6 @@ class TensorrtBackend:
                 else 'pip install "vtx-edge[rtx]"'
             )
             return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
-        if find_spec("cuda") is None:
-            lacking = f"{', '.join(flavours)}; pip install cuda-python to run engines"
-            return DeviceState("tensorrt", True, False, lacking)
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 
     def embed(self, ids: Ids) -> TokenStates:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import FLOAT, put
-from vtx.runtime.backends.slots import BLOCK, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.slots import GROWTH, SlotCounter, part_ends, seen_slots
 from vtx.runtime.backends.tensorrt.engine import Context, Shape
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
@@ -52,13 +52,13 @@ class BoundStage:
     """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
 
     `number` is never that of another one; `recordings` are of steps that end with this stage, by the numbers of all
-    that are bound for them; None once one has run.
+    that are bound for them; None once one has run, False if it cannot be recorded.
     """
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
         cuda = shared.cuda
         self._shared, self._spec = shared, spec
-        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | None]()
+        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | Literal[False] | None]()
         self.told: dict[str, NDArray[Any]] = {
             **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
             **{name: cuda.pinned((1,), np.int32) for name in slots},
@@ -145,6 +145,8 @@ class DeviceSlots(BoundStage):
 
     def clear(self) -> None:
         self.version = 0
+        for key in [key for key, graph in self.recordings.items() if graph is False]:
+            del self.recordings[key]  # what could not be recorded once is tried again
         self._shared.cuda.zero(self.kv)  # masked slots must still be numbers
         self._shared.cuda.wait()
 
@@ -212,7 +214,7 @@ class TensorrtStageCache(SlotCounter):
         """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
         if self._held and self.memory.capacity >= slots:
             return
-        capacity = min(self.capacity, -(-slots // BLOCK) * BLOCK)
+        capacity = min(self.capacity, -(-slots // GROWTH) * GROWTH)
         longer = self._context.pool.borrow(self._spec.first, capacity, self._make)
         if self._held and self.length:
             longer.take_over(self.memory, self.length)

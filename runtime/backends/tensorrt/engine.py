@@ -68,6 +68,9 @@ class KernelCache:
             if self._saved and not self._cache.deserialize(self._saved):
                 log.info("%s is of another GPU, driver or release: kernels are compiled anew", self._path)
         config.set_runtime_cache(self._cache)
+        # A token's sizes come back, so kernels are made for them; those of prompts differ each time.
+        strategies = trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if captures else strategies.NONE
         if captures:
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return config
@@ -77,7 +80,7 @@ class KernelCache:
         if self._cache is None or self._path is None:
             return
         kernels = bytes(self._cache.serialize())
-        if kernels == self._saved:
+        if kernels == self._saved or len(kernels) > MAX_KERNELS:
             return
         hidden = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:

@@ -56,7 +56,6 @@ class TokenSteps:
         for context, name, shape in ((self._embed, names.IDS, (1,)), (self._head, names.HIDDEN, (1, hidden))):
             tensors = (*context.engine.inputs, *context.engine.outputs)
             context.bind({name: shape}, {tensor: engines.address(tensor) for tensor in tensors})
-        self._recordable = self._embed.records
 
     def run(self, caches: Sequence[DecodingCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         """Run a token behind each stage's filled slots, for which there is room."""
@@ -78,21 +77,20 @@ class TokenSteps:
     def _launch(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
         recordings, key = stages[-1].recordings, tuple(stage.number for stage in stages)
         graph = recordings.get(key)
-        if graph is None and key in recordings and self._recordable:
+        if graph is None and key in recordings and self._embed.records:
             contexts = (self._embed, *(stage.decode for stage in stages), self._head)
             capturable = all(context.capturable for context in contexts)
             work = partial(self._queue, stages, begins=begins, ends=ends)
-            graph = self._shared.cuda.record(work) if capturable else None
-            self._recordable = graph is not None
-            if not self._recordable:
-                log.warning("decoding cannot be recorded into a CUDA graph; its tokens are queued one by one")
+            graph = (capturable and self._shared.cuda.record(work)) or False
+            if not graph:
+                log.warning("decoding cannot be recorded into a CUDA graph; this conversation's tokens are queued")
         elif key not in recordings and len(recordings) == RECORDINGS:
             recordings.clear()
         recordings[key] = graph
-        if graph is None:
-            self._queue(stages, begins=begins, ends=ends)
-        else:
+        if graph:
             graph.launch()
+        else:
+            self._queue(stages, begins=begins, ends=ends)
 
     def _queue(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
         """Queue the embedding if a token `begins`, these stages, and the head if it `ends`."""

@@ -258,12 +258,11 @@ class Manifest:
         starts = [first for first, _ in spans]
         cuts = [1, *starts[1:], self.model.layers + 1]
         sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
-        missing, others = set(variants) - set(starts[1:]), set(starts[1:]) - {*variants, self.model.shared}
+        missing = set(variants) - set(starts[1:])
         rising = variants == sorted(set(variants))
         require(
-            sound and rising and not missing and (not others or bool(self.reductions)) and not self.stages[-1].query,
-            f"stages {spans} do not cut {self.model.layers} layers at K = {variants} and for the reductions "
-            f"{list(self.reductions)}",
+            sound and rising and not missing and not self.stages[-1].query,
+            f"stages {spans} do not cut {self.model.layers} layers at K = {variants}",
         )
         shared = self.model.shared
         known, gates = {None, *variants, *(["auto"] if self.gates else [])}, [*self.gates]

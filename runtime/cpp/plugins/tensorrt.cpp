@@ -1,4 +1,4 @@
-// The plug-in for one release of TensorRT, or of TensorRT-RTX: compiled with its headers, linked with nothing of it.
+// The plug-in for one release of TensorRT: compiled with its headers, linked with nothing of it.
 #include "tensorrt.hpp"
 
 #include <NvInferRuntime.h>
@@ -75,47 +75,9 @@ class ReleaseExecution : public Execution {
 
 constexpr auto kUserManaged = nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED;
 
-// Makes contexts, and in TensorRT-RTX has the kernels that it compiles for them.
-class Kernels {
- public:
-#ifdef TRT_MAJOR_RTX
-  nvinfer1::IExecutionContext* context(nvinfer1::ICudaEngine& engine, bool captures) {
-    std::unique_ptr<nvinfer1::IRuntimeConfig> config(engine.createRuntimeConfig());
-    if (!config) return nullptr;
-    config->setExecutionContextAllocationStrategy(kUserManaged);
-    if (!cache_) {
-      cache_.reset(config->createRuntimeCache());
-      if (cache_ && !given_.empty()) cache_->deserialize(given_.data(), given_.size());
-    }
-    if (cache_) config->setRuntimeCache(*cache_);
-    if (captures) config->setCudaGraphStrategy(nvinfer1::CudaGraphStrategy::kWHOLE_GRAPH_CAPTURE);
-    return engine.createExecutionContext(config.get());
-  }
-  static constexpr bool kCompiles = true;
-  void set(const void* content, size_t bytes) { given_.assign(static_cast<const char*>(content), bytes); }
-  const void* content(size_t* bytes) {
-    found_.reset(cache_ ? cache_->serialize() : nullptr);
-    *bytes = found_ ? found_->size() : 0;
-    return found_ ? found_->data() : nullptr;
-  }
-
- private:
-  std::string given_;
-  std::unique_ptr<nvinfer1::IRuntimeCache> cache_;
-  std::unique_ptr<nvinfer1::IHostMemory> found_;
-#else
-  nvinfer1::IExecutionContext* context(nvinfer1::ICudaEngine& engine, bool) {
-    return engine.createExecutionContext(kUserManaged);
-  }
-  static constexpr bool kCompiles = false;
-  void set(const void*, size_t) {}
-  const void* content(size_t* bytes) { return *bytes = 0, nullptr; }
-#endif
-};
-
 class ReleaseEngine : public Deserialized {
  public:
-  ReleaseEngine(nvinfer1::ICudaEngine* engine, Kernels& kernels) : engine_(engine), kernels_(kernels) {}
+  explicit ReleaseEngine(nvinfer1::ICudaEngine* engine) : engine_(engine) {}
   int tensors() override { return engine_->getNbIOTensors(); }
   EngineTensor tensor(int number) override {
     const char* name = engine_->getIOTensorName(number);
@@ -127,14 +89,13 @@ class ReleaseEngine : public Deserialized {
   }
   int profiles() override { return engine_->getNbOptimizationProfiles(); }
   int64_t scratch(int profile) override { return engine_->getDeviceMemorySizeForProfileV2(profile); }
-  Execution* context(bool captures) override {
-    nvinfer1::IExecutionContext* made = kernels_.context(*engine_, captures);
+  Execution* context() override {
+    nvinfer1::IExecutionContext* made = engine_->createExecutionContext(kUserManaged);
     return made ? new ReleaseExecution(made) : nullptr;
   }
 
  private:
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
-  Kernels& kernels_;
 };
 
 class ReleaseRuntime : public Runtime {
@@ -146,11 +107,8 @@ class ReleaseRuntime : public Runtime {
   bool made() const { return runtime_ != nullptr; }
   Deserialized* deserialize(const void* content, size_t bytes) override {
     nvinfer1::ICudaEngine* engine = runtime_->deserializeCudaEngine(content, bytes);
-    return engine ? new ReleaseEngine(engine, kernels_) : nullptr;
+    return engine ? new ReleaseEngine(engine) : nullptr;
   }
-  bool compiles() override { return Kernels::kCompiles; }
-  void set_kernels(const void* content, size_t bytes) override { kernels_.set(content, bytes); }
-  const void* kernels(size_t* bytes) override { return kernels_.content(bytes); }
   const char* reason() override {
     reason_ = logger_.take();
     return reason_.c_str();
@@ -160,7 +118,6 @@ class ReleaseRuntime : public Runtime {
   Logger logger_;
   std::string reason_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
-  Kernels kernels_;
 };
 
 }  // namespace

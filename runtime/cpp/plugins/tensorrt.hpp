@@ -7,7 +7,7 @@
 
 namespace vtxcore::tensorrt {
 
-constexpr int kPluginInterface = 3;  // rises with every change of this header
+constexpr int kPluginInterface = 4;  // rises with every change of this header
 constexpr int kMaxDims = 8;
 
 // An input or output of an engine: numpy's name of its type, "" where vtx has none, and its sizes, -1 where free.
@@ -37,9 +37,7 @@ class Deserialized {
   virtual EngineTensor tensor(int number) = 0;
   virtual int profiles() = 0;
   virtual int64_t scratch(int profile) = 0;  // bytes of working memory
-  // Null where TensorRT makes none; the caller deletes it. `captures`: a release that `compiles` launches the context's work
-  // as a CUDA graph that it records by itself.
-  virtual Execution* context(bool captures) = 0;
+  virtual Execution* context() = 0;          // null where TensorRT makes none; the caller deletes it
 };
 
 // Lives longer than its engines, and they longer than their contexts.
@@ -47,13 +45,6 @@ class Runtime {
  public:
   virtual ~Runtime() = default;
   virtual Deserialized* deserialize(const void* content, size_t bytes) = 0;  // null: see `reason`; the caller deletes it
-  // Whether kernels are compiled on the device when they first run (TensorRT-RTX).
-  virtual bool compiles() = 0;
-  // Kernels that were compiled before, and are used again by contexts made from now on, if they are of this GPU, driver and
-  // release.
-  virtual void set_kernels(const void* content, size_t bytes) = 0;
-  // Those that are there now, until the next call; null if there are none.
-  virtual const void* kernels(size_t* bytes) = 0;
   virtual const char* reason() = 0;  // TensorRT's last error since this was asked for, "" if there was none
 };
 

@@ -77,10 +77,10 @@ def on(path: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[Model, Gpu]:
         machine = Ort(Gpu())
         for module in (ort_backend, ort_cuda):
             patch.setattr(module, "load_onnxruntime", lambda: machine)
-        patch.setattr(ort_cuda, "load_cuda", lambda: machine.gpu)
+        patch.setattr(ort_cuda, "load_driver", lambda: machine.gpu)
         return Model(bundle, ort_cuda.OrtCudaBackend(bundle, THREADS), 0.0, ""), machine.gpu
     gpu, made = Gpu(), gpu_standin.module
-    patch.setattr(tensorrt, "load_cuda", lambda: gpu)
+    patch.setattr(tensorrt, "load_driver", lambda: gpu)
     patch.setattr(tensorrt, "load_flavour", lambda flavour: made(gpu, gpu_standin.VERSION, flavour))
     patch.setattr(tensorrt, "find_gpu", lambda *_: CARD if path == "rtx" else ORIN)
     return Model(bundle, tensorrt.TensorrtBackend(bundle), 0.0), gpu
@@ -174,11 +174,11 @@ def test_states_stay_on_the_device_and_the_next_picture_allocates_nothing(
         gc.collect()
 
     frame(0)
-    allocated, held = gpu.calls["cudaMalloc"] + gpu.calls["cudaHostAlloc"], gpu.used
+    allocated, held = gpu.calls["cuMemAlloc_v2"] + gpu.calls["cuMemHostAlloc"], gpu.used
     frame(1)
-    assert gpu.calls["cudaMalloc"] + gpu.calls["cudaHostAlloc"] == allocated
+    assert gpu.calls["cuMemAlloc_v2"] + gpu.calls["cuMemHostAlloc"] == allocated
     frame(2)
-    assert (gpu.calls["cudaMalloc"] + gpu.calls["cudaHostAlloc"], gpu.used) == (allocated, held)
+    assert (gpu.calls["cuMemAlloc_v2"] + gpu.calls["cuMemHostAlloc"], gpu.used) == (allocated, held)
     m, per_question = model.manifest, list[dict[str, int]]()
     with model.open([pictures[0]]) as image:
         for count in (8, 9):
@@ -187,7 +187,7 @@ def test_states_stay_on_the_device_and_the_next_picture_allocates_nothing(
             image.ask(QUESTIONS[1], k, Options(count, ignore_eos=True))
             large = [n for way, n in gpu.copies[copies:] if n >= 4 * m.model.state_numbers]
             sides = [way for way, _ in gpu.copies[copies:]]
-            found = {"within": gpu.calls["cudaMemcpy2DAsync"] - before["cudaMemcpy2DAsync"], "large": len(large)}
+            found = {"within": gpu.calls["copy_rows"] - before["copy_rows"], "large": len(large)}
             per_question.append(found | {side: sides.count(side) for side in ("in", "out")})
     token = {name: per_question[1][name] - per_question[0][name] for name in per_question[0]}
     assert token["large"] == 0
@@ -208,7 +208,7 @@ def test_a_run_that_fails_leaves_no_state_behind(opened: tuple[str, Model, Gpu])
     cache, alone = (model.backend.stage(0, 64) for _ in range(2))
     for each in (cache, alone):
         each.append(TokenStates(rows[:5]), np.arange(5))
-    gpu.errors["cudaMemcpy2DAsync"] = 719  # of the states that the run has given out
+    gpu.errors["copy_rows"] = 719  # of the states that the run has given out
     with pytest.raises(DeviceError):
         cache.append(TokenStates(rows[5:30]), np.arange(5, 30))
     gpu.errors.clear()

@@ -209,7 +209,7 @@ def test_memory_of_states_is_used_again(pool: StatesPool, gpu: Gpu) -> None:
         gathered = held[np.arange(0, 40, 2)]
         del held, gathered
         gc.collect()
-    assert gpu.calls["cudaMalloc"] == 2
+    assert gpu.calls["cuMemAlloc_v2"] == 2
     pool.cuda.wait()
     pool.memory.unused.clear()
     assert not gpu.device

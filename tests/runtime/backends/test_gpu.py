@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.errors import DeviceError
+from vtx.runtime.host.gpu import find_gpu
 from vtx.tools.tensorrt.build import build_engines, plan_engines
 from vtx.tools.tensorrt.targets import find_target, load_tensorrt
 
@@ -35,11 +36,10 @@ def bundle(
     request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Bundle:
     """A tiny bundle with engines for this GPU."""
-    try:
-        target = find_target("this")
-        module, release = load_tensorrt(target)
-    except DeviceError as e:
-        pytest.skip(str(e))
+    if find_gpu() is None and "VTX_TEST_GPU" not in os.environ:
+        pytest.skip("there is no NVIDIA GPU here")
+    target = find_target("this")
+    module, release = load_tensorrt(target)
     precision, shape = request.param.split("-")
     folder = tmp_path_factory.mktemp("gpu") / request.param
     made = export(tiny_checkpoint(SHAPES[shape]), folder, (2, 3), precision, max_context=CONTEXT, reductions=(FASTV,))
@@ -106,7 +106,7 @@ def test_libvtx_answers_as_python_does(bundle: Bundle, tmp_path: Path) -> None:
     random_image(1).save(tmp_path / "a.png")
     words = ("--k", "2", "--reduce", "none", "--max-new-tokens", "8", "--ignore-eos")
     done = run("run", "--bundle", bundle.folder, "--device", "tensorrt", "--json", tmp_path / "a.png", "red?", *words)
-    if b"has no plug-in of libvtx for it" in done.stderr:
+    if b"libvtx does not run engines of TensorRT-RTX" in done.stderr:
         pytest.skip(done.stderr.decode())
     assert done.returncode == 0, done.stderr
     with load(bundle.folder, device="tensorrt", threads=THREADS).open([random_image(1)]) as image:

@@ -26,7 +26,7 @@ static const void *none(unsigned version) { return version > 15 ? 0 : "an API"; 
 static const char *version(void) { return "1.15.1"; }
 const struct base *OrtGetApiBase(void) { static const struct base it = {none, version}; return &it; }
 """
-ENGINES = ("VTX_ONNXRUNTIME", "VTX_OPENVINO", "VTX_PLUGINS", "VTX_TENSORRT", "VTX_CUDART", "VTX_LLGUIDANCE")
+ENGINES = ("VTX_ONNXRUNTIME", "VTX_OPENVINO", "VTX_PLUGINS", "VTX_TENSORRT", "VTX_CUDA", "VTX_LLGUIDANCE")
 OTHER_OPENVINO = "int get_openvino_version(void) { return 0; }\n"
 
 

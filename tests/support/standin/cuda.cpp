@@ -1,4 +1,4 @@
-// CUDA's driver and runtime as libvtx calls them.
+// CUDA's driver as vtx calls it, in C++ and in Python.
 #include <cstring>
 #include <utility>
 
@@ -11,8 +11,8 @@ using standin::require;
 
 namespace {
 
-constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kLaunchFailure = 719, kInvalidated = 901;
-constexpr int kIn = 1, kOut = 2, kWithin = 3;
+constexpr int kOutOfMemory = 2, kLaunchFailure = 719, kInvalidated = 901;
+constexpr int kOnDevice = 2;
 char stream_storage;
 void* const kStream = &stream_storage;
 
@@ -27,11 +27,6 @@ Gpu& here(const char* name) {
   Gpu& gpu = called(name);
   require(gpu.current == gpu.number, std::string(name) + " for device " + std::to_string(gpu.current));
   return gpu;
-}
-
-int refuse() {
-  Gpu::one().failed = true;
-  return kInvalidated;
 }
 
 std::string setting(const char* name, const char* otherwise) {
@@ -121,7 +116,16 @@ EXPORT int cuDeviceTotalMem_v2(size_t* bytes, int) {
   *bytes = Gpu::one().total;
   return 0;
 }
-EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+EXPORT int cuDriverGetVersion(int* version) {
+  *version = 12020;
+  return 0;
+}
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int number) {
+  if (attribute == 18) {  // whether it shares the host's memory
+    require(number == Gpu::one().number, "an attribute of another device");
+    *value = std::getenv("VTX_STANDIN_PAGE_CACHE") != nullptr;
+    return 0;
+  }
   std::string capability = setting("VTX_STANDIN_CAPABILITY", "8.9");
   size_t dot = capability.find('.');
   require(attribute == 75 || attribute == 76, "an attribute that nobody knows");
@@ -129,27 +133,30 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   return 0;
 }
 
-EXPORT int cudaGetDevice(int* device) {
-  Gpu& gpu = called("cudaGetDevice");
-  VTX_ANSWERS(gpu);
-  *device = gpu.current;
-  return gpu.calls["cudaGetDevice"] <= std::stoi(setting("VTX_STANDIN_TOO_OLD", "0")) ? kDriverTooOld : 0;
-}
-EXPORT int cudaSetDevice(int device) {
-  Gpu& gpu = called("cudaSetDevice");
-  VTX_ANSWERS(gpu);
-  gpu.current = device;
+// --- contexts: that of a device is its number and one, as none is null ---
+
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int number) {
+  VTX_ANSWERS(called("cuDevicePrimaryCtxRetain"));
+  *context = reinterpret_cast<void*>(intptr_t{1} + number);
   return 0;
 }
-EXPORT int cudaGetLastError() {
-  called("cudaGetLastError").failed = false;
+EXPORT int cuCtxGetCurrent(void** context) {
+  Gpu& gpu = called("cuCtxGetCurrent");
+  VTX_ANSWERS(gpu);
+  *context = reinterpret_cast<void*>(intptr_t{1} + gpu.current);
+  return 0;
+}
+EXPORT int cuCtxSetCurrent(void* context) {
+  Gpu& gpu = called("cuCtxSetCurrent");
+  VTX_ANSWERS(gpu);
+  gpu.current = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1;
   return 0;
 }
 
 // --- memory ---
 
-EXPORT int cudaMalloc(void** address, size_t bytes) {
-  Gpu& gpu = here("cudaMalloc");
+EXPORT int cuMemAlloc_v2(void** address, size_t bytes) {
+  Gpu& gpu = here("cuMemAlloc_v2");
   VTX_ANSWERS(gpu);
   require(bytes > 0, "an allocation of nothing");
   require(gpu.recording == nullptr, "an allocation spoils a recording");
@@ -157,34 +164,28 @@ EXPORT int cudaMalloc(void** address, size_t bytes) {
   *address = allocate(gpu.device, bytes, 0xFF);  // NaN, in both float types
   return 0;
 }
-EXPORT int cudaFree(void* address) {
-  Gpu& gpu = called("cudaFree");
+EXPORT int cuMemFree_v2(void* address) {
+  Gpu& gpu = here("cuMemFree_v2");
   require(gpu.queue.empty(), "memory is freed while work is queued");
   require(gpu.device.erase(reinterpret_cast<uintptr_t>(address)) == 1, "memory is freed that is not there");
   return 0;
 }
-EXPORT int cudaMemGetInfo(size_t* left, size_t* total) {
-  Gpu& gpu = here("cudaMemGetInfo");
+EXPORT int cuMemGetInfo_v2(size_t* left, size_t* total) {
+  Gpu& gpu = here("cuMemGetInfo_v2");
   VTX_ANSWERS(gpu);
   *total = gpu.total;
   *left = gpu.total - gpu.used();
   if (std::getenv("VTX_STANDIN_PAGE_CACHE") != nullptr) *left = 1000;  // the rest is page cache, as on a Jetson
   return 0;
 }
-EXPORT int cudaDeviceGetAttribute(int* value, int attribute, int number) {
-  Gpu& gpu = called("cudaDeviceGetAttribute");
-  require(attribute == 18 && number == gpu.number, "another attribute, or one of another device");
-  *value = std::getenv("VTX_STANDIN_PAGE_CACHE") != nullptr;
-  return 0;
-}
-EXPORT int cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  Gpu& gpu = here("cudaHostAlloc");
+EXPORT int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+  Gpu& gpu = here("cuMemHostAlloc");
   VTX_ANSWERS(gpu);
   *address = allocate(gpu.host, bytes, 0xFF);
   return 0;
 }
-EXPORT int cudaFreeHost(void* address) {
-  Gpu& gpu = called("cudaFreeHost");
+EXPORT int cuMemFreeHost(void* address) {
+  Gpu& gpu = here("cuMemFreeHost");
   require(gpu.queue.empty(), "host memory is freed while work is queued");
   require(gpu.host.erase(reinterpret_cast<uintptr_t>(address)) == 1, "host memory is freed that is not there");
   return 0;
@@ -192,64 +193,86 @@ EXPORT int cudaFreeHost(void* address) {
 
 // --- the stream, and graphs of recorded work ---
 
-EXPORT int cudaMemsetAsync(void* address, int value, size_t bytes, void* stream) {
-  Gpu& gpu = here("cudaMemsetAsync");
+EXPORT int cuMemsetD8Async(void* address, unsigned char value, size_t bytes, void* stream) {
+  Gpu& gpu = here("cuMemsetD8Async");
   VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
-  gpu.holds(address, bytes, "cudaMemsetAsync");
+  gpu.holds(address, bytes, "cuMemsetD8Async");
   gpu.add([=] { std::memset(address, value, bytes); });
   return 0;
 }
-EXPORT int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
-  Gpu& gpu = here("cudaMemcpyAsync");
+EXPORT int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  Gpu& gpu = here("cuMemcpyHtoDAsync_v2");
   VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
-  require(kind == kIn || kind == kOut, "a copy of another kind");
-  gpu.holds(kind == kIn ? to : from, bytes, "cudaMemcpyAsync");
-  const void* outside = kind == kIn ? from : to;
-  require(!lies_in(gpu.device, outside), "device memory where the host's is meant");
-  gpu.calls[kind == kIn ? "copies in" : "copies out"] += gpu.recording == nullptr;
-  bool pinned = lies_in(gpu.host, outside);
-  require(pinned || gpu.recording == nullptr, "pageable memory in a graph: it will be gone");
-  if (kind == kIn && !pinned) {  // as CUDA stages it
-    auto staged = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
-    gpu.add([=] { std::memcpy(to, staged->data(), bytes); });
-  } else {
-    gpu.add([=] { std::memcpy(to, from, bytes); });
-  }
+  gpu.holds(to, bytes, "cuMemcpyHtoDAsync_v2");
+  require(!lies_in(gpu.device, from), "device memory where the host's is meant");
+  require(lies_in(gpu.host, from) || gpu.recording == nullptr, "pageable memory in a graph: it will be gone");
+  gpu.calls["copies in"] += gpu.recording == nullptr;
+  gpu.add([=] { std::memcpy(to, from, bytes); });  // late, as by a GPU that reads the host's pages itself
   return 0;
 }
-EXPORT int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height,
-                             int kind, void* stream) {
-  Gpu& gpu = here("cudaMemcpy2DAsync");
+EXPORT int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t bytes, void* stream) {
+  Gpu& gpu = here("cuMemcpyDtoHAsync_v2");
   VTX_ANSWERS(gpu);
-  require(stream == kStream && kind == kWithin, "cudaMemcpy2DAsync: another stream or kind");
-  require(height > 0 && width <= to_pitch && width <= pitch, "rows wider than their pitch");
-  gpu.holds(to, (height - 1) * to_pitch + width, "cudaMemcpy2DAsync");
-  gpu.holds(from, (height - 1) * pitch + width, "cudaMemcpy2DAsync");
+  require(stream == kStream, "another stream");
+  gpu.holds(from, bytes, "cuMemcpyDtoHAsync_v2");
+  require(!lies_in(gpu.device, to), "device memory where the host's is meant");
+  require(lies_in(gpu.host, to) || gpu.recording == nullptr, "pageable memory in a graph: it will be gone");
+  gpu.calls["copies out"] += gpu.recording == nullptr;
+  gpu.add([=] { std::memcpy(to, from, bytes); });
+  return 0;
+}
+
+// CUDA_MEMCPY2D of cuda.h.
+struct Copy2D {
+  size_t from_x, from_y;
+  unsigned from_type;
+  const void* from_host;
+  const char* from;
+  void* from_array;
+  size_t pitch;
+  size_t to_x, to_y;
+  unsigned to_type;
+  void* to_host;
+  char* to;
+  void* to_array;
+  size_t to_pitch;
+  size_t width, height;
+};
+
+EXPORT int cuMemcpy2DAsync_v2(const Copy2D* given, void* stream) {
+  Gpu& gpu = here("cuMemcpy2DAsync_v2");
+  VTX_ANSWERS(gpu);
+  const Copy2D copy = *given;
+  require(stream == kStream, "another stream");
+  require(copy.from_type == kOnDevice && copy.to_type == kOnDevice, "a copy of rows of the host");
+  require(copy.from_x + copy.from_y + copy.to_x + copy.to_y == 0, "rows that do not begin at the address");
+  require(copy.height > 0 && copy.width <= copy.to_pitch && copy.width <= copy.pitch, "rows wider than their pitch");
+  gpu.holds(copy.to, (copy.height - 1) * copy.to_pitch + copy.width, "cuMemcpy2DAsync_v2");
+  gpu.holds(copy.from, (copy.height - 1) * copy.pitch + copy.width, "cuMemcpy2DAsync_v2");
   gpu.add([=] {
-    for (size_t row = 0; row < height; ++row)
-      std::memmove(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * pitch, width);
+    for (size_t row = 0; row < copy.height; ++row)
+      std::memmove(copy.to + row * copy.to_pitch, copy.from + row * copy.pitch, copy.width);
   });
   return 0;
 }
-EXPORT int cudaStreamCreateWithFlags(void** stream, unsigned) {
-  here("cudaStreamCreateWithFlags");
+EXPORT int cuStreamCreate(void** stream, unsigned) {
+  here("cuStreamCreate");
   VTX_ANSWERS(Gpu::one());
   *stream = kStream;
   return 0;
 }
-EXPORT int cudaStreamDestroy(void*) {
-  called("cudaStreamDestroy");
+EXPORT int cuStreamDestroy_v2(void*) {
+  called("cuStreamDestroy_v2");
   return 0;
 }
-EXPORT int cudaStreamSynchronize(void* stream) {
-  Gpu& gpu = here("cudaStreamSynchronize");
+EXPORT int cuStreamSynchronize(void* stream) {
+  Gpu& gpu = here("cuStreamSynchronize");
   VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   require(gpu.recording == nullptr, "a wait inside of a recording");
-  require(!gpu.failed, "an error that nobody has asked for: the next call reports it");
-  if (gpu.calls["cudaStreamSynchronize"] > std::stoi(setting("VTX_STANDIN_WAITS", "1000000000"))) {
+  if (gpu.calls["cuStreamSynchronize"] > std::stoi(setting("VTX_STANDIN_WAITS", "1000000000"))) {
     gpu.queue.clear();
     return kLaunchFailure;
   }
@@ -260,52 +283,54 @@ EXPORT int cudaStreamSynchronize(void* stream) {
   }
   return 0;
 }
-EXPORT int cudaStreamBeginCapture(void*, int) {
-  Gpu& gpu = here("cudaStreamBeginCapture");
+EXPORT int cuStreamBeginCapture_v2(void*, int) {
+  Gpu& gpu = here("cuStreamBeginCapture_v2");
   VTX_ANSWERS(gpu);
   require(gpu.recording == nullptr, "a recording inside of a recording");
   require(gpu.queue.empty(), "a recording while work is queued");
-  if (gpu.refused == "cudaStreamBeginCapture") return refuse();
+  if (gpu.refused == "cuStreamBeginCapture_v2") return kInvalidated;
   gpu.recording = new std::vector<standin::Work>;
   return 0;
 }
-EXPORT int cudaStreamEndCapture(void*, void** graph) {
-  Gpu& gpu = here("cudaStreamEndCapture");
+EXPORT int cuStreamEndCapture(void*, void** graph) {
+  Gpu& gpu = here("cuStreamEndCapture");
   require(gpu.recording != nullptr, "the end of no recording");
   *graph = std::exchange(gpu.recording, nullptr);
-  if (gpu.refused == "execute" || gpu.refused == "cudaStreamEndCapture") {
+  if (gpu.refused == "execute" || gpu.refused == "cuStreamEndCapture") {
     delete static_cast<std::vector<standin::Work>*>(std::exchange(*graph, nullptr));
-    return refuse();
+    return kInvalidated;
   }
   return 0;
 }
-EXPORT int cudaGraphInstantiateWithFlags(void** run, void* graph, unsigned long long) {
-  Gpu& gpu = here("cudaGraphInstantiateWithFlags");
+EXPORT int cuGraphInstantiateWithFlags(void** run, void* graph, unsigned long long) {
+  Gpu& gpu = here("cuGraphInstantiateWithFlags");
   auto* works = static_cast<std::vector<standin::Work>*>(graph);
   require(!works->empty(), "an empty graph");
-  if (gpu.refused == "cudaGraphInstantiate") return refuse();
+  if (gpu.refused == "cuGraphInstantiateWithFlags") return kInvalidated;
   *run = new Recorded{*works};
   ++gpu.graphs;
   return 0;
 }
-EXPORT int cudaGraphDestroy(void* graph) {
-  called("cudaGraphDestroy");
+EXPORT int cuGraphDestroy(void* graph) {
+  called("cuGraphDestroy");
   delete static_cast<std::vector<standin::Work>*>(graph);
   return 0;
 }
-EXPORT int cudaGraphExecDestroy(void* run) {
-  --called("cudaGraphExecDestroy").graphs;
+EXPORT int cuGraphExecDestroy(void* run) {
+  --here("cuGraphExecDestroy").graphs;
   delete static_cast<Recorded*>(run);
   return 0;
 }
-EXPORT int cudaGraphLaunch(void* run, void* stream) {
-  Gpu& gpu = here("cudaGraphLaunch");
+EXPORT int cuGraphLaunch(void* run, void* stream) {
+  Gpu& gpu = here("cuGraphLaunch");
   VTX_ANSWERS(gpu);
   require(stream == kStream, "another stream");
   for (const standin::Work& work : static_cast<Recorded*>(run)->works) gpu.queue.push_back(work);
   return 0;
 }
-EXPORT const char* cudaGetErrorName(int error) {
-  if (error == kInvalidated) return "cudaErrorStreamCaptureInvalidated";
-  return error == kOutOfMemory ? "cudaErrorMemoryAllocation" : "cudaErrorUnknown";
+EXPORT int cuGetErrorName(int error, const char** name) {
+  *name = error == kInvalidated   ? "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+          : error == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY"
+                                  : "CUDA_ERROR_UNKNOWN";
+  return 0;
 }

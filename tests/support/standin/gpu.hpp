@@ -43,7 +43,6 @@ struct Gpu {
   int number = 0;       // and the one that it must be for
   std::string refused;  // a call that fails while work is recorded
   int refused_run = 0;  // the number of the run of an engine that does not start, from 1
-  bool failed = false;  // and nothing has asked for the error
   int lost = 0;         // what every call gives, once the device is gone
   std::map<uintptr_t, Memory> device, host;
   std::map<std::string, int> calls;

@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
-#include <sstream>
 
 #include "backends/ort/graph.hpp"
 #include "base/json.hpp"
@@ -83,31 +81,9 @@ size_t count_of(const Ids& shape) {
 
 struct EngineImpl;
 
-#ifdef TRT_MAJOR_RTX
-// TensorRT-RTX's cache of compiled kernels: a line for the card, then one for each graph.
-class KernelCache : public nvinfer1::IRuntimeCache {
- public:
-  bool deserialize(const void* blob, size_t size) noexcept override {
-    std::istringstream lines(std::string(static_cast<const char*>(blob), size));
-    std::string line;
-    if (!std::getline(lines, line) || line != card()) return false;
-    while (std::getline(lines, line)) compiled.insert(line);
-    return true;
-  }
-  nvinfer1::IHostMemory* serialize() const noexcept override;
-
-  static std::string card() { return std::string("card ") + std::getenv("VTX_STANDIN_CAPABILITY"); }
-  std::set<std::string> compiled;
-};
-#endif
-
 struct ContextImpl {
   Implementation<ContextImpl> implementation;
   EngineImpl& engine;
-#ifdef TRT_MAJOR_RTX
-  KernelCache* kernels = nullptr;
-  bool captures = false;
-#endif
   int profile = -1;
   void* scratch = nullptr;
   std::map<std::string, Ids> shapes;
@@ -235,11 +211,6 @@ bool enqueue(ContextSelf* self, cudaStream_t) {
   require(context.scratch != nullptr, "no working memory");
   require(Gpu::one().current == Gpu::one().number, "TensorRT runs on another device");
   if (Gpu::one().recording && Gpu::one().refused == "execute") return false;
-#ifdef TRT_MAJOR_RTX
-  require(!(context.captures && Gpu::one().recording), "TensorRT-RTX records this by itself");
-  Gpu::one().calls["captured enqueue"] += context.captures;
-  Gpu::one().calls["compile"] += context.kernels->compiled.insert(engine.graph).second;
-#endif
   require(context.addresses.size() == engine.ports.size(), "a tensor has no address");
   std::map<std::string, Ids> shapes;
   for (const Port& port : engine.ports) {
@@ -318,94 +289,10 @@ nvinfer1::IExecutionContext* make_context(EngineSelf* self, nvinfer1::ExecutionC
   return new Context(*self->owner);
 }
 
-#ifdef TRT_MAJOR_RTX
-class HostMemory : public nvinfer1::IHostMemory {
- public:
-  explicit HostMemory(std::string content) : implementation_{table().slots, this}, content_(std::move(content)) {
-    mImpl = reinterpret_cast<nvinfer1::apiv::VHostMemory*>(&implementation_);
-  }
-
- private:
-  using Self = Implementation<HostMemory>;
-  static void* data_of(const Self* self) { return self->owner->content_.data(); }
-  static size_t size_of(const Self* self) { return self->owner->content_.size(); }
-  static Table& table() {
-    static Table made = [] {
-      Table out;
-      out.set(&nvinfer1::apiv::VHostMemory::data, reinterpret_cast<void*>(&data_of));
-      out.set(&nvinfer1::apiv::VHostMemory::size, reinterpret_cast<void*>(&size_of));
-      return out;
-    }();
-    return made;
-  }
-
-  Self implementation_;
-  std::string content_;
-};
-
-nvinfer1::IHostMemory* KernelCache::serialize() const noexcept {
-  std::string content = card() + "\n";
-  for (const std::string& graph : compiled) content += graph + "\n";
-  return new HostMemory(content);
-}
-
-class RuntimeConfig : public nvinfer1::IRuntimeConfig {
- public:
-  RuntimeConfig() : implementation_{table().slots, this} {
-    mImpl = reinterpret_cast<nvinfer1::apiv::VRuntimeConfig*>(&implementation_);
-  }
-  KernelCache* kernels = nullptr;
-  bool captures = false, user_managed = false;
-
- private:
-  using Self = Implementation<RuntimeConfig>;
-  static void set_strategy(Self* self, nvinfer1::ExecutionContextAllocationStrategy strategy) {
-    self->owner->user_managed = strategy == nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED;
-  }
-  static bool set_graphs(Self* self, nvinfer1::CudaGraphStrategy strategy) {
-    self->owner->captures = strategy == nvinfer1::CudaGraphStrategy::kWHOLE_GRAPH_CAPTURE;
-    return true;
-  }
-  static nvinfer1::IRuntimeCache* make_cache(Self*) { return new KernelCache; }
-  static bool set_cache(Self* self, nvinfer1::IRuntimeCache& cache) {
-    self->owner->kernels = static_cast<KernelCache*>(&cache);
-    return true;
-  }
-  static Table& table() {
-    static Table made = [] {
-      Table out;
-      using V = nvinfer1::apiv::VRuntimeConfig;
-      out.set(&V::setExecutionContextAllocationStrategy, reinterpret_cast<void*>(&set_strategy));
-      out.set(&V::setCudaGraphStrategy, reinterpret_cast<void*>(&set_graphs));
-      out.set(&V::createRuntimeCache, reinterpret_cast<void*>(&make_cache));
-      out.set(&V::setRuntimeCache, reinterpret_cast<void*>(&set_cache));
-      return out;
-    }();
-    return made;
-  }
-
-  Self implementation_;
-};
-
-nvinfer1::IRuntimeConfig* make_config(EngineSelf*) { return new RuntimeConfig; }
-nvinfer1::IExecutionContext* make_configured(EngineSelf* self, nvinfer1::IRuntimeConfig* config) {
-  auto& given = *static_cast<RuntimeConfig*>(config);
-  require(given.user_managed, "TensorRT would allocate by itself");
-  require(given.kernels != nullptr, "no cache of kernels");
-  auto* made = new Context(*self->owner);
-  made->state().kernels = given.kernels, made->state().captures = given.captures;
-  return made;
-}
-#endif
-
 Table& engine_table() {
   static Table table;
   using V = nvinfer1::apiv::VCudaEngine;
   using Make = nvinfer1::IExecutionContext* (V::*)(nvinfer1::ExecutionContextAllocationStrategy) noexcept;
-#ifdef TRT_MAJOR_RTX
-  table.set(&V::createRuntimeConfig, reinterpret_cast<void*>(&make_config));
-  table.set(&V::createExecutionContextWithRuntimeConfig, reinterpret_cast<void*>(&make_configured));
-#endif
   table.set(&V::getNbIOTensors, reinterpret_cast<void*>(&tensors));
   table.set(&V::getIOTensorName, reinterpret_cast<void*>(&tensor_name));
   table.set(&V::getTensorIOMode, reinterpret_cast<void*>(&tensor_mode));

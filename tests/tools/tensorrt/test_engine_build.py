@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.support.bundles import IGNORE, copy, export, flip, manifest, write_manifest
+from tests.support.gpu_standin import RTX_17
 from tests.support.tiny import Tiny
 
 from vtx.cli import build as command
 from vtx.cli import export as export_command
 from vtx.runtime.backends.ort.cuda import OrtCudaBackend
 from vtx.runtime.bundle.bundle import Bundle, sha256
-from vtx.runtime.bundle.fingerprint import read_engines
+from vtx.runtime.bundle.fingerprint import EngineRecord, read_engines
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError, ExportError, RequestError
 from vtx.runtime.host.gpu import Gpu
@@ -256,6 +257,30 @@ def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> No
     jobs = {job.graph.name: job for job in plan(bundle).jobs}
     (profile,) = jobs["stage-02-03.trt10.onnx"].profiles
     assert (profile["tokens"][0], profile["tokens"][2]) == (1, bundle.manifest.max_context)
+
+
+@pytest.mark.parametrize(
+    ("release", "precision", "profiles", "count"),
+    [(RTX_17, "fp16", None, 1), (RTX_17, "int4", None, 2), (RTX_17, "int8", None, 1), (RTX_17, "fp16", 2, 2),
+     (Release(TENSORRT, (10, 3)), "fp16", None, 2), (Release(TENSORRT, (10, 3)), "fp16", 1, 1)],
+)  # fmt: skip
+def test_a_stage_has_two_profiles_where_weights_are_stored_once(
+    release: Release, precision: str, profiles: int | None, count: int, bundle: Bundle
+) -> None:
+    narrow = replace(bundle, manifest=replace(bundle.manifest, precision=precision))
+    target = "sm89" if release is RTX_17 else "jetson-orin"
+    asked = plan_engines(narrow, TARGETS[target], release, "1.7.1", "trt10", profiles=profiles)
+    assert {len(job.profiles) for job in asked.jobs if job.graph.name.startswith("stage")} == {count}
+    assert {len(job.profiles) for job in asked.jobs if not job.graph.name.startswith("stage")} == {1}
+
+
+def test_an_engine_larger_than_its_weights_allow_is_pointed_out(bundle: Bundle) -> None:
+    job = plan(bundle).jobs[0]
+    record = EngineRecord(job.file, 0, "", {}, ())
+    job = replace(job, graph=replace(job.graph, weights=100 << 20))
+    assert job.excess(replace(record, bytes=125 << 20)) is None
+    assert job.excess(replace(record, bytes=200 << 20)) == 2
+    assert replace(job, graph=replace(job.graph, weights=1 << 20)).excess(replace(record, bytes=8 << 20)) is None
 
 
 def test_a_free_size_that_nobody_declared_is_an_error(bundle: Bundle) -> None:

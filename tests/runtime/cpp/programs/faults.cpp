@@ -14,7 +14,7 @@ namespace {
 
 template <typename Call>
 Call standin(const char* name) {
-  void* library = dlopen("libcudart.so.13", RTLD_NOW | RTLD_LOCAL);
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   return reinterpret_cast<Call>(library ? dlsym(library, name) : nullptr);
 }
 

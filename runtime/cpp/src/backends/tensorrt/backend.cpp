@@ -42,6 +42,9 @@ Found find_engines(const Bundle& bundle, const BackendOptions& options) {
   std::optional<Error> refusal;
   for (EngineSet& engines : known) {
     try {
+      if (engines.flavour == kFlavourRtx)
+        fail(Kind::device, "libvtx does not run engines of TensorRT-RTX; run them with vtx in Python, or ",
+             "build engines of TensorRT on this machine");
       check_machine(bundle, engines, "", gpu);
       if (bundle.manifest().dialects.count(engines.dialect) == 0)
         fail(Kind::device, "tensorrt reads graphs of the '", engines.dialect,

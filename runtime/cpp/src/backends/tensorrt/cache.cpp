@@ -13,6 +13,12 @@
 namespace vtxcore {
 namespace {
 
+#ifdef VTX_SLOT_GROWTH  // for tests: the answers of tiny models outgrow it
+constexpr int64_t kGrowth = VTX_SLOT_GROWTH;
+#else
+constexpr int64_t kGrowth = names::kGrowth;
+#endif
+
 using Lock = Cuda::Use;
 
 const Ids kOne{1};  // the numbers of a run's tokens whose states are given out, if it is of one token
@@ -46,6 +52,8 @@ struct DeviceSlots : StageMemory, BoundStage {
   }
   void clear() override {
     version = 0;
+    for (auto it = recordings.begin(); it != recordings.end();)  // what could not be recorded once is tried again
+      it = it->second && !*it->second ? recordings.erase(it) : std::next(it);
     cuda.zero(kv.address(), kv.size());  // what is masked must still be a number
     cuda.wait();
   }
@@ -215,7 +223,7 @@ class TensorrtStageCache : public StageCache, public DecodingCache {
   // Has memory for so many slots. If there is not enough, the cache stays as it is.
   void room(int64_t slots) {
     if (memory_ && memory_->capacity >= slots) return;
-    int64_t count = std::min(capacity, (slots + kSlotBlock - 1) / kSlotBlock * kSlotBlock);
+    int64_t count = std::min(capacity, (slots + kGrowth - 1) / kGrowth * kGrowth);
     auto longer = borrow<DeviceSlots>(context_, {MemoryKind::slots, spec_.first}, count,
                                       [&] { return std::make_unique<DeviceSlots>(context_, spec_, graph_, count); });
     if (memory_ && length > 0) longer->take_over(*memory_, length);

@@ -56,16 +56,17 @@ struct TensorrtCacheContext {
   KVLayout layout(const StageSpec& spec) const { return {manifest.model, spec, manifest.kv_bytes(dialect)}; }
 };
 
-constexpr int64_t kSlotBlock = 32;  // slots by which memory grows
-
-// Memory of at least that capacity: of a cache that is gone, else new. A cache gives it back as it goes; so the next image
-// allocates nothing, and finds its CUDA graph recorded. All unused memory is freed if the device has too little for new one.
+// Memory of that capacity, or up to twice as many slots, as a token reads all: of a cache that is gone, else new. A cache
+// gives it back as it goes; so the next image allocates nothing, and finds its CUDA graph recorded. All unused memory is
+// freed if the device has too little for new one.
 template <typename Memory, typename Make>
 std::unique_ptr<Memory> borrow(TensorrtCacheContext& shared, const MemoryKey& key, int64_t capacity, const Make& make) {
   auto& unused = shared.unused[key];
   auto best = unused.end();
   for (auto it = unused.begin(); it != unused.end(); ++it)
-    if ((*it)->capacity >= capacity && (best == unused.end() || (*it)->capacity < (*best)->capacity)) best = it;
+    if ((*it)->capacity >= capacity && (*it)->capacity <= 2 * capacity &&
+        (best == unused.end() || (*it)->capacity < (*best)->capacity))
+      best = it;
   if (best != unused.end()) {
     std::unique_ptr<Memory> found(static_cast<Memory*>(best->release()));
     unused.erase(best);

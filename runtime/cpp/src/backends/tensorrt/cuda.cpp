@@ -11,14 +11,12 @@
 namespace vtxcore {
 namespace {
 
-constexpr int kOutOfMemory = 2, kDriverTooOld = 35, kNoDevice = 100;
-constexpr int kNonBlocking = 1, kHostDefault = 0, kCaptureThreadLocal = 1;
-constexpr int kIntegrated = 18;                // cudaDevAttrIntegrated
-constexpr int kIn = 1, kOut = 2, kWithin = 3;  // cudaMemcpyKind
+constexpr int kOutOfMemory = 2, kNoDevice = 100;
+constexpr int kNonBlocking = 1, kCaptureThreadLocal = 1;
+constexpr int kIntegrated = 18;  // CU_DEVICE_ATTRIBUTE_INTEGRATED
+constexpr int kOnDevice = 2;     // CU_MEMORYTYPE_DEVICE
 
 const char* fix_of(int error) {
-  if (error == kDriverTooOld)
-    return "its NVIDIA driver is missing or older than the CUDA that vtx uses; install a newer driver";
   if (error == kNoDevice) return "no NVIDIA GPU is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES";
   // Errors after which every further call in the process fails: the device is gone, or its context is.
   static const std::set<int> kGone{214, 219, 700, 709, 710, 715, 716, 717, 718, 719, 999};
@@ -27,119 +25,136 @@ const char* fix_of(int error) {
   return "run it again; run vtx-doctor if it fails again";
 }
 
+// CUDA_MEMCPY2D of cuda.h.
+struct CopySide {
+  size_t x = 0, y = 0;
+  int type = kOnDevice;
+  const void* host = nullptr;
+  const void* device = nullptr;
+  void* array = nullptr;
+  size_t pitch = 0;
+};
+struct RowCopy {
+  CopySide source, to;
+  size_t width, height;
+};
+
 }  // namespace
 
 struct CudaCalls {
-  int (*cudaGetDevice)(int*);
-  int (*cudaSetDevice)(int);
-  int (*cudaGetLastError)();
-  int (*cudaMalloc)(void**, size_t);
-  int (*cudaFree)(void*);
-  int (*cudaHostAlloc)(void**, size_t, unsigned);
-  int (*cudaFreeHost)(void*);
-  int (*cudaMemGetInfo)(size_t*, size_t*);
-  int (*cudaDeviceGetAttribute)(int*, int, int);
-  int (*cudaMemsetAsync)(void*, int, size_t, void*);
-  int (*cudaMemcpyAsync)(void*, const void*, size_t, int, void*);
-  int (*cudaMemcpy2DAsync)(void*, size_t, const void*, size_t, size_t, size_t, int, void*);
-  int (*cudaStreamCreateWithFlags)(void**, unsigned);
-  int (*cudaStreamDestroy)(void*);
-  int (*cudaStreamSynchronize)(void*);
-  int (*cudaStreamBeginCapture)(void*, int);
-  int (*cudaStreamEndCapture)(void*, void**);
-  int (*cudaGraphInstantiateWithFlags)(void**, void*, unsigned long long);
-  int (*cudaGraphDestroy)(void*);
-  int (*cudaGraphExecDestroy)(void*);
-  int (*cudaGraphLaunch)(void*, void*);
-  const char* (*cudaGetErrorName)(int);
+  int (*cuInit)(unsigned);
+  int (*cuGetErrorName)(int, const char**);
+  int (*cuDevicePrimaryCtxRetain)(void**, int);
+  int (*cuCtxGetCurrent)(void**);
+  int (*cuCtxSetCurrent)(void*);
+  int (*cuDeviceGetAttribute)(int*, int, int);
+  int (*cuMemGetInfo_v2)(size_t*, size_t*);
+  int (*cuMemAlloc_v2)(void**, size_t);
+  int (*cuMemFree_v2)(void*);
+  int (*cuMemHostAlloc)(void**, size_t, unsigned);
+  int (*cuMemFreeHost)(void*);
+  int (*cuMemsetD8Async)(void*, unsigned char, size_t, void*);
+  int (*cuMemcpyHtoDAsync_v2)(void*, const void*, size_t, void*);
+  int (*cuMemcpyDtoHAsync_v2)(void*, const void*, size_t, void*);
+  int (*cuMemcpy2DAsync_v2)(const void*, void*);  // of a RowCopy
+  int (*cuStreamCreate)(void**, unsigned);
+  int (*cuStreamDestroy_v2)(void*);
+  int (*cuStreamSynchronize)(void*);
+  int (*cuStreamBeginCapture_v2)(void*, int);
+  int (*cuStreamEndCapture)(void*, void**);
+  int (*cuGraphInstantiateWithFlags)(void**, void*, unsigned long long);
+  int (*cuGraphDestroy)(void*);
+  int (*cuGraphExecDestroy)(void*);
+  int (*cuGraphLaunch)(void*, void*);
 };
 
-// CUDA 13 needs a newer driver than CUDA 12 does, so a runtime that the driver is too old for gives way to the next.
+// The primary context, which CUDA's runtime in TensorRT uses too, is kept until the process ends.
 Cuda::Cuda(int number) : number_(number), calls_(std::make_unique<CudaCalls>()) {
-  std::vector<std::string> names{"libcudart.so.13", "libcudart.so.12", "libcudart.so"};
-  int error = kDriverTooOld;
-  for (size_t first = 0; first < names.size() && error == kDriverTooOld; ++first) {
-    try {
-      load({names.begin() + static_cast<std::ptrdiff_t>(first), names.end()});
-    } catch (const Error&) {
-      if (first == 0) throw;
-      break;
-    }
-    int current = 0;
-    error = calls_->cudaGetDevice(&current);
-  }
-  check("cudaGetDevice", error);
+  load();
+  check("cuInit", calls_->cuInit(0));
+  check("cuDevicePrimaryCtxRetain", calls_->cuDevicePrimaryCtxRetain(&context_, number));
   Use held(*this);
-  check("cudaStreamCreateWithFlags", calls_->cudaStreamCreateWithFlags(&stream_, kNonBlocking));
+  check("cuStreamCreate", calls_->cuStreamCreate(&stream_, kNonBlocking));
 }
 
-void Cuda::load(const std::vector<std::string>& names) {
-  Library library("the CUDA runtime", "", "VTX_CUDART", names, "cudaGraphInstantiateWithFlags");
+void Cuda::load() {
+  Library library("NVIDIA's driver", "", "VTX_CUDA", {"libcuda.so.1"}, "cuGraphInstantiateWithFlags");
   auto find = [&](auto& call, const char* name) {
     call = reinterpret_cast<std::decay_t<decltype(call)>>(library.symbol(name));
   };
 #define VTX_FIND(name) find(calls_->name, #name)
-  VTX_FIND(cudaGetDevice);
-  VTX_FIND(cudaSetDevice);
-  VTX_FIND(cudaGetLastError);
-  VTX_FIND(cudaMalloc);
-  VTX_FIND(cudaFree);
-  VTX_FIND(cudaHostAlloc);
-  VTX_FIND(cudaFreeHost);
-  VTX_FIND(cudaMemGetInfo);
-  VTX_FIND(cudaDeviceGetAttribute);
-  VTX_FIND(cudaMemsetAsync);
-  VTX_FIND(cudaMemcpyAsync);
-  VTX_FIND(cudaMemcpy2DAsync);
-  VTX_FIND(cudaStreamCreateWithFlags);
-  VTX_FIND(cudaStreamDestroy);
-  VTX_FIND(cudaStreamSynchronize);
-  VTX_FIND(cudaStreamBeginCapture);
-  VTX_FIND(cudaStreamEndCapture);
-  VTX_FIND(cudaGraphInstantiateWithFlags);
-  VTX_FIND(cudaGraphDestroy);
-  VTX_FIND(cudaGraphExecDestroy);
-  VTX_FIND(cudaGraphLaunch);
-  VTX_FIND(cudaGetErrorName);
+  VTX_FIND(cuInit);
+  VTX_FIND(cuGetErrorName);
+  VTX_FIND(cuDevicePrimaryCtxRetain);
+  VTX_FIND(cuCtxGetCurrent);
+  VTX_FIND(cuCtxSetCurrent);
+  VTX_FIND(cuDeviceGetAttribute);
+  VTX_FIND(cuMemGetInfo_v2);
+  VTX_FIND(cuMemAlloc_v2);
+  VTX_FIND(cuMemFree_v2);
+  VTX_FIND(cuMemHostAlloc);
+  VTX_FIND(cuMemFreeHost);
+  VTX_FIND(cuMemsetD8Async);
+  VTX_FIND(cuMemcpyHtoDAsync_v2);
+  VTX_FIND(cuMemcpyDtoHAsync_v2);
+  VTX_FIND(cuMemcpy2DAsync_v2);
+  VTX_FIND(cuStreamCreate);
+  VTX_FIND(cuStreamDestroy_v2);
+  VTX_FIND(cuStreamSynchronize);
+  VTX_FIND(cuStreamBeginCapture_v2);
+  VTX_FIND(cuStreamEndCapture);
+  VTX_FIND(cuGraphInstantiateWithFlags);
+  VTX_FIND(cuGraphDestroy);
+  VTX_FIND(cuGraphExecDestroy);
+  VTX_FIND(cuGraphLaunch);
 #undef VTX_FIND
 }
 
 Cuda::~Cuda() {
+  Outside there(*this);
   if (!after_.empty()) {  // an error left work behind that nothing waited for
-    int before = number_;
-    calls_->cudaGetDevice(&before);
-    calls_->cudaSetDevice(number_);
-    calls_->cudaStreamSynchronize(stream_);
+    calls_->cuStreamSynchronize(stream_);
     free_all();
-    calls_->cudaSetDevice(before);
   }
-  calls_->cudaStreamDestroy(stream_);
+  calls_->cuStreamDestroy_v2(stream_);
 }
 
-Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(cuda.number_) {
+Cuda::Outside::Outside(Cuda& cuda) noexcept : cuda_(cuda) {
+  cuda_.calls_->cuCtxGetCurrent(&before_);
+  if (before_ != cuda_.context_) cuda_.calls_->cuCtxSetCurrent(cuda_.context_);
+}
+
+Cuda::Outside::~Outside() {
+  if (before_ != cuda_.context_) cuda_.calls_->cuCtxSetCurrent(before_);
+}
+
+Cuda::Use::Use(Cuda& cuda) : cuda_(cuda), held_(cuda.mutex_), before_(cuda.context_) {
   if (cuda_.uses_ == 0) {
-    cuda_.check("cudaGetDevice", cuda_.calls_->cudaGetDevice(&before_));
-    if (before_ != cuda_.number_) cuda_.check("cudaSetDevice", cuda_.calls_->cudaSetDevice(cuda_.number_));
+    cuda_.check("cuCtxGetCurrent", cuda_.calls_->cuCtxGetCurrent(&before_));
+    if (before_ != cuda_.context_) cuda_.check("cuCtxSetCurrent", cuda_.calls_->cuCtxSetCurrent(cuda_.context_));
   }
   ++cuda_.uses_;
 }
 
 Cuda::Use::~Use() {
   --cuda_.uses_;
-  if (before_ != cuda_.number_) cuda_.calls_->cudaSetDevice(before_);
+  if (before_ != cuda_.context_) cuda_.calls_->cuCtxSetCurrent(before_);
 }
 
 void Cuda::check(const char* name, int error) {
-  if (error != 0) fail(Kind::device, "the GPU fails at ", name, " (", calls_->cudaGetErrorName(error), "): ", fix_of(error));
+  if (error == 0) return;
+  const char* title = nullptr;
+  calls_->cuGetErrorName(error, &title);
+  fail(Kind::device, "the GPU fails at ", name, " (", title ? title : std::to_string(error), "): ", fix_of(error));
 }
 
 uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
   Use held(*this);
   void* address = nullptr;
-  int error = calls_->cudaMalloc(&address, bytes);
+  int error = calls_->cuMemAlloc_v2(&address, bytes);
   if (error == kOutOfMemory && !after_.empty()) {
     wait();
-    error = calls_->cudaMalloc(&address, bytes);
+    error = calls_->cuMemAlloc_v2(&address, bytes);
   }
   if (error == kOutOfMemory) {
     auto [left, total] = memory();
@@ -147,11 +162,11 @@ uint8_t* Cuda::allocate(size_t bytes, const std::string& purpose) {
          " of ", size_text(total), " is free; end other programs on the GPU, export with a smaller --precision or ",
          "--max-context, or use --device cpu");
   }
-  check("cudaMalloc", error);
+  check("cuMemAlloc_v2", error);
   return static_cast<uint8_t*>(address);
 }
 
-void Cuda::release(void* address) noexcept { free(calls_->cudaFree, address); }
+void Cuda::release(void* address) noexcept { free(calls_->cuMemFree_v2, address); }
 
 void Cuda::free(Free call, void* released) noexcept {
   std::lock_guard<std::recursive_mutex> held(mutex_);
@@ -160,9 +175,11 @@ void Cuda::free(Free call, void* released) noexcept {
       after_.emplace_back(call, released);
       return;
     } catch (...) {  // no memory to note it, so it is freed after a wait
-      calls_->cudaStreamSynchronize(stream_);
+      Outside there(*this);
+      calls_->cuStreamSynchronize(stream_);
     }
   }
+  Outside there(*this);
   call(released);
 }
 
@@ -174,50 +191,62 @@ void Cuda::free_all() noexcept {
 void* Cuda::allocate_host(size_t bytes) {
   Use held(*this);
   void* address = nullptr;
-  check("cudaHostAlloc", calls_->cudaHostAlloc(&address, bytes, kHostDefault));
+  check("cuMemHostAlloc", calls_->cuMemHostAlloc(&address, bytes, 0));
   std::memset(address, 0, bytes);
   return address;
 }
 
-void Cuda::release_host(void* address) noexcept { free(calls_->cudaFreeHost, address); }
+void Cuda::release_host(void* address) noexcept { free(calls_->cuMemFreeHost, address); }
 
 std::pair<int64_t, int64_t> Cuda::memory() {
   size_t left = 0, total = 0;
-  check("cudaMemGetInfo", calls_->cudaMemGetInfo(&left, &total));
+  check("cuMemGetInfo_v2", calls_->cuMemGetInfo_v2(&left, &total));
   // A GPU that shares the host's memory reports the page cache as used; the system gives it back to who needs it.
   int shared = 0;
-  check("cudaDeviceGetAttribute", calls_->cudaDeviceGetAttribute(&shared, kIntegrated, number_));
+  check("cuDeviceGetAttribute", calls_->cuDeviceGetAttribute(&shared, kIntegrated, number_));
   std::optional<int64_t> available = shared != 0 ? available_memory() : std::nullopt;
   if (available) left = std::min(total, std::max(left, static_cast<size_t>(*available)));
   return {static_cast<int64_t>(left), static_cast<int64_t>(total)};
 }
 
 void Cuda::zero(void* address, size_t bytes) {
-  check("cudaMemsetAsync", calls_->cudaMemsetAsync(address, 0, bytes, stream()));
+  check("cuMemsetD8Async", calls_->cuMemsetD8Async(address, 0, bytes, stream()));
 }
 
-void Cuda::copy_in(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kIn); }
-void Cuda::copy_out(void* to, const void* from, size_t bytes) { copy(to, from, bytes, kOut); }
+// A GPU that reads the host's pages itself (Thor, DGX Spark) does so when the work runs, which the source may not see.
+void Cuda::copy_in(void* to, const void* from, size_t bytes) {
+  auto first = static_cast<const uint8_t*>(from);
+  copy_pinned(to, sources_.emplace_back(first, first + bytes).data(), bytes);
+}
+
+void Cuda::copy_pinned(void* to, const void* from, size_t bytes) {
+  check("cuMemcpyHtoDAsync_v2", calls_->cuMemcpyHtoDAsync_v2(to, from, bytes, stream()));
+}
+
+void Cuda::copy_out(void* to, const void* from, size_t bytes) {
+  check("cuMemcpyDtoHAsync_v2", calls_->cuMemcpyDtoHAsync_v2(to, from, bytes, stream()));
+}
 
 void Cuda::copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height) {
-  int error = calls_->cudaMemcpy2DAsync(to, to_pitch, from, pitch, width, height, kWithin, stream());
-  check("cudaMemcpy2DAsync", error);
+  RowCopy rows{{}, {}, width, height};
+  rows.source.device = from;
+  rows.source.pitch = pitch;
+  rows.to.device = to;
+  rows.to.pitch = to_pitch;
+  check("cuMemcpy2DAsync_v2", calls_->cuMemcpy2DAsync_v2(&rows, stream()));
 }
 
 void Cuda::wait() {
-  check("cudaStreamSynchronize", calls_->cudaStreamSynchronize(stream_));
+  check("cuStreamSynchronize", calls_->cuStreamSynchronize(stream_));
   queued_ = false;
+  sources_.clear();
   free_all();
-}
-
-void Cuda::copy(void* to, const void* from, size_t bytes, int kind) {
-  check("cudaMemcpyAsync", calls_->cudaMemcpyAsync(to, from, bytes, kind, stream()));
 }
 
 void* Cuda::record(const std::function<void()>& work) {
   if (queued_) wait();
   void *graph = nullptr, *recorded = nullptr;
-  int error = calls_->cudaStreamBeginCapture(stream_, kCaptureThreadLocal);
+  int error = calls_->cuStreamBeginCapture_v2(stream_, kCaptureThreadLocal);
   if (error == 0) {
     bool queued = true;
     try {
@@ -225,19 +254,18 @@ void* Cuda::record(const std::function<void()>& work) {
     } catch (const Error&) {
       queued = false;
     } catch (...) {
-      if (calls_->cudaStreamEndCapture(stream_, &graph) == 0 && graph) calls_->cudaGraphDestroy(graph);
+      if (calls_->cuStreamEndCapture(stream_, &graph) == 0 && graph) calls_->cuGraphDestroy(graph);
       throw;
     }
-    error = calls_->cudaStreamEndCapture(stream_, &graph);
-    if (error == 0 && queued) error = calls_->cudaGraphInstantiateWithFlags(&recorded, graph, 0);
-    if (graph) calls_->cudaGraphDestroy(graph);
+    error = calls_->cuStreamEndCapture(stream_, &graph);
+    if (error == 0 && queued) error = calls_->cuGraphInstantiateWithFlags(&recorded, graph, 0);
+    if (graph) calls_->cuGraphDestroy(graph);
   }
-  if (error != 0) calls_->cudaGetLastError();  // or the next call would report it
   return error == 0 ? recorded : nullptr;
 }
 
-void Cuda::launch(void* recorded) { check("cudaGraphLaunch", calls_->cudaGraphLaunch(recorded, stream())); }
+void Cuda::launch(void* recorded) { check("cuGraphLaunch", calls_->cuGraphLaunch(recorded, stream())); }
 
-void Cuda::forget(void* recorded) noexcept { free(calls_->cudaGraphExecDestroy, recorded); }
+void Cuda::forget(void* recorded) noexcept { free(calls_->cuGraphExecDestroy, recorded); }
 
 }  // namespace vtxcore

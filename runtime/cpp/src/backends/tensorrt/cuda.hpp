@@ -1,9 +1,10 @@
-// The few calls of the CUDA runtime that vtx makes: memory, copies, one stream, graphs. Failures are Error(device).
+// One GPU through its driver: memory, copies, one stream, graphs. Failures are Error(device).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,8 +32,8 @@ struct CudaCalls;
 // One GPU and one stream on it. Work is queued, and `wait` waits for all of it; a Use is held meanwhile.
 class Cuda {
  public:
-  // Makes this thread the only one that uses the GPU, and the GPU the thread's current device, as long as it lives: the
-  // application may use another one.
+  // Makes this thread the only one that uses the GPU, and the GPU's context the thread's current one, as long as it
+  // lives: the application may use another one.
   class Use {
    public:
     explicit Use(Cuda& cuda);
@@ -43,10 +44,10 @@ class Cuda {
    private:
     Cuda& cuda_;
     std::lock_guard<std::recursive_mutex> held_;
-    int before_;
+    void* before_;
   };
 
-  explicit Cuda(int number);  // of the GPU; throws Error(device) where the library is missing or no GPU answers
+  explicit Cuda(int number);  // of the GPU; throws Error(device) where there is no driver or no GPU answers
   ~Cuda();
   Cuda(const Cuda&) = delete;
   Cuda& operator=(const Cuda&) = delete;
@@ -60,7 +61,8 @@ class Cuda {
   std::pair<int64_t, int64_t> memory();  // free and total bytes of the device
 
   void zero(void* address, size_t bytes);
-  void copy_in(void* to, const void* from, size_t bytes);
+  void copy_in(void* to, const void* from, size_t bytes);      // of a copy of `bytes` bytes that is kept until a wait
+  void copy_pinned(void* to, const void* from, size_t bytes);  // of memory of `allocate_host`, read as the work runs
   void copy_out(void* to, const void* from, size_t bytes);
   // `height` rows of `width` bytes, `pitch` bytes apart, from one place on the device to another.
   void copy_rows(void* to, size_t to_pitch, const void* from, size_t pitch, size_t width, size_t height);
@@ -79,20 +81,34 @@ class Cuda {
   }
 
  private:
+  // The GPU's context for a thread that may not wait for the others.
+  class Outside {
+   public:
+    explicit Outside(Cuda& cuda) noexcept;
+    Outside(const Outside&) = delete;
+    Outside& operator=(const Outside&) = delete;
+    ~Outside();
+
+   private:
+    Cuda& cuda_;
+    void* before_ = nullptr;
+  };
+
   using Free = int (*)(void*);
   void free(Free call, void* released) noexcept;
   void free_all() noexcept;
-  void load(const std::vector<std::string>& names);
+  void load();
   void check(const char* name, int error);
-  void copy(void* to, const void* from, size_t bytes, int kind);
 
   const int number_;
   std::recursive_mutex mutex_;
   int uses_ = 0;
   std::unique_ptr<CudaCalls> calls_;
+  void* context_ = nullptr;
   void* stream_ = nullptr;
   bool queued_ = false;                        // work that nothing has waited for
   std::vector<std::pair<Free, void*>> after_;  // to be freed once there is none
+  std::deque<std::vector<uint8_t>> sources_;   // which queued copies may not have read yet
 };
 
 // Device memory that is freed with this object.

@@ -13,10 +13,12 @@ struct StatesMemory : StageMemory {
   Buffer buffer;
 };
 
+constexpr int64_t kLeastStates = 32;  // tokens
+
 }  // namespace
 
 TensorrtRows::TensorrtRows(TensorrtCacheContext& context, size_t count) : context_(context), count_(count) {
-  int64_t capacity = kSlotBlock;
+  int64_t capacity = kLeastStates;
   while (capacity < static_cast<int64_t>(count)) capacity *= 2;
   const MemoryKey key{MemoryKind::hidden, capacity};
   auto made = borrow<StatesMemory>(context, key, capacity, [&] {

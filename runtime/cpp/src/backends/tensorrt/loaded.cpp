@@ -75,7 +75,7 @@ void Context::enqueue() {
 }
 
 LoadedEngines::LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda)
-    : bundle_(bundle), set_(engines), runtime_(runtime), cuda_(cuda), kernels_(bundle, engines.target, runtime) {
+    : bundle_(bundle), set_(engines), runtime_(runtime), cuda_(cuda) {
   int64_t scratch = 1;
   for (const auto& [graph, io] : contracts()) {
     load(graph, io);
@@ -167,9 +167,9 @@ int64_t LoadedEngines::longest_side() const {
   return std::max(height, width);
 }
 
-std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, int profile, bool captures) {
+std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, int profile) {
   tensorrt::Deserialized& engine = *engines_.at(graph).engine;
-  std::unique_ptr<tensorrt::Execution> made(engine.context(captures));
+  std::unique_ptr<tensorrt::Execution> made(engine.context());
   if (!made || !made->set_profile(profile < 0 ? engine.profiles() + profile : profile, cuda_.stream()))
     fail(Kind::device, "TensorRT makes no context for ", graph, reason_of(runtime_), "; end other programs on the GPU");
   cuda_.wait();

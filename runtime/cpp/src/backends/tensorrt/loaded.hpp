@@ -8,7 +8,6 @@
 
 #include "backends/graph_backend.hpp"
 #include "backends/tensorrt/cuda.hpp"
-#include "backends/tensorrt/kernels.hpp"
 #include "bundle/fingerprint.hpp"
 #include "bundle/graphs.hpp"
 #include "plugins/tensorrt.hpp"
@@ -44,11 +43,8 @@ class LoadedEngines {
  public:
   LoadedEngines(const Bundle& bundle, const EngineSet& engines, tensorrt::Runtime& runtime, Cuda& cuda);
 
-  // A context that the caller alone uses. `profile` -1: the last; `captures`: its work is launched as a CUDA graph again and
-  // again, which TensorRT-RTX records by itself.
-  std::unique_ptr<Context> new_context(const std::string& graph, int profile, bool captures = false);
-  // Whether work of contexts with `captures` may be recorded by the caller.
-  bool records() const { return !runtime_.compiles(); }
+  // A context that the caller alone uses. `profile` -1: the last.
+  std::unique_ptr<Context> new_context(const std::string& graph, int profile);
   // The one context that all share for a graph and a profile.
   Context& context(const std::string& graph, int profile);
   // The most tokens that a graph's engine takes at once.
@@ -80,7 +76,6 @@ class LoadedEngines {
   std::unique_ptr<Buffer> scratch_;
   std::map<std::string, Buffer> buffers_;
   std::map<std::pair<std::string, int>, std::unique_ptr<Context>> contexts_;
-  KernelCache kernels_;  // goes first
 };
 
 }  // namespace vtxcore

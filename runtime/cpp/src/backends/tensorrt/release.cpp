@@ -18,16 +18,11 @@ const char* const kVersionSymbols[] = {kMajorSymbol, "getInferLibMinorVersion", 
 
 std::string major_of(const std::string& version) { return version.substr(0, version.find('.')); }
 
-std::vector<std::string> names_of(const EngineSet& engines) {
-  std::string name = engines.flavour == kFlavourRtx ? "libtensorrt_rtx.so" : "libnvinfer.so";
-  return {name + "." + major_of(engines.version), name};
-}
-
 }  // namespace
 
 Release::Release(const EngineSet& engines, const std::string& path)
-    : flavour_(engines.flavour),
-      library_(flavour_name(engines.flavour), path, "VTX_TENSORRT", names_of(engines), kMajorSymbol) {
+    : library_("TensorRT", path, "VTX_TENSORRT", {"libnvinfer.so." + major_of(engines.version), "libnvinfer.so"},
+               kMajorSymbol) {
   for (size_t i = 0; i < 4; ++i) {
     auto ask = reinterpret_cast<int (*)()>(library_.symbol(kVersionSymbols[i]));
     parts_[i] = ask ? ask() : 0;
@@ -46,13 +41,13 @@ void* Release::plugin() const {
   const char* named = std::getenv("VTX_PLUGINS");
   std::string folder = named && *named ? named : own_directory();
   for (int minor = parts_[1]; minor >= 0; --minor) {
-    std::string path = cat(folder, "/libvtx-", flavour_, "-", parts_[0], ".", minor, ".so");
+    std::string path = cat(folder, "/libvtx-tensorrt-", parts_[0], ".", minor, ".so");
     if (::access(path.c_str(), R_OK) != 0) continue;
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
     const char* problem = ::dlerror();
-    plugin_failure(path, problem ? problem : "", flavour_name(flavour_));
+    plugin_failure(path, problem ? problem : "", "TensorRT");
   }
-  fail(Kind::device, flavour_name(flavour_), " ", version("0.0.0"), " is here (", where(), "), but ", folder,
+  fail(Kind::device, "TensorRT ", version("0.0.0"), " is here (", where(), "), but ", folder,
        " has no plug-in of libvtx for it; build libvtx with its headers: cmake -DVTX_TENSORRT_INCLUDES=DIR");
 }
 
@@ -62,9 +57,9 @@ std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
   auto make = reinterpret_cast<tensorrt::MakeRuntime>(::dlsym(handle, tensorrt::kMakeRuntimeSymbol));
   void* create = library_.symbol(tensorrt::kCreateSymbol);
   if (interface == nullptr || make == nullptr || interface() != tensorrt::kPluginInterface)
-    plugin_failure(flavour_name(flavour_), kOtherLibvtx, flavour_name(flavour_));
+    plugin_failure("TensorRT", kOtherLibvtx, "TensorRT");
   std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
-  if (!runtime) fail(Kind::device, flavour_name(flavour_), " in ", where(), " does not start: ", kCheckDriver);
+  if (!runtime) fail(Kind::device, "TensorRT in ", where(), " does not start: ", kCheckDriver);
   return runtime;
 }
 

@@ -25,7 +25,6 @@ class Release {
  private:
   void* plugin() const;
 
-  std::string flavour_;
   Library library_;
   int parts_[4];
 };

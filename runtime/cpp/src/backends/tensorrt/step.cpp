@@ -5,7 +5,7 @@ namespace vtxcore {
 BoundStage::BoundStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph,
                        const std::vector<std::string>& in)
     : shared(context), spec(stage), cuda(context.cuda), id(context.made++),
-      decode(context.engines.new_context(graph, kDecode, true)) {
+      decode(context.engines.new_context(graph, kDecode)) {
   const ModelSpec& model = context.manifest.model;
   auto place = [&](const char* name) { places.emplace(name, std::make_unique<Pinned<int64_t>>(cuda, 1)); };
   place(names::kPositions);
@@ -16,7 +16,7 @@ BoundStage::BoundStage(TensorrtCacheContext& context, const StageSpec& stage, co
 
 void BoundStage::forget() {
   for (const auto& [key, recorded] : recordings)
-    if (recorded) cuda.forget(recorded);
+    if (recorded && *recorded) cuda.forget(*recorded);
   recordings.clear();
 }
 
@@ -29,16 +29,15 @@ void BoundStage::tell(const std::map<std::string, int64_t>& told) {
 }
 
 void BoundStage::copy_told() {
-  for (const auto& [name, value] : places) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
-  for (const auto& [name, value] : slots) cuda.copy_in(shared.engines.address(name), value->data(), value->bytes());
+  for (const auto& [name, value] : places) cuda.copy_pinned(shared.engines.address(name), value->data(), value->bytes());
+  for (const auto& [name, value] : slots) cuda.copy_pinned(shared.engines.address(name), value->data(), value->bytes());
 }
 
 TokenSteps::TokenSteps(TensorrtCacheContext& context, const Graphs& graphs)
     : context_(context), cuda_(context.cuda), ids_(cuda_, 1), best_(cuda_, 1),
       state_(cuda_, static_cast<size_t>(context.manifest.model.hidden)),
       logits_(cuda_, static_cast<size_t>(context.manifest.model.vocab)),
-      embed_(context.engines.new_context(graphs.embed, 0, true)), head_(context.engines.new_context(graphs.head, 0, true)),
-      recordable_(context.engines.records()) {
+      embed_(context.engines.new_context(graphs.embed, 0)), head_(context.engines.new_context(graphs.head, 0)) {
   const Manifest& m = context.manifest;
   for (const TokenInput& each : m.token_inputs)
     if (!each.of_text) zeros_[names::kTokenInput + each.name] = std::make_unique<Pinned<float>>(cuda_, size_t(each.width));
@@ -82,16 +81,15 @@ void TokenSteps::launch(const std::vector<BoundStage*>& stages, bool begins, boo
   Ids key;
   for (const BoundStage* stage : stages) key.push_back(stage->id);
   auto known = last.recordings.find(key);
-  void* recorded = nullptr;
+  std::optional<void*> recorded;
   if (known == last.recordings.end()) {
     if (last.recordings.size() == kRecordings) last.forget();
-  } else if (recorded = known->second; !recorded && recordable_) {
+  } else if (recorded = known->second; !recorded) {
     recorded = cuda_.record([&] { queue(stages, begins, ends); });
-    recordable_ = recorded != nullptr;
   }
   last.recordings[key] = recorded;
-  if (recorded)
-    cuda_.launch(recorded);
+  if (recorded && *recorded)
+    cuda_.launch(*recorded);
   else
     queue(stages, begins, ends);
 }
@@ -100,8 +98,8 @@ void TokenSteps::queue(const std::vector<BoundStage*>& stages, bool begins, bool
   const LoadedEngines& engines = context_.engines;
   uint8_t *hidden = engines.address(names::kHidden), *hidden_out = engines.address(names::kHiddenOut);
   if (begins) {
-    cuda_.copy_in(engines.address(names::kIds), ids_.data(), ids_.bytes());
-    for (const auto& [name, zeros] : zeros_) cuda_.copy_in(engines.address(name), zeros->data(), zeros->bytes());
+    cuda_.copy_pinned(engines.address(names::kIds), ids_.data(), ids_.bytes());
+    for (const auto& [name, zeros] : zeros_) cuda_.copy_pinned(engines.address(name), zeros->data(), zeros->bytes());
     embed_->enqueue();
   }
   for (BoundStage* stage : stages) {

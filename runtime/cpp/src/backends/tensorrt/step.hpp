@@ -2,13 +2,14 @@
 //
 // Ids and positions go in, the best token and its hidden state come out; the logits stay on the device unless they are asked
 // for. The first step over a conversation's memory is queued, the second recorded into a CUDA graph, and later ones launch
-// it; all are queued if TensorRT or the driver cannot record one, and TensorRT-RTX records its own. K and V of the token are
+// it; all are queued if TensorRT or the driver cannot record one. K and V of the token are
 // copied behind the filled slots afterwards, since their address changes, and states of layers to where they are held.
 // Layers that read K and V of others come after that, in a second launch.
 #pragma once
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,8 @@ namespace vtxcore {
 constexpr size_t kRecordings = 4;  // that a stage's memory keeps, each with other memory of the stages before it
 
 // A stage's context for one token, and the numbers that the host tells it of that token, by the input's name. `id` is never
-// that of another one; `recordings` are of steps that end with this stage, by the ids of all stages of theirs; null once one
-// has run.
+// that of another one; `recordings` are of steps that end with this stage, by the ids of all stages of theirs: nothing once
+// one has run, null if it cannot be recorded.
 struct BoundStage {
   // `in`: names of the inputs that say which slots there are.
   BoundStage(TensorrtCacheContext& context, const StageSpec& stage, const std::string& graph,
@@ -40,7 +41,7 @@ struct BoundStage {
   std::map<std::string, std::unique_ptr<Pinned<int64_t>>> places;
   std::map<std::string, std::unique_ptr<Pinned<int32_t>>> slots;
   std::unique_ptr<Context> decode;
-  std::map<Ids, void*> recordings;
+  std::map<Ids, std::optional<void*>> recordings;
 };
 
 // A stage's cache as a step needs it.
@@ -73,7 +74,6 @@ class TokenSteps {
   Pinned<float> state_, logits_;
   std::map<std::string, std::unique_ptr<Pinned<float>>> zeros_;  // token inputs that the embedding does not give
   std::unique_ptr<Context> embed_, head_;
-  bool recordable_;
 };
 
 }  // namespace vtxcore
