@@ -31,7 +31,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt dist-cpp test-aarch64 test-dist test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt dist-cpp demo-bundles release test-aarch64 test-dist test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -131,6 +131,17 @@ dist-cpp: $(READY) ## libvtx to ship, an archive and a .deb for x86-64 and aarch
 	for architecture in $(ARCHITECTURES); do \
 		PATH="$$PWD/$(BIN):$$PATH" scripts/dist_cpp.sh $$architecture $(DIST_CPP) || exit 1; \
 	done
+
+demo-bundles: $(READY) ## bundles of the demo model as archives, into dist/
+	mkdir -p build/bundles dist
+	for precision in fp16 int8; do \
+		name=vtx-demo-k6-$$precision; \
+		test -f build/bundles/$$name/vtx.json || $(BIN)/vtx-export --k 6 --precision $$precision --out build/bundles/$$name; \
+		tar -czf dist/$$name.tar.gz -C build/bundles $$name || exit 1; \
+	done
+
+release: sbom dist-cpp demo-bundles ## all that a release has: wheel, sdist, archives, packages, bundles, checksums
+	cd dist && sha256sum vtx[-_]* > SHA256SUMS
 
 test-dist: dist-cpp ## the archives answer in root directories of their own, the other architecture under qemu; see docs/how-to/ship.md
 	VTX_DIST=$$PWD/dist $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_ship.py

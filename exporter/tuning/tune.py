@@ -32,6 +32,7 @@ from vtx.exporter.tuning.train import ImageEncoder, Trainer
 from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.installing import install
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
@@ -128,7 +129,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         import peft  # noqa: F401 - fails before anything costs time
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError as e:
-        raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
+        raise DeviceError(f"tuning needs {e.name}; {install('tune')}") from e
     # The other processes wait while the first one makes answers.
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
     if options.learning.qlora and find_spec("bitsandbytes") is None:

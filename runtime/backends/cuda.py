@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
+from vtx.runtime.installing import install
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import Ids
 
@@ -42,7 +43,7 @@ def load_cuda() -> Any:
     try:
         from cuda.bindings import runtime
     except ImportError as e:
-        raise DeviceError('cuda-python is not installed; pip install "vtx-edge[rtx]" (or [tensorrt], [gpu])') from e
+        raise DeviceError(f"cuda-python is not installed; {install('rtx')} (or [tensorrt], [gpu])") from e
     return runtime
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 from vtx.runtime.prompt.tokenizer import rust_errors
 from vtx.runtime.prompt.tools import Tools
 
@@ -125,9 +126,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError as e:
-            raise DeviceError(
-                'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
-            ) from e
+            raise DeviceError(f"guided answers need llguidance, which is not installed; {install('guided')}") from e
         self._library, self._space, self._lock = llguidance, text.may_begin_with_space, threading.Lock()
         self._text = text
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install
 from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.process import owns_process
 
@@ -42,7 +43,7 @@ def load_onnxruntime() -> Any:
         return import_onnxruntime()
     except ImportError as e:
         raise DeviceError(
-            'onnxruntime is not installed; pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]" with an NVIDIA GPU)'
+            f'onnxruntime is not installed; {install("cpu")} (or "vtx-edge[gpu]" with an NVIDIA GPU)'
         ) from e
 
 

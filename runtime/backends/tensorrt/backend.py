@@ -35,6 +35,7 @@ from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
@@ -46,7 +47,7 @@ def load_flavour(flavour: str) -> Any:
         return importlib.import_module(flavour)
     except (ImportError, OSError) as e:
         known = fingerprint.FLAVOURS[flavour]
-        raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
+        raise DeviceError(f"{known.title} is not installed; {install(known.extra)}") from e
 
 
 NOT_BUILT = "TensorRT does not support native image resolution for this model"
@@ -145,11 +146,7 @@ class TensorrtBackend:
             if find_spec(module)
         ]
         if not flavours:
-            own = (
-                'JetPack\'s own, and pip install "vtx-edge[jetson]"'
-                if machine.jetson
-                else 'pip install "vtx-edge[rtx]"'
-            )
+            own = f"JetPack's own, and {install('jetson')}" if machine.jetson else install("rtx")
             return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
         if find_spec("cuda") is None:
             lacking = f"{', '.join(flavours)}; pip install cuda-python to run engines"
