@@ -35,7 +35,7 @@ from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.host.machine import version
-from vtx.runtime.installing import install
+from vtx.runtime.installing import install, pip_install
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
@@ -149,7 +149,7 @@ class TensorrtBackend:
             own = f"JetPack's own, and {install('jetson')}" if machine.jetson else install("rtx")
             return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
         if find_spec("cuda") is None:
-            lacking = f"{', '.join(flavours)}; pip install cuda-python to run engines"
+            lacking = f"{', '.join(flavours)}; {pip_install()} cuda-python to run engines"
             return DeviceState("tensorrt", True, False, lacking)
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 
