@@ -105,7 +105,7 @@ add_llguidance
 add_image_libraries "$root"
 add_licences
 configure
-ninja -C "$folder/build" --quiet > /dev/null
+ninja -C "$folder/build" --quiet
 check_glibc
 (cd "$folder/build" && cpack > /dev/null)
 mv "$folder"/build/vtx-*.tar.gz "$folder"/build/vtx_*.deb dist/
