@@ -61,6 +61,8 @@ configure_aarch64() {
 	if [ -x "$root/usr/bin/$TRIPLE-g++" ]; then
 		export PATH=$root/usr/bin:$PATH LD_LIBRARY_PATH=$root/usr/lib/x86_64-linux-gnu
 		options+=(-DCMAKE_SYSROOT="$root")
+	else # the compiler of this machine does not look there by itself
+		export CPLUS_INCLUDE_PATH=$root/usr/include/$TRIPLE
 	fi
 	cmake -S runtime/cpp -B "$build" -G Ninja -DVTX_WERROR=ON -DCMAKE_SYSTEM_NAME=Linux \
 		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$TRIPLE-g++ -DCMAKE_LIBRARY_ARCHITECTURE=$TRIPLE \

@@ -188,23 +188,31 @@ def test_a_program_is_built_with_the_archive(build: Callable[[Path, Path], Path]
     assert lines == f"{answer.text}  ({len(answer.token_ids)} tokens)\n"
 
 
-def test_debian_installs_the_package_and_answers(bundle: Path, tmp_path: Path) -> None:
+def commands_of_the_device() -> str:
+    """The lines of docs/how-to/ship.md that a device runs, for a root user and this machine's processor."""
+    page = (ROOT / "docs/how-to/ship.md").read_text(encoding="utf-8")
+    block = page.partition("On the device:\n\n```sh\n")[2].partition("```")[0]
+    assert len(block.splitlines()) == 5
+    return block.replace("sudo ", "").replace("arm64", DEBIAN[platform.machine()])
+
+
+def test_a_fresh_debian_runs_the_page_s_commands(bundle: Path, tmp_path: Path) -> None:
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         pytest.skip("needs debootstrap and root, for a Debian of its own")
     root = tmp_path / "debian"
     run("debootstrap", "--variant=minbase", "bookworm", root, cwd=tmp_path)
-    shutil.copy(package(platform.machine()), root / "vtx.deb")
-    shutil.copytree(bundle, root / "bundle")
-    shutil.copy(PICTURE, root / "picture.jpg")
+    shutil.copy(package(platform.machine()), root)
+    shutil.copy(PICTURE, root)
+    with tarfile.open(root / "kiosk-1.tar.gz", "w:gz") as file:
+        file.add(bundle, "bundle")
     machine = Machine(root, ())
     clean = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    run("chroot", root, "dpkg", "--install", "/vtx.deb", cwd=tmp_path, env=clean)
-    ask = ("vtx-cpp-run", "--bundle", "/bundle", "/picture.jpg", QUESTIONS[0])
-    assert machine.run(*ask, **clean) == "5\n"
-    told = machine.run(*ask, proc=False, code=1, **clean)
-    assert "onnxruntime needs /proc" in told
-    assert "libvtx.so.0" in run("chroot", root, "ldconfig", "--print-cache", cwd=tmp_path, env=clean)
-    run("chroot", root, "dpkg", "--remove", "vtx", cwd=tmp_path, env=clean)
+    told = machine.run("sh", "-ec", commands_of_the_device(), **clean)
+    assert told.endswith("\n5\n")
+    ask = ("vtx-cpp-run", "--bundle", "/srv/vtx/current/bundle", f"/{PICTURE.name}", QUESTIONS[0])
+    assert "onnxruntime needs /proc" in machine.run(*ask, proc=False, code=1, **clean)
+    assert "libvtx.so.0" in machine.run("ldconfig", "--print-cache", **clean)
+    machine.run("dpkg", "--remove", "vtx", **clean)
     assert not (root / "usr/bin/vtx-cpp-run").exists()
     assert not (root / "usr/lib/vtx").exists()
 

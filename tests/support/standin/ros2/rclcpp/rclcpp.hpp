@@ -21,6 +21,7 @@
 namespace rclcpp {
 
 struct SensorDataQoS {};
+struct Subscription {};
 inline std::mutex mutex;
 inline std::condition_variable published;
 inline int answers = 0;
@@ -52,9 +53,9 @@ class Node {
     return std::make_shared<Publisher<Message>>();
   }
   template <typename Message, typename Callback>
-  int create_subscription(const std::string&, SensorDataQoS, Callback callback) {
+  std::shared_ptr<Subscription> create_subscription(const std::string&, SensorDataQoS, Callback callback) {
     subscriber = callback;
-    return 0;
+    return std::make_shared<Subscription>();
   }
   int get_logger() const { return 0; }
 };
