@@ -52,6 +52,9 @@ unpack_aarch64() (
 	apt-get -qq download "qemu-user/$QEMU_SUITE" {zlib1g,zlib1g-dev,libpng16-16,libpng-dev}:arm64 \
 		{libjpeg62-turbo,libjpeg62-turbo-dev}:arm64
 	for package in *.deb; do dpkg-deb --extract "$package" "$folder/root.part"; done
+	# One folder of libraries, and no link out of the root.
+	cp -a "$folder/root.part/lib/$TRIPLE/." "$folder/root.part/usr/lib/$TRIPLE/"
+	ln -sf libz.so.1 "$folder/root.part/usr/lib/$TRIPLE/libz.so"
 	rm -rf "$folder/apt"
 	mv "$folder/root.part" "$folder/root"
 )
