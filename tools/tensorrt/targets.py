@@ -124,7 +124,7 @@ def _this(gpu: Gpu | None) -> Target:
         return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
     if importlib.util.find_spec(TENSORRT) is None:
         target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, _SERVER)
-        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {install(target)}")
+        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {_installation(target)}")
     import tensorrt
 
     return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__), lacks)
