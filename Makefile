@@ -32,7 +32,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt test-aarch64 test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt dist-cpp demo-bundles release test-aarch64 test-dist test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -124,6 +124,28 @@ cpp-tensorrt: $(READY) ## libvtx with a plug-in for each release of TensorRT who
 
 test-aarch64: cpp $(DEMO)/vtx.json ## libvtx for aarch64 answers under qemu as it does here; needs a Debian on x86-64, downloads 150 MB
 	PATH="$$PWD/$(BIN):$$PATH" scripts/test_aarch64.sh $(DEMO) build/aarch64
+
+# Architectures of dist-cpp and test-dist.
+ARCHITECTURES ?= x86_64 aarch64
+DIST_CPP := build/dist-cpp
+dist-cpp: $(READY) ## libvtx to ship, an archive and a .deb for x86-64 and aarch64, into dist/; on a Debian 12
+	for architecture in $(ARCHITECTURES); do \
+		PATH="$$PWD/$(BIN):$$PATH" scripts/dist_cpp.sh $$architecture $(DIST_CPP) || exit 1; \
+	done
+
+demo-bundles: $(READY) ## bundles of the demo model as archives, into dist/
+	mkdir -p build/bundles dist
+	for precision in fp16 int8; do \
+		name=vtx-demo-k6-$$precision; \
+		test -f build/bundles/$$name/vtx.json || $(BIN)/vtx-export --k 6 --precision $$precision --out build/bundles/$$name; \
+		tar -czf dist/$$name.tar.gz -C build/bundles $$name || exit 1; \
+	done
+
+release: sbom dist-cpp demo-bundles ## all that a release has: wheel, sdist, archives, packages, bundles, checksums
+	cd dist && sha256sum vtx[-_]* > SHA256SUMS
+
+test-dist: dist-cpp ## the archives answer in root directories of their own, the other architecture under qemu; see docs/how-to/ship.md
+	VTX_DIST=$$PWD/dist $(BIN)/pytest -o faulthandler_timeout=3600 -rs tests/house/test_ship.py
 
 test-gpu: ## what needs an NVIDIA GPU, in an environment of its own: engines built and run on it; about 4 GB
 	$(PYTHON) -m venv --system-site-packages build/gpu
@@ -246,7 +268,7 @@ wheel: ## wheel, sdist and their checksums, into dist/, as an index takes them; 
 	build/wheel/bin/python -m pip install --quiet --constraint constraints.txt build twine
 	build/wheel/bin/python -m build --outdir dist .
 	build/wheel/bin/twine check --strict dist/vtx_edge-*
-	cd dist && sha256sum vtx_edge-* > SHA256SUMS
+	cd dist && sha256sum vtx[-_]* > SHA256SUMS
 
 sbom: wheel ## what the wheel with [cpu] installs, as CycloneDX, into dist/
 	rm -rf build/sbom && $(PYTHON) -m venv build/sbom

@@ -24,6 +24,7 @@ import click
 from vtx.commands.export import find_bundle
 from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import BundleError, DeviceError, RequestError, VtxError
+from vtx.runtime.installing import install
 from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading
 
@@ -207,7 +208,7 @@ def require_http() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as e:
-        raise DeviceError(f'{e.name} is not installed; pip install "vtx-edge[serve]"') from e
+        raise DeviceError(f"{e.name} is not installed; {install('serve')}") from e
 
 
 def given_keys(file: Path | None) -> dict[str, Tenant]:

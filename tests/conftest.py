@@ -41,6 +41,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 # What commands remember, such as the bundle exported last, is the user's: tests write it elsewhere, their children too.
 _state = tempfile.TemporaryDirectory(prefix="vtx-tests-")
 os.environ["XDG_STATE_HOME"] = _state.name
+# Commands find the programs of this environment first, as where it is activated: messages then name `pip` alone.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 # Tests run side by side, a process per core: each computes, and has what it starts compute, on its own.
 os.environ["OMP_NUM_THREADS"] = "1"
 if (worker := os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")).isdigit() and hasattr(

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, GPUS, split_device
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.units import parse_size
 from vtx.tools.common.loading import Loading
@@ -250,7 +251,7 @@ def need_exporter() -> None:
         import vtx.exporter.bundling.export  # noqa: F401
     except ImportError as e:
         name = click.get_current_context().info_name
-        raise DeviceError(f'{name} needs {e.name} here; pip install "vtx-edge[export]"') from e
+        raise DeviceError(f"{name} needs {e.name} here; {install('export')}") from e
 
 
 def named_once(bundle: str | None, named: str | None) -> str | None:

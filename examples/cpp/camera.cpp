@@ -3,7 +3,7 @@
 //   camera BUNDLE CAMERA [--near SHARE] [--system TEXT] [--prefix FILE] [--every SECONDS] QUESTION ...
 //
 // The camera is a device such as /dev/video0, or a folder of pictures, shown at 30 a second. --every holds for the questions
-// behind it.
+// behind it. Under systemd with Type=notify it is ready once its bundle is loaded, and each answer feeds WatchdogSec.
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "supervisor.hpp"
 #include "watch.hpp"
 #if __has_include(<linux/videodev2.h>)
 #include "v4l2.hpp"
@@ -91,10 +92,12 @@ int main(int count, char** values) {
       return 2;
     }
     vtx::Model model(values[1]);
+    notify("READY=1");
     bool several = options.questions.size() > 1;
     auto on_answer = [&](const Frame& frame, const std::string& question, const std::string& answer, bool reused) {
       std::cout << frame.name << ": " << (several ? question + " " : "") << answer << (reused ? " (as before)" : "")
                 << std::endl;
+      notify("WATCHDOG=1");
       return true;
     };
     auto on_problem = [](const std::string& name, const std::string& problem) {

@@ -55,6 +55,7 @@ from vtx.runtime.bundle.spec.names import CUDA, SLOTTED, STATEFUL, TENSORRT, UNC
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, tied_head
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
+from vtx.runtime.installing import install
 from vtx.runtime.policies.base import Needs, Policy, Reduction
 from vtx.runtime.policies.make import (
     NO_VIDEOS,
@@ -214,7 +215,7 @@ def plan_export(options: ExportOptions) -> Plan:
     """Read and check everything but the weights themselves; write nothing."""
     for library in ("torch", "transformers"):  # fail now if one that the last step of an export needs is missing
         if find_spec(library) is None:
-            raise DeviceError(f'exporting needs {library}; pip install "vtx-edge[export]"')
+            raise DeviceError(f"exporting needs {library}; {install('export')}")
     model = str(demo_checkpoint()) if options.model == DEMO else options.model
     checkpoint = open_checkpoint(model, tower=options.tower, allow_pickle=options.allow_pickle)
     family, original = find_family(checkpoint.config), checkpoint.original

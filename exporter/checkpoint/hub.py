@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vtx.runtime.bundle.files import Folder, digest
 from vtx.runtime.errors import CheckpointError, DeviceError
+from vtx.runtime.installing import install
 
 _MODELS = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -65,8 +66,7 @@ def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: b
         import huggingface_hub.errors
     except ImportError as cause:
         raise DeviceError(
-            f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; "
-            'run: pip install "vtx-edge[export]"'
+            f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; run: {install('export')}"
         ) from cause
     try:
         try:

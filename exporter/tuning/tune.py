@@ -32,6 +32,7 @@ from vtx.exporter.tuning.train import ImageEncoder, Trainer
 from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
+from vtx.runtime.installing import install, pip_install
 from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
@@ -128,11 +129,11 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         import peft  # noqa: F401 - fails before anything costs time
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError as e:
-        raise DeviceError(f'tuning needs {e.name}; pip install "vtx-edge[tune]"') from e
+        raise DeviceError(f"tuning needs {e.name}; {install('tune')}") from e
     # The other processes wait while the first one makes answers.
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
     if options.learning.qlora and find_spec("bitsandbytes") is None:
-        raise DeviceError("--qlora needs bitsandbytes; pip install bitsandbytes, or leave --qlora out")
+        raise DeviceError(f"--qlora needs bitsandbytes; {pip_install()} bitsandbytes, or leave --qlora out")
     launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
     [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
     if any(others):

@@ -16,6 +16,7 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import find_gpu, find_gpus
 from vtx.runtime.host.machine import cores, cpu_flags
+from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
             f"export it with --dialect ort,{engine.dialect}"
         )
     if find_spec(engine.module) is None:
-        return f'{engine.module} is not installed; pip install "vtx-edge[{engine.extra}]"'
+        return f"{engine.module} is not installed; {install(engine.extra)}"
     if compute is not None and (missing := missing_instructions(compute)):
         return missing
     if number and (shown := len(find_gpus())) <= number:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vtx.runtime.bundle.files import Folder, read_named, replacing
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -122,7 +123,7 @@ def _read_key(path: Path, kind: Literal["public", "private"]) -> Any:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as cause:
-        raise DeviceError('signatures need the cryptography package; pip install "vtx-edge[sign]"') from cause
+        raise DeviceError(f"signatures need the cryptography package; {install('sign')}") from cause
     try:
         load_private = partial(serialization.load_pem_private_key, password=None)
         key: Any = (serialization.load_pem_public_key if kind == "public" else load_private)(content)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 from vtx.runtime.prompt.tokenizer import rust_errors
 from vtx.runtime.prompt.tools import Tools
 
@@ -135,9 +136,7 @@ def _llguidance() -> Any:
         import llguidance
         import llguidance.gbnf_to_lark
     except ImportError as e:
-        raise DeviceError(
-            'guided answers need llguidance, which is not installed; pip install "vtx-edge[guided]"'
-        ) from e
+        raise DeviceError(f"guided answers need llguidance, which is not installed; {install('guided')}") from e
     return llguidance
 
 

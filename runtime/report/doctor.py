@@ -19,6 +19,7 @@ from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.host.confined import confinement
 from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
+from vtx.runtime.installing import install
 from vtx.runtime.precision import ARITHMETIC
 from vtx.runtime.report.golden import Check, check_golden, choice_limit, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
@@ -49,7 +50,7 @@ class MachineReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line each; empty if at least one device's library is installed and nothing is broken."""
-        none = 'no engine is installed: pip install "vtx-edge[cpu]" (docs/how-to/tensorrt.md has those for GPUs)'
+        none = f"no engine is installed: {install('cpu')} (docs/how-to/tensorrt.md has those for GPUs)"
         broken = tuple(f"{fact.name}: {fact.value}" for fact in self.facts if not fact.ok)
         return broken if any(state.installed for state in self.devices) else (*broken, none)
 
@@ -123,13 +124,13 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
             facts.append(MachineFact("GPU" if len(device.gpus) == 1 else f"GPU {number}", value))
     cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
     if cpu and gpu:  # they overwrite each other's files
-        fix = 'pip uninstall -y onnxruntime onnxruntime-gpu, then pip install "vtx-edge[cpu]" or "vtx-edge[gpu]"'
+        fix = f'pip uninstall -y onnxruntime onnxruntime-gpu, then {install("cpu")} or "vtx-edge[gpu]"'
         both = f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}"
         facts.append(MachineFact("onnxruntime", both, ok=False))
     packages = {package: version(package) for package in EXPORT_PACKAGES}
     missing = ", ".join(package for package, number in packages.items() if number is None)
     export = ", ".join(f"{package} {number}" for package, number in packages.items())
-    export = f'not possible without {missing}: pip install "vtx-edge[export]"' if missing else export
+    export = f"not possible without {missing}: {install('export')}" if missing else export
     facts.append(MachineFact("export", export))
     return MachineReport(device, tuple(facts), tuple(engine.load().state(device) for engine in ENGINES.values()))
 

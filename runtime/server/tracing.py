@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -44,7 +45,7 @@ def sent_to(url: str) -> SpanProcessor:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as e:
-        raise DeviceError(f'--otlp needs {e.name}; pip install "vtx-edge[otel]"') from e
+        raise DeviceError(f"--otlp needs {e.name}; {install('otel')}") from e
     return BatchSpanProcessor(OTLPSpanExporter(f"{url.rstrip('/')}/v1/traces", timeout=5))
 
 

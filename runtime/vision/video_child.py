@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
+from vtx.runtime.installing import install
 from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.frame_sampling import FrameSampling
 
@@ -62,7 +63,7 @@ class _File:
         try:
             import av
         except ImportError as e:
-            raise DeviceError('reading video files needs PyAV; pip install "vtx-edge[video]"') from e
+            raise DeviceError(f"reading video files needs PyAV; {install('video')}") from e
         self._av: Any = av
         self._name, self._kind = str(request["name"]), str(request["container"])
         self._codecs = tuple(request["codecs"])

@@ -73,6 +73,12 @@ def test_cpu_answers_and_certifies(install: Callable[[str], Command]) -> None:
     assert 'pip install "vtx-edge[serve]"' in command("vtx-serve", "--bundle", "demo", code=1)
 
 
+def test_cpu_ort_answers_without_openvino(install: Callable[[str], Command]) -> None:
+    command = install("cpu-ort")
+    assert 'not installed: pip install "vtx-edge[openvino]"' in command("vtx-doctor")
+    answers_on_a_cpu(command)
+
+
 def test_openvino_answers_and_certifies(install: Callable[[str], Command]) -> None:
     command = install("openvino")
     assert "openvino" in command("vtx-doctor")

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from vtx.runtime.backends.engines import GPUS, split_device
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import BundleError, DeviceError, VtxError
+from vtx.runtime.installing import install
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def connected(address: str) -> Iterator[Any]:
         import ray
         import ray.data
     except ImportError as e:
-        raise DeviceError(f'--ray-address needs {e.name}; pip install "vtx-edge[ray]"') from e
+        raise DeviceError(f"--ray-address needs {e.name}; {install('ray')}") from e
     try:
         if address != "auto":  # fails at once if nothing listens: Ray would retry for minutes
             head = urlsplit(f"//{address}")

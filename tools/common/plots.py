@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 
 DPI = 144
 # Okabe and Ito's colours, told apart by people with any colour vision; without the yellow, which fades on white
@@ -47,7 +48,7 @@ def figures() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise DeviceError('plots need matplotlib; pip install "vtx-edge[plot]"') from e
+        raise DeviceError(f"plots need matplotlib; {install('plot')}") from e
     return Figure
 
 

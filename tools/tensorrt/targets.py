@@ -11,6 +11,7 @@ from vtx.runtime.bundle.fingerprint import FLAVOURS
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.host.profiles import load_profile
+from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.tensorrt.releases import OLDEST, RTX, TENSORRT, Release, parse_release
 
@@ -93,7 +94,7 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
         reason = "" if isinstance(e, ModuleNotFoundError) else f" ({type(e).__name__}: {e})"
         raise DeviceError(
             f"engines for {target.name} are built with {FLAVOURS[flavour].title}, which is not installed{reason}; "
-            f"{install(target)}"
+            f"{_installation(target)}"
         ) from e
 
 
@@ -105,13 +106,13 @@ def check_libraries(target: Target, *, building: bool) -> None:
         raise DeviceError(f"vtx-build needs {' and '.join(missing)}, not installed here; {_pip_install(target)}")
 
 
-def install(target: Target) -> str:
+def _installation(target: Target) -> str:
     return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
 
 
 def _pip_install(target: Target) -> str:
     extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
-    return f'pip install "vtx-edge[{extra}]"'
+    return install(extra)
 
 
 def _this(gpu: Gpu | None) -> Target:
@@ -123,7 +124,7 @@ def _this(gpu: Gpu | None) -> Target:
         return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
     if importlib.util.find_spec(TENSORRT) is None:
         target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, _SERVER)
-        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {install(target)}")
+        raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {_installation(target)}")
     import tensorrt
 
     return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__), lacks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import install
 from vtx.runtime.server.delivery import CLOSE_SECONDS, Output
 from vtx.tools.watch.config import FileOutput, Mqtt, WatchConfig, Webhook
 
@@ -105,7 +106,7 @@ class MqttClient:
         try:
             from paho.mqtt import client, enums
         except ImportError as e:
-            raise DeviceError('sending events by MQTT needs paho; pip install "vtx-edge[mqtt]"') from e
+            raise DeviceError(f"sending events by MQTT needs paho; {install('mqtt')}") from e
         self._topic = config.topic
         self._last: client.MQTTMessageInfo | None = None
         self._client = client.Client(enums.CallbackAPIVersion.VERSION2)

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from vtx.runtime.errors import DeviceError, ImageError, VtxError
+from vtx.runtime.installing import install
 from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.limits import MAX_FILE_BYTES, MAX_FRAME_PIXELS
@@ -202,7 +203,7 @@ class FrameSource:
         try:
             import av
         except ImportError as e:
-            raise DeviceError('reading cameras and streams needs PyAV; pip install "vtx-edge[video]"') from e
+            raise DeviceError(f"reading cameras and streams needs PyAV; {install('video')}") from e
         config, bad, converting = self.config, 0, threading.Lock()
         if config.camera is not None:
             size = {} if config.size is None else {"video_size": config.size}

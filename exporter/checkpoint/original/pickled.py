@@ -15,6 +15,7 @@ from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched, r
 from vtx.runtime.bundle.safetensors import MAX_TENSORS, TensorInfo, nbytes_of
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.installing import pip_install
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
@@ -42,7 +43,7 @@ def check_torch(installed: str) -> None:
     if tuple(int(number) for number in installed.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise CheckpointError(
-            f"PyTorch is {installed}, pickled weights need {oldest} or newer: pip install -U torch, or {_FIX}"
+            f"PyTorch is {installed}, pickled weights need {oldest} or newer: {pip_install()} -U torch, or {_FIX}"
         )
 
 

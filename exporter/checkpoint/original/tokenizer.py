@@ -21,6 +21,7 @@ from vtx.exporter.checkpoint.published_ids import (
     token_settings,
 )
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError
+from vtx.runtime.installing import install
 from vtx.runtime.prompt.tokenizer import rust_errors
 
 FILE = "tokenizer.model"
@@ -63,7 +64,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     try:
         import sentencepiece
     except ImportError as cause:
-        raise DeviceError(f'reading a {FILE} needs sentencepiece; pip install "vtx-edge[export]"') from cause
+        raise DeviceError(f"reading a {FILE} needs sentencepiece; {install('export')}") from cause
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import import_protobuf
 

@@ -33,6 +33,7 @@ from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import cores, cpu_flags, version
+from vtx.runtime.installing import install
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -44,7 +45,7 @@ def load_openvino() -> Any:
     try:
         import openvino
     except ImportError as e:
-        raise DeviceError('openvino is not installed; pip install "vtx-edge[openvino]"') from e
+        raise DeviceError(f"openvino is not installed; {install('openvino')}") from e
     return openvino
 
 
@@ -140,7 +141,7 @@ class OpenvinoBackend(HostBackend):
     def state(_: Device) -> DeviceState:
         number = version("openvino")
         if not number:
-            return DeviceState("openvino", False, False, 'not installed: pip install "vtx-edge[openvino]"')
+            return DeviceState("openvino", False, False, f"not installed: {install('openvino')}")
         return DeviceState("openvino", True, True, f"openvino {number}")
 
     @staticmethod

@@ -30,6 +30,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec, TokenInput
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.installing import pip_install
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 # Element types of K and V: bfloat16 by its bits; in u8 a slot of a head is its scale, zero point, and numbers.
@@ -190,8 +191,8 @@ class OpenvinoStageCache(SlotCounter):
             found.append(self.append(given, np.arange(len(drawn)))[0].copy())
         if np.array_equal(found[0], found[1]):
             raise DeviceError(
-                "this release of OpenVINO cannot let the tokens of an image see each other both ways; pip install -U "
-                "openvino, or use --device cpu"
+                "this release of OpenVINO cannot let the tokens of an image see each other both ways; "
+                f"{pip_install()} -U openvino, or use --device cpu"
             )
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.openvino.nodes import add_parameter, kind_of, readers_of, replace
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, DeviceError
+from vtx.runtime.installing import pip_install
 
 BLOCK = 32  # slots of a block, by OpenVINO's CPU plugin
 PAST = "past_lens"  # filled slots before the run, of each sequence
@@ -132,7 +133,7 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
 def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], window: Any) -> Any:
     from openvino import opset13 as ops
 
-    refusal = "this release of OpenVINO cannot attend over blocks; pip install -U openvino"
+    refusal = f"this release of OpenVINO cannot attend over blocks; {pip_install()} -U openvino"
     try:
         from openvino.op import _PagedAttentionExtension
     except ImportError as e:

@@ -24,6 +24,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import cores, version
+from vtx.runtime.installing import install
 from vtx.runtime.precision import KV_DTYPES
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class OrtBackend(HostBackend):
     def state(_: Device) -> DeviceState:
         package = next((name for name in ("onnxruntime", "onnxruntime-gpu") if version(name)), None)
         if package is None:
-            return DeviceState("cpu", False, False, 'onnxruntime is not installed: pip install "vtx-edge[cpu]"')
+            return DeviceState("cpu", False, False, f"onnxruntime is not installed: {install('cpu')}")
         try:
             onnxruntime = import_onnxruntime()
         except Exception as e:

@@ -32,6 +32,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.vision.tokens import HiddenStates
 
@@ -62,7 +63,7 @@ def provider_obstacle(number: int = 0) -> str | None:
     if PROVIDER not in ort.get_available_providers():
         return (
             "this onnxruntime has no CUDA provider; pip uninstall -y onnxruntime, then "
-            'pip install "vtx-edge[gpu]", on a machine with an NVIDIA driver'
+            f"{install('gpu')}, on a machine with an NVIDIA driver"
         )
     printed = StringIO()
     with redirect_stdout(printed):  # it prints what it does not find
@@ -104,7 +105,7 @@ def _session_obstacle(ort: Any, number: int, printed: str) -> str | None:
     unloaded = UNLOADED.search(printed)
     if unloaded:
         return (
-            f'onnxruntime\'s CUDA provider does not load: {unloaded[1]}; pip install -U "vtx-edge[gpu]" installs CUDA '
+            f"onnxruntime's CUDA provider does not load: {unloaded[1]}; {install('gpu', '-U ')} installs CUDA "
             "and cuDNN with it"
         )
     cause = f": {reason}" if reason else ""
@@ -156,7 +157,7 @@ class OrtCudaBackend(OrtBackend):
     def state(machine: Device) -> DeviceState:
         number = version("onnxruntime-gpu")
         if not number:
-            missing = 'onnxruntime-gpu is not installed: pip install "vtx-edge[gpu]"'
+            missing = f"onnxruntime-gpu is not installed: {install('gpu')}"
             return DeviceState("cuda", False, False, missing if machine.gpus else "there is no NVIDIA GPU here")
         reason = provider_obstacle()
         if reason:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install, pip_install
 from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.process import owns_process
 
@@ -42,7 +43,7 @@ def load_onnxruntime() -> Any:
         return import_onnxruntime()
     except ImportError as e:
         raise DeviceError(
-            'onnxruntime is not installed; pip install "vtx-edge[cpu]" (or "vtx-edge[gpu]" with an NVIDIA GPU)'
+            f'onnxruntime is not installed; {install("cpu")} (or "vtx-edge[gpu]" with an NVIDIA GPU)'
         ) from e
 
 
@@ -93,7 +94,7 @@ def _text(release: tuple[int, ...]) -> str:
 def _newer(release: tuple[int, ...]) -> str:
     if OLD_PYTHON:
         return "use Python 3.11 or newer, for which it is released"
-    return f'pip install -U "onnxruntime>={_text(release)}"'
+    return f'{pip_install()} -U "onnxruntime>={_text(release)}"'
 
 
 def session_options(ort: Any, threads: int) -> Any:

@@ -36,6 +36,7 @@ from vtx.runtime.errors import BundleError, DeviceError, VtxError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.host.machine import version
+from vtx.runtime.installing import install, pip_install
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, TokenStates
 
@@ -47,7 +48,7 @@ def load_flavour(flavour: str) -> Any:
         return importlib.import_module(flavour)
     except (ImportError, OSError) as e:
         known = fingerprint.FLAVOURS[flavour]
-        raise DeviceError(f'{known.title} is not installed; pip install "vtx-edge[{known.extra}]"') from e
+        raise DeviceError(f"{known.title} is not installed; {install(known.extra)}") from e
 
 
 def check_driver(flavour: str, gpu: Gpu | None) -> None:
@@ -55,7 +56,7 @@ def check_driver(flavour: str, gpu: Gpu | None) -> None:
     title, package = fingerprint.FLAVOURS[flavour].title, flavour.replace("_", "-")
     needed = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
     if gpu is not None and needed is not None and gpu.cuda[0] < needed:
-        other = "" if flavour == fingerprint.RTX else f'; or pip install "{package}-cu{gpu.cuda[0]}" instead'
+        other = "" if flavour == fingerprint.RTX else f'; or {pip_install()} "{package}-cu{gpu.cuda[0]}" instead'
         raise DeviceError(
             f"this {title} is for CUDA {needed}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
             f"install driver {DRIVERS[needed]} or newer{other}"
@@ -160,11 +161,7 @@ class TensorrtBackend:
             if find_spec(module)
         ]
         if not flavours:
-            own = (
-                'JetPack\'s own, and pip install "vtx-edge[jetson]"'
-                if machine.jetson
-                else 'pip install "vtx-edge[rtx]"'
-            )
+            own = f"JetPack's own, and {install('jetson')}" if machine.jetson else install("rtx")
             return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[3]
+STANDIN = ROOT / "tests/support/standin/ros2"
 QUESTIONS = "red?", "How many circle shapes are there?"
 ENVIRONMENT = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime()}
 
@@ -197,3 +199,35 @@ def test_pkg_config_names_what_a_compiler_needs(model: Model, tmp_path: Path) ->
     program = tmp_path / "ask"
     done(os.environ.get("CXX", "c++"), "-std=c++17", ROOT / "examples/cpp/ask.cpp", "-o", program, *flags)
     ask_answers(program, model, tmp_path / "a.png", LD_LIBRARY_PATH=str(libraries))
+
+
+def test_the_example_camera_tells_a_supervisor_that_it_is_ready_and_lives(model: Model, tmp_path: Path) -> None:
+    frames, place = tmp_path / "frames", tmp_path / "notify"
+    frames.mkdir()
+    random_image(1).save(frames / "1.png")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(place))
+        supervisor.settimeout(60)
+        assert camera(model, frames, NOTIFY_SOCKET=str(place)).returncode == 0
+        assert [supervisor.recv(100) for _ in range(2)] == [b"READY=1", b"WATCHDOG=1"]
+
+
+def test_the_node_of_ros_publishes_the_answers_of_python(model: Model, tmp_path: Path) -> None:
+    """Compiled and run with stand-ins for rclcpp and its messages."""
+    node = tmp_path / "node"
+    folders = (STANDIN, ROOT / "runtime/cpp/include", ROOT / "examples/cpp")
+    flags = ("-std=c++17", "-Wall", "-Wextra", "-Werror", *(f"-I{folder}" for folder in folders))
+    libraries = (f"-L{BUILD}", "-lvtx", "-pthread", f"-Wl,-rpath,{BUILD}")
+    done("c++", *flags, ROOT / "examples/cpp/ros2/node.cpp", "-o", node, *libraries)
+    pictures, answers = [], []
+    for number, encoding in ((1, "rgb8"), (2, "unknown"), (3, "bgr8")):
+        image = random_image(number)
+        (tmp_path / encoding).write_bytes(np.asarray(image)[..., :: -1 if encoding == "bgr8" else 1].tobytes())
+        pictures += [encoding, str(image.width), str(image.height), str(tmp_path / encoding)]
+        if encoding != "unknown":
+            with model.open(image) as conversation:
+                answers.append(conversation.ask("red?").text)
+    variables = {"ROS_bundle": str(model.bundle.folder), "ROS_question": "red?", "ROS_PICTURES": " ".join(pictures)}
+    run = subprocess.run([node], capture_output=True, text=True, env={**ENVIRONMENT, **variables}, timeout=300)
+    assert (run.returncode, run.stdout.splitlines()) == (0, answers)
+    assert run.stderr == "the encoding unknown is not known; publish rgb8 or bgr8\n"

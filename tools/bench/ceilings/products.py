@@ -11,6 +11,7 @@ import numpy as np
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.bundle.spec.stored import BLOCK, INT8_ACTIVATIONS
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 
 DEVICES = tuple(device for device, engine in ENGINES.items() if not engine.gpu)
@@ -22,7 +23,7 @@ def load_onnx() -> Any:
         import onnx
     except ImportError as e:
         raise DeviceError(
-            'onnx is not installed, so no graph can be read or written; pip install "vtx-edge[export]" '
+            f"onnx is not installed, so no graph can be read or written; {install('export')} "
             '(on a device that has TensorRT: "vtx-edge[rtx]", "vtx-edge[tensorrt]" or "vtx-edge[jetson]")'
         ) from e
     return onnx

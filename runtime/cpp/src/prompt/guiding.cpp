@@ -91,8 +91,10 @@ const Llguidance& llguidance() {
 std::string line(const char* error) {
   std::string out, text = error ? error : "";
   for (size_t at; (at = text.find("<non-verbose/>")) != std::string::npos;) text.erase(at, 14);
-  for (char c : text)
-    if (c > ' ' || (!out.empty() && out.back() != ' ')) out += c > ' ' || c < 0 ? c : ' ';
+  for (char c : text) {
+    bool visible = static_cast<unsigned char>(c) > ' ';  // whether char has a sign depends on the processor
+    if (visible || (!out.empty() && out.back() != ' ')) out += visible ? c : ' ';
+  }
   return std::string(strip(out.substr(0, 200), true, true));
 }
 

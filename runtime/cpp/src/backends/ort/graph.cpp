@@ -1,5 +1,7 @@
 #include "backends/ort/graph.hpp"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -139,6 +141,8 @@ OrtGraph::OrtGraph(const OrtLibrary& library, const Bundle& bundle, const std::s
   set(api->DisableCpuMemArena(options));  // each session's own would keep what the longest prompt took
   bundle.check_still(name);
   std::string why = ort.reason(api->CreateSession(ort.env, bundle.path(name).c_str(), options, &session));
+  if (!why.empty() && ::access("/proc/self", F_OK) != 0)
+    fail(Kind::device, "onnxruntime needs /proc, which this container or chroot lacks; mount it: mount -t proc proc /proc");
   if (!why.empty()) load_failure(kEngine, name, why);
   try {
     bundle.check_still(name);
