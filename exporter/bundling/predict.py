@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
@@ -20,6 +19,7 @@ from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
 from vtx.tools.model.decoder import PER_LAYER
+from vtx.tools.model.towers.joined.convnext import STEM
 
 EXPORT_BASE = 385 << 20  # bytes: Python, PyTorch, transformers and onnx_ir, before any weight is touched
 GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whether or not there is one
