@@ -48,7 +48,7 @@ def video_tensors(c: ModelConfig) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a vision graph does in addition to its tokens.
+    """The work and the outputs of a vision graph in addition to its tokens.
 
     `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
     the number of tokens is known only at run time, or an output marks the removed ones. The others are outputs:

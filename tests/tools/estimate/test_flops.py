@@ -374,5 +374,5 @@ def test_merged_windows_save_all_layers_behind_the_first_and_the_projector() -> 
     saved = (vision.used - 1) * (vision.layer_macs - vision.tower.layer_macs(rows))
     saved += vision.projector_macs * merged
     assert encode_flops(vision, 2) - encode_flops(vision, 2, merged=merged) == 2 * 2 * saved
-    h, ffn = vision.hidden, vision.ffn
+    h, ffn = vision.model.vision.hidden, vision.model.vision.ffn
     assert vision.tower.layer_macs(rows) == rows * (4 * h * h + 2 * h * ffn) + 2 * rows * rows * h
