@@ -8,7 +8,6 @@ from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.scheduler.engine import Capacity
 
 MIN_STALL = 5.0  # seconds; a thread that waits for work gives a sign of life each second
-MAY_BE_NONE = ("queue", "kept", "kv", "image_tokens", "tiles", "pictures")
 
 
 @dataclass(frozen=True, slots=True)
