@@ -430,7 +430,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_weights(checkpoint: Path) -> None:
     # attention: all layers of CLIP and Pix2Struct, whole ones and windows of SAM and EVA-02
     seen = 1024 * (24 * 576**2 + 4 * 4096**2 + 20 * 25 * 196**2 + 8 * 4096**2 + 16 * 4096 * 256) + 1536 * 18 * 2025**2
     projector = 1024 * (7680 * 4096 + 4096**2)
-    assert encode_flops(known.vision, 1) == 2 * (products + 2 * seen + projector)
+    assert encode_flops(known.vision, 1) == 2 * (macs + 2 * seen + projector)
 
 
 @pytest.mark.slow
