@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vtx.exporter.bundling.prepare import plan_reductions
+from vtx.exporter.bundling.reductions import plan_reductions
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.eagle import NAMES as EAGLE_TOWERS

@@ -28,7 +28,7 @@ from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.encoder import build_text_tower
 from vtx.exporter.graphs.expert import build_expert
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
-from vtx.exporter.graphs.vision import IMAGES, VIDEO, build_projector, build_vision
+from vtx.exporter.graphs.vision import IMAGES, VIDEO, Extras, build_projector, build_vision
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
 from vtx.exporter.weights.plan import StoredTensor
@@ -128,12 +128,15 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         builder.write(folder / name)
 
     tower = plan.text_tower.spec if plan.text_tower else None
-    vision = partial(
-        build_vision, c=plan.config, merges=graphs.vision_merges, attention=graphs.vision_attention,
-        last_attention=graphs.vision_last_attention, tower_tokens=graphs.projector is not None, text_tower=tower,
+    extras = Extras(
+        merges=graphs.vision_merges,
+        attention=graphs.vision_attention,
+        last_attention=graphs.vision_last_attention,
+        tower_tokens=graphs.projector is not None,
+        text_tower=tower,
         received=graphs.vision_received,
-    )  # fmt: skip
-    write(graphs.vision, precisions.vision, vision)
+    )
+    write(graphs.vision, precisions.vision, partial(build_vision, c=plan.config, extras=extras))
     frames = plan.config.frames
     if graphs.video and frames is not None:
         own = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.joined import STEM
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
@@ -25,6 +24,7 @@ from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.report.golden import DECODED_TOKENS, FEATURE_TOKENS, golden_image
 from vtx.runtime.units import size
 from vtx.tools.model.decoder import PER_LAYER
+from vtx.tools.model.towers.joined.convnext import STEM
 
 if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import Prediction, predict, small_files
+from vtx.exporter.bundling.reductions import Reductions, plan_reductions
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
@@ -26,14 +27,12 @@ from vtx.exporter.checkpoint.processor import (
     read_video_settings,
 )
 from vtx.exporter.checkpoint.text import read_template, read_text
-from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates, read_gates
 from vtx.exporter.graphs.joined import constant_bytes
-from vtx.exporter.graphs.merge import SIDE
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.weights.plan import (
@@ -56,16 +55,10 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, tied_hea
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import DeviceError, ExportError, RequestError, UnsupportedModelError
 from vtx.runtime.installing import install
-from vtx.runtime.policies.base import Needs, Policy, Reduction
 from vtx.runtime.policies.make import (
-    NO_VIDEOS,
-    NOT_RENUMBERED,
     TEXT_TOWER_FIX,
-    check_depth,
-    check_layout,
-    check_patches,
 )
-from vtx.runtime.policies.spec import parse, to_spec
+from vtx.runtime.policies.spec import parse
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, Text, utf8
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
 from vtx.runtime.vision.layouts import spec_of
@@ -77,17 +70,6 @@ DOWNSAMPLE = "downsample_mode"
 # and its answer.
 DEFAULT_CONTEXT, ASKED = 4096, 1024
 UNPRINTED = "no videos: the chat template does not print them"
-
-
-@dataclass(frozen=True, slots=True)
-class Reductions:
-    """The canonical specs, the default first, and their needs together."""
-
-    specs: tuple[str, ...] = ()
-    needs: Needs = Needs()  # noqa: RUF009 - frozen
-
-    def cuts(self, ks: Sequence[int]) -> list[int]:
-        return sorted({*ks, *self.needs.boundaries})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +90,7 @@ class Plan:
     prediction: Prediction
     precisions: Precisions
     text_tower: TextTowerCheckpoint | None = None
-    reductions: Reductions = Reductions()
+    reductions: Reductions = field(default_factory=Reductions)
     video: VideoSpec | None = None
     disagreements: tuple[str, ...] = ()
 
@@ -448,24 +430,6 @@ def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSe
     return settings
 
 
-def _check_states(part: Reduction, c: TextConfig) -> None:
-    """Raise UnsupportedModelError if a reduction needs what layers that keep a state do not have."""
-    verb, kind = ("is", "a convolution") if c.delta is None else ("has", "the gated delta rule")
-    needs, convolved = part.needs(), c.conv_layers
-    read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
-    if convolved and needs.shrinks is not None:
-        raise UnsupportedModelError(
-            f"{part.name} takes tokens out of the caches after the prompt, and layers with {kind} keep a state, "
-            "from which none can be taken; use fastv, or dart after a layer"
-        )
-    if wrong := sorted(read & set(convolved)):
-        others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
-        raise UnsupportedModelError(
-            f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
-            f"with attention: {', '.join(map(str, others))}"
-        )
-
-
 def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: Mapping[str, str]) -> VideoSpec | None:
     """The checkpoint's treatment of videos; None if it has none. `chosen` replaces settings of its file."""
     if config.video is None:
@@ -509,83 +473,3 @@ def load_template(path: Path) -> str:
     if str(path) in TEMPLATES and not path.exists():
         return TEMPLATES[str(path)]
     return utf8(read_text_file(path, MAX_TEMPLATE_BYTES), path.name, RequestError)
-
-
-def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
-    """Read and check the specs of `--reduce`. Raises RequestError, UnsupportedModelError."""
-    needs, specs, vision = Needs(), list[str](), config.vision
-    if texts and config.action is not None:
-        raise UnsupportedModelError("models that output actions support --k, but no reductions; leave --reduce out")
-    for text in texts:
-        parts = parse(text)
-        check_depth(parts, config.text.layers)
-        for part in parts:
-            own = part.needs()
-            if part.renumbers and config.text.rope.sections:
-                raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
-            if config.text.two_way == "prompt" and own.scored:
-                raise UnsupportedModelError(
-                    f"{part.name} ranks tokens by the question's attention, but in this model the image also attends "
-                    "to the question; use a method that selects before the decoder, e.g. divprune or cdpruner, or --k"
-                )
-            if part.of_videos and config.video is None:
-                raise UnsupportedModelError(f"{part.name} {NO_VIDEOS}")
-            if windowed := [layer for layer in own.scored if config.text.slides(layer)]:
-                full = [n for n in range(1, config.text.shared or config.text.layers) if not config.text.slides(n)]
-                raise UnsupportedModelError(
-                    f"{part.name} reads the attention of layer {windowed[0]}, which has a sliding window of "
-                    f"{config.text.sliding.window if config.text.sliding else 0} positions; use one with full "
-                    f"attention: {', '.join(map(str, full)) or 'none'}"
-                )
-            source = config.text.first_source
-            if source is not None and (beyond := [cut for cut in own.boundaries if cut > source]):
-                raise UnsupportedModelError(
-                    f"{part.name} drops tokens after layer {beyond[0] - 1}, but this model's layers from "
-                    f"{config.text.shared} on would still see them in K and V of layer {source}; use layers before it"
-                )
-            side, two_towers = max(vision.square, vision.pool), vision.beside is not None or bool(vision.towers)
-            check_patches(part, side, class_token=vision.class_token, two_towers=two_towers)
-            if vision.stage_blocks and (own.tower_layers or own.merging):
-                raise UnsupportedModelError(
-                    f"{part.name} reads a transformer tower's blocks, but this model's tower is "
-                    "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
-                )
-            _check_states(part, config.text)
-            if own.tower_layers and max(own.tower_layers) > (used := max(config.feature_layers)):
-                raise UnsupportedModelError(
-                    f"{part.name} reads block {max(own.tower_layers)} of the tower, but this model uses only {used} "
-                    f"blocks; set layer to a number from 1 to {used}"
-                )
-            if own.merging and vision.grid < SIDE:
-                raise UnsupportedModelError(
-                    f"{part.name} merges windows of {SIDE} x {SIDE} patches, but the tower has only {vision.grid} x "
-                    f"{vision.grid}; disable merging (mustdrop:...,tau=off)"
-                )
-            if own.merging and config.layout.max_views > 1:
-                raise UnsupportedModelError(
-                    f"{part.name} merges windows of patches, but this model joins its tiles into one grid; "
-                    "disable merging (mustdrop:...,tau=off)"
-                )
-            if own.merging and 0 in config.feature_layers:
-                raise UnsupportedModelError(
-                    f"{part.name} merges patches after the tower's first layer, but the model also uses the hidden "
-                    "states before it (vision_feature_layer 0); disable merging (mustdrop:...,tau=off)"
-                )
-        check_layout(parts, config.layout)
-        if (canonical := to_spec(parts)) in specs:
-            raise RequestError(f"--reduce {canonical} is given twice; name each variant once")
-        specs.append(canonical)
-        needs |= Policy(parts).needs
-    if len(needs.tower_layers) > 1:
-        blocks = " and ".join(map(str, sorted(needs.tower_layers)))
-        raise RequestError(
-            f"--reduce names blocks {blocks} of the tower; a bundle has the attention of one, so give one"
-        )
-    # One vision graph serves all variants, so the merging of one changes the attention that another reads.
-    too_early = needs.attention and max(config.feature_layers) < 2
-    if needs.merging and (too_early or (needs.last_attention and config.vision.layers < 2)):
-        raise UnsupportedModelError(
-            "merging and the class token's attention need two layers of the tower, and the model uses one; "
-            "leave out merging (tau=off) or key tokens (key=0)"
-        )
-    return Reductions(tuple(specs), needs)

@@ -21,7 +21,6 @@ from vtx.tools.model.vision import VisionConfig, VisionModel
 if TYPE_CHECKING:
     from vtx.runtime.vision.layout import VideoLayout
 
-STEM, ATTENDING, HEAD = 4, 2, 32  # of FastViTHD: the stride of its stem, its stages with attention, a head's width
 VISION_FAMILIES = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
 
@@ -53,11 +52,6 @@ class ModelConfig(VisionModel):
     video: VideoConfig | None = None
     action: ActionSpec | None = None
     bins: ActionBins | None = None
-
-    @property
-    def projector_width(self) -> int:
-        """Numbers between the projector's matrices, the first two if the widths differ."""
-        return self.between(self.text.hidden)
 
     @property
     def token_inputs(self) -> dict[int, TokenInput]:

@@ -73,51 +73,75 @@ def read_rope(
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     if kind != "proportional" and not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
-    theta, scale = number(parameters, "rope_theta", 10000.0), 1.0
-    rotated = head_dim
-    if partial:
-        rotated = int(head_dim * number(parameters, "partial_rotary_factor", 1.0))
-        if not 2 <= rotated <= head_dim or rotated % 2:
-            raise CheckpointError(
-                f"config.json: partial_rotary_factor {parameters['partial_rotary_factor']!r:.40} rotates {rotated} "
-                f"numbers of a head, not an even number from 2 to {head_dim}; correct config.json"
-            )
-    rates = 1.0 / np.float32(theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
-    if kind == "proportional":
-        turned = int(number(parameters, "partial_rotary_factor", 1.0) * head_dim // 2)
-        rates = np.where(np.arange(len(rates)) < turned, rates, 0) / np.float32(number(parameters, "factor", 1.0))
-    if kind == "linear":
-        rates = rates / np.float32(number(parameters, "factor"))
-    if kind == "llama3":  # long waves divided by the factor, short ones unchanged, those between blended
-        factor, low, high = (number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-        if high <= low:
-            raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
-        context = number(parameters, "original_max_position_embeddings")
-        waves = 2 * math.pi / rates
-        blend = (context / waves - low) / (high - low)
-        blended = (1 - blend) * rates / factor + blend * rates
-        rates = np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
-    if kind == "yarn":
-        rates, scale = _yarn(rates, theta, parameters)
-    if kind == "longrope":
-        original = original_positions(config)
-        if original is None:
-            raise UnsupportedModelError("longrope of some layers only is not supported; vtx supports it for all layers")
-        rates, scale = _longrope(theta, rotated, parameters, original, config.max_position_embeddings)
+    rotated = _rotated_part(head_dim, parameters) if partial else head_dim
+    rates, scale = _rates(kind, head_dim, rotated, parameters, config)
     interleaved = interleaved and three_part
-    usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
-    sections = parameters.get("mrope_section", usual) if three_part else ()
-    numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
-    if three_part and (not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != rotated):
-        raise CheckpointError(
-            f"config.json: mrope_section {sections!r:.60} does not divide the {rotated // 2} frequencies of a head "
-            "into three; correct config.json"
-        )
+    sections: tuple[int, ...] = ()
+    if three_part:
+        usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
+        sections = _sections(parameters.get("mrope_section", usual), rotated)
     still = (head_dim - rotated) // 2
     if still and sections:
         sections = (sections[0] + still, *sections[1:])
     frequencies = (*(float(r) for r in rates.astype(np.float32)), *[0.0] * still)
-    return RopeSpec(kind, theta, frequencies, tuple(sections), scale, interleaved)
+    return RopeSpec(kind, number(parameters, "rope_theta", 10000.0), frequencies, sections, scale, interleaved)
+
+
+def _rotated_part(head_dim: int, parameters: Mapping[str, Any]) -> int:
+    """The numbers of a head that are rotated."""
+    rotated = int(head_dim * number(parameters, "partial_rotary_factor", 1.0))
+    if not 2 <= rotated <= head_dim or rotated % 2:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {parameters['partial_rotary_factor']!r:.40} rotates {rotated} "
+            f"numbers of a head, not an even number from 2 to {head_dim}; correct config.json"
+        )
+    return rotated
+
+
+def _rates(
+    kind: str, head_dim: int, rotated: int, parameters: Mapping[str, Any], config: Any
+) -> tuple[NDArray[np.floating[Any]], float]:
+    """The frequencies [rotated / 2] of a `kind` of rotation, and the scale of cos and sin."""
+    theta = number(parameters, "rope_theta", 10000.0)
+    rates = 1.0 / np.float32(theta) ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
+    if kind == "proportional":
+        turned = int(number(parameters, "partial_rotary_factor", 1.0) * head_dim // 2)
+        return np.where(np.arange(len(rates)) < turned, rates, 0) / np.float32(number(parameters, "factor", 1.0)), 1.0
+    if kind == "linear":
+        return rates / np.float32(number(parameters, "factor")), 1.0
+    if kind == "llama3":
+        return _llama3(rates, parameters), 1.0
+    if kind == "yarn":
+        return _yarn(rates, theta, parameters)
+    if kind == "longrope":
+        original = original_positions(config)
+        if original is None:
+            raise UnsupportedModelError("longrope of some layers only is not supported; vtx supports it for all layers")
+        return _longrope(theta, rotated, parameters, original, config.max_position_embeddings)
+    return rates, 1.0
+
+
+def _llama3(rates: NDArray[Any], parameters: Mapping[str, Any]) -> NDArray[Any]:
+    """Long waves divided by the factor, short ones unchanged, those between blended."""
+    factor, low, high = (number(parameters, n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise CheckpointError(f"config.json: rope high_freq_factor {high} is not above low_freq_factor {low}")
+    context = number(parameters, "original_max_position_embeddings")
+    waves = 2 * math.pi / rates
+    blend = (context / waves - low) / (high - low)
+    blended = (1 - blend) * rates / factor + blend * rates
+    return np.where(waves > context / low, rates / factor, np.where(waves < context / high, rates, blended))
+
+
+def _sections(sections: Any, rotated: int) -> tuple[int, ...]:
+    """`mrope_section`, if it divides the frequencies of a head into three."""
+    numbers = isinstance(sections, list | tuple) and all(type(part) is int and part > 0 for part in sections)
+    if not numbers or len(sections) != len(SECTIONS) or 2 * sum(sections) != rotated:
+        raise CheckpointError(
+            f"config.json: mrope_section {sections!r:.60} does not divide the {rotated // 2} frequencies of a head "
+            "into three; correct config.json"
+        )
+    return tuple(sections)
 
 
 def original_positions(config: Any) -> int | None:

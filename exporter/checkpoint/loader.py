@@ -167,45 +167,77 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, check)
     else:
-        if os.path.exists(model):
-            _refuse_gguf(Path(model).absolute())
-            raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
-        if not _HUB_ID.fullmatch(model):
-            raise CheckpointError(
-                f"{shown(model)}: no such directory, and not a hub id (org/name or org/name@revision)"
-            )
+        _check_hub_id(model)
         report = progress or (lambda line: None)
-        report(f"fetching the settings of {model} from the hub")
-        model, _, revision = model.partition("@")
-        folder = snapshot(model, revision or None, _SETTINGS_FILES)
-        config = _config(folder, check)
-        folders = [f"{part}/" for part in parts(config)] or [""]
-        nested = folders != [""]
-        if nested:
-            patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]
-            folder = snapshot(model, folder.name, patterns, nested=True)
-        if weights:
-            report(f"fetching the weights of {model}, commit {folder.name[:12]}")
-            folder = snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
-            pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
-            if pickled and allow_pickle:  # only if there are no others
-                folder = snapshot(model, folder.name, pickled, nested=nested)
-            for pattern in (part + files for part in folders for files in (_WEIGHT_FILES, _PICKLED_FILES)):
-                for file in folder.glob(pattern):
-                    check_blob(file, model)
+        folder, config = _downloaded(model, check, parts, report, weights=weights, allow_pickle=allow_pickle)
     if not weights:
         return Checkpoint(folder, config, {}, revision_of(folder))
-    sources, notes = _source_tensors(folder, allow_pickle=allow_pickle) if not parts(config) else ({}, ())
-    for name in parts(config):
+    sources, notes = _all_tensors(folder, parts(config), allow_pickle=allow_pickle)
+    return Checkpoint(folder, config, _canonical_tensors(sources, rename), revision_of(folder), notes=notes)
+
+
+def _check_hub_id(model: str) -> None:
+    if os.path.exists(model):
+        _refuse_gguf(Path(model).absolute())
+        raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name or org/name@revision)")
+
+
+def _downloaded(
+    model: str,
+    check: Callable[[Mapping[str, Any]], None],
+    parts: Callable[[Mapping[str, Any]], Collection[str]],
+    report: Callable[[str], None],
+    *,
+    weights: bool,
+    allow_pickle: bool,
+) -> tuple[Path, dict[str, Any]]:
+    """The directory of a hub model's snapshot and its configuration; arguments as of `open_model`."""
+    report(f"fetching the settings of {model} from the hub")
+    model, _, revision = model.partition("@")
+    folder = snapshot(model, revision or None, _SETTINGS_FILES)
+    config = _config(folder, check)
+    folders = [f"{part}/" for part in parts(config)] or [""]
+    nested = folders != [""]
+    if nested:
+        patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]
+        folder = snapshot(model, folder.name, patterns, nested=True)
+    if not weights:
+        return folder, config
+    report(f"fetching the weights of {model}, commit {folder.name[:12]}")
+    folder = snapshot(model, folder.name, [part + _WEIGHT_FILES for part in folders], nested=nested)
+    pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
+    if pickled and allow_pickle:  # only if there are no others
+        folder = snapshot(model, folder.name, pickled, nested=nested)
+    for pattern in (part + files for part in folders for files in (_WEIGHT_FILES, _PICKLED_FILES)):
+        for file in folder.glob(pattern):
+            check_blob(file, model)
+    return folder, config
+
+
+def _all_tensors(
+    folder: Path, parts: Collection[str], *, allow_pickle: bool
+) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """The tensors of a checkpoint, or of its parts with the part's name before theirs, and notes about them."""
+    if not parts:
+        return _source_tensors(folder, allow_pickle=allow_pickle)
+    sources, notes = dict[str, TensorInfo](), tuple[str, ...]()
+    for name in parts:
         part = folder / name
         if not part.is_dir() or not Path(os.path.realpath(part)).is_relative_to(os.path.realpath(folder)):
             raise CheckpointError(
                 f"{folder} has no folder {name} of its own, and this model's parts are in the folders "
-                f"{', '.join(parts(config))}; download all of them"
+                f"{', '.join(parts)}; download all of them"
             )
-        found, more = _source_tensors(part, allow_pickle=allow_pickle)
-        sources |= {f"{name}.{tensor}": info for tensor, info in found.items()}
+        tensors, more = _source_tensors(part, allow_pickle=allow_pickle)
+        sources |= {f"{name}.{tensor}": info for tensor, info in tensors.items()}
         notes += more
+    return sources, notes
+
+
+def _canonical_tensors(sources: Mapping[str, TensorInfo], rename: Callable[[str], str]) -> dict[str, TensorInfo]:
+    """Tensors by their canonical names, without what wraps all of them."""
     tensors: dict[str, TensorInfo] = {}
     wrappers = {name.removesuffix(_WRAPPERS.sub("", name)) for name in sources}
     wrapper = wrappers.pop() if len(wrappers) == 1 else ""
@@ -217,7 +249,7 @@ def open_model(
                 "keep one of them"
             )
         tensors[name] = info
-    return Checkpoint(folder, config, tensors, revision_of(folder), notes=notes)
+    return tensors
 
 
 def canonical_name(name: str) -> str:

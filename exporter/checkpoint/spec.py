@@ -30,13 +30,17 @@ from vtx.tools.model.vision import VisionModel
 def model_spec(config: ModelConfig, name: str) -> ModelSpec:
     declared = {field.name for field in fields(ModelSpec)}
     text = replace(config.text, factors=(), shifts=())  # a bundle holds weights after these
-    vision = {field.name: getattr(config, field.name) for field in fields(VisionModel)}
     parts = ModelParts(
         text={key: value for key, value in json_value(text).items() if key not in declared},
-        vision=json_value(VisionModel(**vision)),
+        vision=json_value(vision_model(config)),
     )
     facts = {field.name: getattr(text, field.name) for field in fields(text) if field.name in declared}
     return ModelSpec(**facts, name=name, tower=config.facts(), parts=parts)
+
+
+def vision_model(config: ModelConfig) -> VisionModel:
+    """The configuration's tower and projector alone."""
+    return VisionModel(**{field.name: getattr(config, field.name) for field in fields(VisionModel)})
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
@@ -82,6 +86,6 @@ def config_size(config: Mapping[str, Any], name: str) -> ModelSize:
 
 def model_size(config: ModelConfig, name: str) -> ModelSize:
     decoder = decoder_of(json_value(config.text))
-    vision = vision_size(config, config.layout, decoder.hidden)
+    vision = vision_size(vision_model(config), config.layout, decoder.hidden)
     size = ModelSize(name, "config", decoder, vision, config.layout).acting(config.action, config.bins)
     return size.with_towers(2) if config.video is not None and config.video.own_tower else size

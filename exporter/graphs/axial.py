@@ -11,37 +11,10 @@ from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.decoder import add_layer_inputs
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.decoder import PER_LAYER
-from vtx.tools.model.tensors import Shapes
+from vtx.tools.model.towers.axial import BOUNDS, NORMS, PATCHES, POSITIONS, PROJECTION
 from vtx.tools.model.vision import VisionConfig
 
 THETA = 100.0
-PATCHES, POSITIONS, PROJECTION = "vision.patch_embed.weight", "vision.position_embedding_table", "projector.linear_1"
-BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
-def axial_tensors(c: ModelConfig) -> Shapes:
-    """Canonical names and shapes of the weights of tower and projection."""
-    v, width = c.vision, c.vision.hidden // c.vision.heads
-    assert v.axis_positions is not None
-    yield PATCHES, (v.hidden, 3 * v.patch**2)
-    yield POSITIONS, (2, v.axis_positions, v.hidden)
-    for layer in range(v.layers):
-        p = f"vision.encoder.layers.{layer}"
-        for name in NORMS:
-            yield f"{p}.{name}.weight", (v.hidden,)
-        for name in ("q_norm", "k_norm"):
-            yield f"{p}.self_attn.{name}.weight", (width,)
-        for name, out, into in (
-            *((f"self_attn.{part}_proj", v.hidden, v.hidden) for part in "qkvo"),
-            ("mlp.gate_proj", v.ffn, v.hidden), ("mlp.up_proj", v.ffn, v.hidden), ("mlp.down_proj", v.hidden, v.ffn),
-        ):  # fmt: skip
-            yield f"{p}.{name}.linear.weight", (out, into)
-            for bound in BOUNDS if v.clipped else ():
-                yield f"{p}.{name}.{bound}", ()
-    for name in ("std_bias", "std_scale") if v.standardised else ():
-        yield f"vision.{name}", (v.hidden,)
-    yield f"{PROJECTION}.weight", (c.text.hidden, v.hidden)
 
 
 def build_axial(b: Builder, c: ModelConfig) -> None:

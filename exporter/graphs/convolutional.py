@@ -8,49 +8,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from vtx.exporter.checkpoint.config import ATTENDING, STEM
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.towers.convolutional import ATTENDING, BATCH_NORM, STEM
 from vtx.tools.model.vision import VisionConfig
-
-WIDER, KERNEL, SQUEEZED = 4, 7, 16  # an MLP's width, its kernel, and the share that the last convolution's gate has
-BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
-
-
-def convolutional_tensors(v: VisionConfig) -> Shapes:
-    """Canonical names and shapes of the weights of the tower."""
-
-    def convolution(name: str, out: int, into: int, kernel: int) -> Shapes:
-        yield f"{name}.weight", (out, into, kernel, kernel)
-        yield f"{name}.bias", (out,)
-
-    for number, (into, kernel) in enumerate(((3, 3), (1, 3), (v.stage_widths[0], 1))):
-        yield from convolution(f"vision.stem.{number}.reparam_conv", v.stage_widths[0], into, kernel)
-    for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
-        p = f"vision.stages.{stage}"
-        if stage:
-            yield from convolution(f"{p}.downsample.proj.0.reparam_conv", width, 1, KERNEL)
-            yield from convolution(f"{p}.downsample.proj.1.reparam_conv", width, width, 1)
-        attends = stage >= len(v.stage_blocks) - ATTENDING
-        if attends:
-            yield from convolution(f"{p}.pos_emb.reparam_conv", width, 1, KERNEL)
-        for name in (f"{p}.blocks.{number}" for number in range(blocks)):
-            if attends:
-                yield from norm_tensors(f"{name}.norm", width)
-                yield from linear_tensors(f"{name}.token_mixer.qkv", 3 * width, width, bias=False)
-                yield from linear_tensors(f"{name}.token_mixer.proj", width, width)
-                yield f"{name}.layer_scale_1.gamma", (width, 1, 1)
-            else:
-                yield from convolution(f"{name}.token_mixer.reparam_conv", width, 1, 3)
-            yield f"{name}.layer_scale{'_2' if attends else ''}.gamma", (width, 1, 1)
-            yield f"{name}.mlp.conv.conv.weight", (width, 1, KERNEL, KERNEL)
-            yield from ((f"{name}.mlp.conv.bn.{part}", (width,)) for part in BATCH_NORM)
-            yield from convolution(f"{name}.mlp.fc1", WIDER * width, width, 1)
-            yield from convolution(f"{name}.mlp.fc2", width, WIDER * width, 1)
-    yield from convolution("vision.final_conv.reparam_conv", v.hidden, 1, 3)
-    yield from convolution("vision.final_conv.se.fc1", v.hidden // SQUEEZED, v.hidden, 1)
-    yield from convolution("vision.final_conv.se.fc2", v.hidden, v.hidden // SQUEEZED, 1)
 
 
 def build_convolutional(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
-from vtx.tools.model.vision import VisionConfig
-
-LAYER_SCALES = ("lambda_1", "lambda_2")  # of attention and of the MLP
-
-
-@dataclass(frozen=True, slots=True)
-class TextEncoder:
-    hidden: int
-    ffn: int
-    heads: int
-    eps: float
-    activation: str
-    qkv_bias: bool = True
-    layer_scale: bool = False
-    rms_norm: bool = False
-    qk_norm: bool = False
-
-
-Encoder = VisionConfig | TextEncoder
-
-
-def block_tensors(e: Encoder, p: str) -> Shapes:
-    """Names and shapes of the weights of the block whose names begin with `p`."""
-    for name in ("layer_norm1", "layer_norm2"):
-        yield from norm_tensors(f"{p}.{name}", e.hidden, bias=not e.rms_norm)
-    for part in "qk" if e.qk_norm else "":
-        yield f"{p}.self_attn.{part}_norm.weight", (e.hidden,)
-    square = ((f"self_attn.{part}_proj", e.hidden, e.hidden) for part in ("q", "k", "v", "out"))
-    for name, out, into in (*square, ("mlp.fc1", e.ffn, e.hidden), ("mlp.fc2", e.hidden, e.ffn)):
-        bias = e.qkv_bias or not name.endswith(("q_proj", "k_proj", "v_proj"))
-        yield from linear_tensors(f"{p}.{name}", out, into, bias=bias)
-    for half in LAYER_SCALES if e.layer_scale else ():
-        yield f"{p}.{half}", (e.hidden,)
+from vtx.tools.model.tensors import Shapes, norm_tensors
+from vtx.tools.model.towers.encoder import LAYER_SCALES, Encoder, TextEncoder, block_tensors
 
 
 def build_block(

@@ -16,23 +16,19 @@ from numpy.typing import NDArray
 
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.graphs.encoder import block_tensors, build_block
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.exporter.graphs.encoder import build_block
+from vtx.tools.model.towers.joined import eva02, pix2struct, sam
+from vtx.tools.model.towers.joined.clip import CLIP
+from vtx.tools.model.towers.joined.convnext import CONVNEXT, KERNEL, STEM
+from vtx.tools.model.towers.joined.eva02 import EVA
+from vtx.tools.model.towers.joined.pix2struct import PIX2STRUCT
+from vtx.tools.model.towers.joined.sam import SAM
+from vtx.tools.model.towers.joined.windows import attention_side
 from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
-CLIP, CONVNEXT, SAM, EVA, PIX2STRUCT = (f"vision.{name}" for name in ("clip", "convnext", "sam", "eva02", "pix2struct"))
-STEM, KERNEL, WIDER = 4, 7, 4  # of ConvNeXt: sides of its stem and of its convolutions, and an MLP's width
 THETA, TRAINED = 10_000.0, 16  # of EVA-02's rotation: its base, and the patches a side that positions are scaled to
 WHITE = 255.0  # the largest pixel that Pix2Struct sees
 END = 1 << 30
-_SAM_HALVES, _EVA_HALVES = ("layer_norm1", "layer_norm2"), ("norm1", "norm2")
-_PIX2STRUCT_HALVES = ("pre_attention_layer_norm", "pre_mlp_layer_norm")
-
-
-def joined_tensors(v: VisionConfig) -> Shapes:
-    """Canonical names and shapes of the weights of all towers."""
-    for tower in v.towers:
-        yield from _TENSORS[tower.family](tower)
 
 
 def build_joined(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
@@ -115,21 +111,7 @@ def _patches(b: Builder, v: VisionConfig, pixels: ir.Value, name: str, *, bias: 
     return b.op("Transpose", x, perm=[0, 2, 3, 1])
 
 
-def _convolution(name: str, out: int, into: int, kernel: int, *, bias: bool = True) -> Shapes:
-    yield f"{name}.weight", (out, into, kernel, kernel)
-    if bias:
-        yield f"{name}.bias", (out,)
-
-
 # CLIP, whose class token leaves before its first norm
-
-
-def _clip_tensors(v: VisionConfig) -> Shapes:
-    yield from _convolution(f"{CLIP}.embeddings.patch_embedding", v.hidden, 3, v.patch, bias=False)
-    yield f"{CLIP}.embeddings.position_embedding.weight", ((v.position_grid or v.grid) ** 2 + 1, v.hidden)
-    yield from norm_tensors(f"{CLIP}.pre_layrnorm", v.hidden)
-    for layer in range(v.layers):
-        yield from block_tensors(v, f"{CLIP}.encoder.layers.{layer}")
 
 
 def _clip(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple[ir.Value, int]:
@@ -154,25 +136,6 @@ def _positions(b: Builder, v: VisionConfig, name: str, *, antialias: bool) -> ir
 
 
 # ConvNeXt: its stages, without the norm and the head behind them
-
-
-def _convnext_tensors(v: VisionConfig) -> Shapes:
-    first = v.stage_widths[0]
-    yield from _convolution(f"{CONVNEXT}.stem.0", first, 3, STEM)
-    yield from norm_tensors(f"{CONVNEXT}.stem.1", first)
-    before = first
-    for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
-        p = f"{CONVNEXT}.stages.{stage}"
-        if stage:
-            yield from norm_tensors(f"{p}.downsample.0", before)
-            yield from _convolution(f"{p}.downsample.1", width, before, 2)
-        for name in (f"{p}.blocks.{number}" for number in range(blocks)):
-            yield f"{name}.weight", (width,)
-            yield from _convolution(f"{name}.conv_dw", width, 1, KERNEL)
-            yield from norm_tensors(f"{name}.norm", width)
-            yield from linear_tensors(f"{name}.mlp.fc1", WIDER * width, width)
-            yield from linear_tensors(f"{name}.mlp.fc2", width, WIDER * width)
-        before = width
 
 
 def _convnext(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple[ir.Value, int]:
@@ -224,43 +187,19 @@ def _out_of_windows(b: Builder, v: VisionConfig, x: ir.Value, window: int) -> ir
     return b.op("Slice", x, b.constant([0, 0]), b.constant([v.grid, v.grid]), b.constant([1, 2]))
 
 
-def _side_of_attention(v: VisionConfig, layer: int) -> int:
-    """Side, in patches, of the squares within which a layer attends."""
-    return v.grid if layer in v.full_blocks or v.window is None else v.window
-
-
 # SAM's encoder
-
-
-def _sam_tensors(v: VisionConfig) -> Shapes:
-    assert v.neck is not None
-    yield from _convolution(f"{SAM}.patch_embed.projection", v.hidden, 3, v.patch)
-    yield f"{SAM}.pos_embed", (1, v.grid, v.grid, v.hidden)
-    for layer in range(v.layers):
-        p = f"{SAM}.layers.{layer}"
-        for name in _SAM_HALVES:
-            yield from norm_tensors(f"{p}.{name}", v.hidden)
-        yield from linear_tensors(f"{p}.attn.qkv", 3 * v.hidden, v.hidden)
-        yield from linear_tensors(f"{p}.attn.proj", v.hidden, v.hidden)
-        for axis in "hw":
-            rows = 2 * _side_of_attention(v, layer) - 1
-            yield f"{p}.attn.position_embedding_{axis}", (rows, v.hidden // v.heads)
-        yield from linear_tensors(f"{p}.mlp.lin1", v.ffn, v.hidden)
-        yield from linear_tensors(f"{p}.mlp.lin2", v.hidden, v.ffn)
-    yield from _convolution(f"{SAM}.neck.conv1", v.neck, v.hidden, 1, bias=False)
-    yield from norm_tensors(f"{SAM}.neck.layer_norm1", v.neck)
 
 
 def _sam(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Value, int]:
     assert v.neck is not None
     x = b.op("Add", _patches(b, v, pixels, f"{SAM}.patch_embed.projection"), b.weight(f"{SAM}.pos_embed"))
     for layer in range(v.layers):
-        p, side = f"{SAM}.layers.{layer}", _side_of_attention(v, layer)
-        y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{_SAM_HALVES[0]}", v.eps), side)
+        p, side = f"{SAM}.layers.{layer}", attention_side(v, layer)
+        y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{sam.HALVES[0]}", v.eps), side)
         y = _sam_attention(b, v, y, f"{p}.attn", side)
         y = b.reshape(b.linear(b.reshape(y, -1, v.hidden), f"{p}.attn.proj", bias=True), -1, side**2, v.hidden)
         x = b.op("Add", x, _out_of_windows(b, v, y, side))
-        y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{_SAM_HALVES[1]}", v.eps), -1, v.hidden)
+        y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{sam.HALVES[1]}", v.eps), -1, v.hidden)
         y = b.linear(activate(b, b.linear(y, f"{p}.mlp.lin1", bias=True), v.activation), f"{p}.mlp.lin2", bias=True)
         x = b.op("Add", x, b.reshape(y, -1, v.grid, v.grid, v.hidden))
     planes = b.op("Transpose", x, perm=[0, 3, 1, 2])
@@ -307,32 +246,14 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
 # EVA-02, as it was trained for detection
 
 
-def _eva_tensors(v: VisionConfig) -> Shapes:
-    yield from _convolution(f"{EVA}.patch_embed.proj", v.hidden, 3, v.patch)
-    yield f"{EVA}.pos_embed", (1, (v.position_grid or v.grid) ** 2 + 1, v.hidden)
-    for layer in range(v.layers):
-        p = f"{EVA}.blocks.{layer}"
-        for name in _EVA_HALVES:
-            yield from norm_tensors(f"{p}.{name}", v.hidden)
-        for part in "qkv":
-            yield f"{p}.attn.{part}_proj.weight", (v.hidden, v.hidden)
-        for part in "qv":
-            yield f"{p}.attn.{part}_bias", (v.hidden,)
-        yield from linear_tensors(f"{p}.attn.proj", v.hidden, v.hidden)
-        for part in ("w1", "w2"):
-            yield from linear_tensors(f"{p}.mlp.{part}", v.ffn, v.hidden)
-        yield from norm_tensors(f"{p}.mlp.ffn_ln", v.ffn)
-        yield from linear_tensors(f"{p}.mlp.w3", v.hidden, v.ffn)
-
-
 def _eva(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Value, int]:
     x = _patches(b, v, pixels, f"{EVA}.patch_embed.proj")
     x, turns = b.op("Add", x, _positions(b, v, f"{EVA}.pos_embed", antialias=False)), dict[int, Any]()
     for layer in range(v.layers):
-        p, side = f"{EVA}.blocks.{layer}", _side_of_attention(v, layer)
+        p, side = f"{EVA}.blocks.{layer}", attention_side(v, layer)
         if side not in turns:
             turns[side] = _rotation(b, v, side)
-        y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{_EVA_HALVES[0]}", v.eps), side)
+        y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{eva02.HALVES[0]}", v.eps), side)
         parts = []
         for part in "qkv":
             bias = None if part == "k" else f"{p}.attn.{part}_bias"
@@ -341,7 +262,7 @@ def _eva(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Valu
         y = b.dialect.tower_attention(b, parts[0], parts[1], parts[2], v.heads, v.hidden // v.heads)
         y = b.reshape(b.linear(b.reshape(y, -1, v.hidden), f"{p}.attn.proj", bias=True), -1, side**2, v.hidden)
         x = b.op("Add", x, _out_of_windows(b, v, y, side))
-        y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{_EVA_HALVES[1]}", v.eps), -1, v.hidden)
+        y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{eva02.HALVES[1]}", v.eps), -1, v.hidden)
         gate = activate(b, b.linear(y, f"{p}.mlp.w1", bias=True), v.activation)
         y = b.op("Mul", gate, b.linear(y, f"{p}.mlp.w2", bias=True))
         y = b.linear(b.dialect.layer_norm(b, y, f"{p}.mlp.ffn_ln", v.eps), f"{p}.mlp.w3", bias=True)
@@ -384,23 +305,6 @@ def _rotated(b: Builder, v: VisionConfig, x: ir.Value, side: int, turn: tuple[ir
 # Pix2Struct's encoder
 
 
-def _pix2struct_tensors(v: VisionConfig) -> Shapes:
-    assert v.axis_positions is not None
-    yield from linear_tensors(f"{PIX2STRUCT}.embeddings.patch_projection", v.hidden, 3 * v.patch**2)
-    for axis in ("row", "column"):
-        yield f"{PIX2STRUCT}.embeddings.{axis}_embedder.weight", (v.axis_positions, v.hidden)
-    for layer in range(v.layers):
-        p = f"{PIX2STRUCT}.encoder.layer.{layer}"
-        for name in _PIX2STRUCT_HALVES:
-            yield f"{p}.{name}.weight", (v.hidden,)
-        for part in ("query", "key", "value", "output"):
-            yield f"{p}.attention.{part}.weight", (v.hidden, v.hidden)
-        yield f"{p}.mlp.wi_0.weight", (v.ffn, v.hidden)
-        yield f"{p}.mlp.wi_1.weight", (v.ffn, v.hidden)
-        yield f"{p}.mlp.wo.weight", (v.hidden, v.ffn)
-    yield f"{PIX2STRUCT}.layernorm.weight", (v.hidden,)
-
-
 def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple[ir.Value, int]:
     x = _resized(b, _standardised(b, v, pixels, side), side, v.image, antialias=True)
     projection = f"{PIX2STRUCT}.embeddings.patch_projection"
@@ -416,13 +320,13 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
     x, dim = b.reshape(x, -1, v.hidden), v.hidden // v.heads
     for layer in range(v.layers):
         p = f"{PIX2STRUCT}.encoder.layer.{layer}"
-        y = b.dialect.norm(b, x, f"{p}.{_PIX2STRUCT_HALVES[0]}.weight", v.eps)
+        y = b.dialect.norm(b, x, f"{p}.{pix2struct.HALVES[0]}.weight", v.eps)
         q, k, w = (b.linear(y, f"{p}.attention.{part}", bias=False) for part in ("query", "key", "value"))
         q = b.op("Mul", q, b.scalar(dim**0.5))  # which attention divides by: the tower's scores have no scale
         q, k, w = (b.reshape(part, -1, v.grid**2, v.hidden) for part in (q, k, w))
         y = b.reshape(b.dialect.tower_attention(b, q, k, w, v.heads, dim), -1, v.hidden)
         x = b.op("Add", x, b.linear(y, f"{p}.attention.output", bias=False))
-        y = b.dialect.norm(b, x, f"{p}.{_PIX2STRUCT_HALVES[1]}.weight", v.eps)
+        y = b.dialect.norm(b, x, f"{p}.{pix2struct.HALVES[1]}.weight", v.eps)
         gate = activate(b, b.linear(y, f"{p}.mlp.wi_0", bias=False), v.activation)
         y = b.op("Mul", gate, b.linear(y, f"{p}.mlp.wi_1", bias=False))
         x = b.op("Add", x, b.linear(y, f"{p}.mlp.wo", bias=False))
@@ -449,10 +353,6 @@ def _standardised(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> i
 
 
 _Part = Callable[[Builder, VisionConfig, ir.Value, int], tuple[ir.Value, int]]
-_TENSORS: Mapping[str, Callable[[VisionConfig], Shapes]] = {
-    "clip": _clip_tensors, "convnext": _convnext_tensors, "sam": _sam_tensors, "eva02": _eva_tensors,
-    "pix2struct": _pix2struct_tensors,
-}  # fmt: skip
 _BUILD: Mapping[str, _Part] = {
     "clip": _clip, "convnext": _convnext, "sam": _sam, "eva02": _eva, "pix2struct": _pix2struct,
 }  # fmt: skip

@@ -10,11 +10,11 @@ from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import projected
 from vtx.exporter.graphs.native import Grid
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.towers.naflex import MERGER
 from vtx.tools.model.vision import MERGED, VisionConfig
 
 PATCHES, POSITIONS = "vision.embeddings.patch_embedding", "vision.embeddings.position_embedding.weight"
-MERGER, MERGER_ACTIVATION = "vision.vit_merger", "gelu_pytorch_tanh"
+MERGER_ACTIVATION = "gelu_pytorch_tanh"
 LAST = f"{MERGER}.linear_2"
 
 
@@ -98,17 +98,6 @@ def naflex_squares(b: Builder, side: int, width: int, features: ir.Value, grid: 
     rows, columns = (b.op("Div", count, sides) for count in grid)
     split = b.op("Concat", rows, sides, columns, sides, b.constant([width]), axis=0)
     return b.op("Transpose", b.op("Reshape", features, split), perm=[0, 2, 1, 3, 4]), (rows, columns)
-
-
-def merger_tensors(v: VisionConfig) -> Shapes:
-    """Names and shapes of the weights of `merge_squares`."""
-    wide, ffn = MERGED**2 * v.hidden, MERGED**2 * v.ffn
-    yield from norm_tensors(f"{MERGER}.layer_norm1", v.hidden)
-    for part in ("q", "k", "v", "out"):
-        yield from linear_tensors(f"{MERGER}.self_attn.{part}_proj", v.hidden, v.hidden, bias=True)
-    yield from norm_tensors(f"{MERGER}.pre_norm", wide)
-    yield from linear_tensors(f"{MERGER}.linear_1", ffn, wide, bias=True)
-    yield from linear_tensors(f"{MERGER}.linear_2", v.hidden, ffn, bias=True)
 
 
 def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple[ir.Value, Grid]:

@@ -16,43 +16,12 @@ from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import norm
 from vtx.runtime.bundle.spec import names
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.towers.native import MERGER, POSITIONS, NativeTower, map_merger
 from vtx.tools.model.vision import VisionConfig
 
-MOMENTS = 2  # of a video in one patch; an image fills both
 THETA = 10_000.0
 END = 1 << 30  # of any axis
 INT64 = ir.DataType.INT64.value
-POSITIONS = "vision.pos_embed.weight"
-
-
-def native_tensors(c: ModelConfig) -> Shapes:
-    """Canonical names and shapes of the weights of tower and mergers."""
-    v = c.vision
-    yield "vision.patch_embed.proj.weight", (v.hidden, 3, MOMENTS, v.patch, v.patch)
-    if v.patch_bias:
-        yield "vision.patch_embed.proj.bias", (v.hidden,)
-    if v.position_grid is not None:
-        yield POSITIONS, (v.position_grid**2, v.hidden)
-    for layer in range(v.layers):
-        p = f"vision.blocks.{layer}"
-        yield from norm_tensors(f"{p}.norm1", v.hidden, bias=not v.rms_norm)
-        yield from norm_tensors(f"{p}.norm2", v.hidden, bias=not v.rms_norm)
-        yield from linear_tensors(f"{p}.attn.qkv", 3 * v.hidden, v.hidden)
-        yield from linear_tensors(f"{p}.attn.proj", v.hidden, v.hidden)
-        for name in ("gate_proj", "up_proj") if v.gated else ("fc1",):
-            yield from linear_tensors(f"{p}.mlp.{name}", v.ffn, v.hidden)
-        yield from linear_tensors(f"{p}.mlp.{'down_proj' if v.gated else 'fc2'}", v.hidden, v.ffn)
-    wide = v.hidden * v.shuffle**2
-    for name, width in (("vision.merger", v.hidden), *((map_merger(number), wide) for number in range(len(v.maps)))):
-        yield from norm_tensors(f"{name}.ln_q", width, bias=not v.rms_norm)
-        yield from linear_tensors(f"{name}.mlp.0", wide, wide)
-        yield from linear_tensors(f"{name}.mlp.2", c.text.hidden, wide)
-
-
-def map_merger(number: int) -> str:
-    """The canonical name of the merger of map `number`, from 0; its norm is over all patches of a square together."""
-    return f"vision.deepstack_merger_list.{number}"
 
 
 Grid = tuple[ir.Value, ir.Value]  # the numbers of rows and columns of squares, [1] int64 each
@@ -88,7 +57,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
         ]
         pixels = b.op("Concat", *ends, axis=1)
         kernel = b.op("Transpose", kernel, perm=[0, 2, 1, 3, 4])
-        kernel = b.reshape(kernel, v.hidden, MOMENTS * 3, v.patch, v.patch)
+        kernel = b.reshape(kernel, v.hidden, NativeTower.moments * 3, v.patch, v.patch)
     # embedded patches [patches, hidden]
     bias = [b.weight("vision.patch_embed.proj.bias")] if v.patch_bias else []
     patches = b.op("Conv", pixels, kernel, *bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
@@ -120,7 +89,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
             given = _merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
             output = names.token_input(c.token_inputs[number + 1].name)
             b.output(b.to_float32(given), output, FLOAT, ["tokens", c.text.hidden])
-    merged = _merge(b, c, b.reshape(norm(b, v, x, "vision.merger.ln_q"), -1, wide), "vision.merger")
+    merged = _merge(b, c, b.reshape(norm(b, v, x, f"{MERGER}.ln_q"), -1, wide), MERGER)
     out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 

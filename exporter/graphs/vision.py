@@ -2,88 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.axial import axial_tensors, build_axial
+from vtx.exporter.graphs.axial import build_axial
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.exporter.graphs.convolutional import build_convolutional, convolutional_tensors
-from vtx.exporter.graphs.encoder import block_tensors, build_block, project_patches, projected
-from vtx.exporter.graphs.joined import build_joined, joined_tensors
+from vtx.exporter.graphs.convolutional import build_convolutional
+from vtx.exporter.graphs.encoder import build_block, project_patches, projected
+from vtx.exporter.graphs.joined import build_joined
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
-from vtx.exporter.graphs.naflex import merge_squares, merger_tensors, naflex_embeddings, naflex_squares
-from vtx.exporter.graphs.native import Grid, build_native, native_tensors
+from vtx.exporter.graphs.naflex import merge_squares, naflex_embeddings, naflex_squares
+from vtx.exporter.graphs.native import Grid, build_native
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
-from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
+from vtx.tools.model.tensors import Shapes
+from vtx.tools.model.towers import vision_shapes
+from vtx.tools.model.towers.encoder import POST_NORM, TOWER
+from vtx.tools.model.towers.paired import BESIDE
 from vtx.tools.model.vision import VisionConfig
 
 IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
-TOWER, BESIDE = "vision", "vision.beside"  # the first parts of their names in a graph
 MAX_ROW = 1 << 30
-POST_NORM = "vision.post_layernorm"
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
 
 def vision_tensors(c: ModelConfig, *, last_attention: bool = False) -> Shapes:
-    """Canonical names and shapes of the weights of tower and projector; `last_attention` as in `build_vision`."""
-    v = c.vision
-    if v.native:
-        yield from native_tensors(c) if v.axis_positions is None else axial_tensors(c)
-        return
-    if v.towers:
-        yield from joined_tensors(v)
-    else:
-        of_patches = _tower_tensors(v, max(c.feature_layers), last_attention)
-        yield from convolutional_tensors(v) if v.stage_blocks else of_patches
-    if v.beside is not None:
-        yield from _tower_tensors(v.beside, v.beside.layers - 1, last_attention=False, tower=BESIDE)
-    width = feature_width(c)
-    if c.projector_norm_eps is not None:
-        yield from norm_tensors("projector.norm", width, bias=not c.projector_rms)
-    between = c.projector_widths or [c.projector_width] * (c.projector_layers - 1)
-    widths = [width, *between, c.text.hidden]
-    for name, (into, out) in zip(projector_layers(c), pairwise(widths), strict=True):
-        yield from linear_tensors(name, out, into, bias=c.projector_bias)
-    if c.layout.newline:
+    """Canonical names and shapes of the weights of tower and projector; `last_attention` as in `Extras`."""
+    yield from vision_shapes(c, c.text.hidden, last_attention=last_attention)
+    if c.layout.newline and not c.vision.native:
         yield NEWLINE, (c.text.hidden,)
-
-
-def _tower_tensors(v: VisionConfig, used: int, last_attention: bool, tower: str = TOWER) -> Shapes:
-    kernel = (3 * v.patch**2,) if v.naflex and not v.nearest else (3, v.patch, v.patch)
-    yield f"{tower}.embeddings.patch_embedding.weight", (v.hidden, *kernel)
-    batch = (1,) if v.batch_axis else ()
-    positions = v.position_grid**2 + v.class_token if v.position_grid else v.states
-    positions = v.grid**2 if v.registers else positions
-    yield f"{tower}.embeddings.position_embedding.weight", (*batch, positions, v.hidden)
-    if v.class_token:
-        yield f"{tower}.embeddings.class_embedding", (*batch, *batch, v.hidden)
-    if v.registers:
-        yield f"{tower}.embeddings.registers", (v.registers, v.hidden)
-    if v.pre_norm:
-        yield from norm_tensors("vision.pre_layrnorm", v.hidden)
-    else:
-        yield f"{tower}.embeddings.patch_embedding.bias", (v.hidden,)
-    for layer in range(max(used, v.layers - 1) if last_attention else used):
-        yield from block_tensors(v, f"{tower}.encoder.layers.{layer}")
-    if last_attention and used < v.layers:
-        last = f"vision.encoder.layers.{v.layers - 1}"
-        used_parts = f"{last}.layer_norm1", f"{last}.self_attn.q_", f"{last}.self_attn.k_"
-        yield from (tensor for tensor in block_tensors(v, last) if tensor[0].startswith(used_parts))
-    if v.merged_after is not None:
-        yield from merger_tensors(v)
-    if v.post_norm:
-        yield from norm_tensors(POST_NORM, v.hidden)
-
-
-def projector_layers(c: ModelConfig) -> list[str]:
-    """The canonical names of the projector's matrices, with an activation between them."""
-    return [f"projector.linear_{number}" for number in range(1, c.projector_layers + 1)]
 
 
 def video_tensors(c: ModelConfig) -> Shapes:
@@ -95,114 +46,155 @@ def video_tensors(c: ModelConfig) -> Shapes:
             yield VIDEO + name.removeprefix(IMAGES), shape
 
 
-def feature_width(c: ModelConfig) -> int:
-    second = 0 if c.vision.beside is None else c.vision.beside.hidden
-    return c.vision.hidden * len(c.feature_layers) * c.vision.shuffle**2 + second
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The work and the outputs of a vision graph in addition to its tokens.
+
+    `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
+    the number of tokens is known only at run time, or an output marks the removed ones. The others are outputs:
+    `attention` of the class token to each token in the last used block, `last_attention` in the tower's last block,
+    `text_tower`: each token in the space of that CLIP's text tower, `tower_tokens`: the tower's own tokens,
+    `received`: the attention that each token gets in that block and in the last used one.
+    """
+
+    merges: bool = False
+    attention: bool = False
+    last_attention: bool = False
+    text_tower: TextTowerSpec | None = None
+    tower_tokens: bool = False
+    received: int | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(slots=True)
 class _Tower:
     """The tower under construction: its hidden states [images, tokens, hidden], the embeddings first.
 
-    `query` and `key` are the last used block's; `merged` is set if windows merge.
+    `query` and `key` are the last used block's; `merged` is set if windows merge, `grid` if images have native
+    resolution. `received` is the attention that tokens get in the blocks in question, [images, tokens, 1] each.
     """
 
     states: list[ir.Value]
     query: ir.Value | None = None
     key: ir.Value | None = None
     merged: Merged | None = None
+    grid: Grid | None = None
+    received: list[ir.Value] = field(default_factory=list)
+
+    def attention(self, b: Builder, v: VisionConfig) -> ir.Value:
+        """The class token's attention to each token in the last used block."""
+        assert self.query is not None
+        assert self.key is not None
+        return class_attention(b, v, self.query, self.key, _seen(self))
 
 
-def build_vision(
-    b: Builder, c: ModelConfig, *, merges: bool = False, attention: bool = False, last_attention: bool = False,
-    text_tower: TextTowerSpec | None = None, tower_tokens: bool = False,
-    received: int | None = None,
-) -> None:  # fmt: skip
+def build_vision(b: Builder, c: ModelConfig, extras: Extras = NO_EXTRAS) -> None:
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
-    `merges`: windows of similar patches merge after the first block. The graph then computes one image at a time, and
-    the number of tokens is known only at run time, or an output marks the removed ones. `attention` adds an output of
-    the class token's attention to each token in the last used block, `last_attention` in the tower's last block,
-    `text_tower` each token in the space of that CLIP's text tower, `tower_tokens` the tower's own tokens,
-    `received` the attention that each token gets in that block and in the last used one. Images at native
-    resolution: `build_native`.
+    Images at native resolution: `build_native`, `build_axial`.
     """
     v = c.vision
     if v.native:
-        assert not any((merges, attention, last_attention, text_tower, tower_tokens, received)), (
-            "refused for these towers"
-        )
-        (build_native if v.axis_positions is None else build_axial)(b, c)
+        assert extras == NO_EXTRAS, "refused for these towers"
+        build = build_native if v.axis_positions is None else build_axial
+        build(b, c)
         return
-    images, sides = 1 if merges or v.naflex else "images", ("height", "width") if v.naflex else (v.image, v.image)
-    given = b.input(names.PIXELS, FLOAT, [images, 3, *sides])
-    pixels = given if v.towers else b.from_float32(given)
-    tau = b.input(names.TAU, FLOAT, [1]) if merges else None
+    images = 1 if extras.merges or v.naflex else "images"
+    sides = ("height", "width") if v.naflex else (v.image, v.image)
+    pixels = b.input(names.PIXELS, FLOAT, [images, 3, *sides])
+    tower = _tower(b, c, pixels, extras)
+    features = _features(b, c, [_select(b, c, tower.states[number]) for number in c.feature_layers])
+    if v.beside is not None:
+        features = b.op("Concat", features, _beside(b, v.beside, pixels), axis=-1)
+    if tower.grid is None:
+        grouped = _grouped(b, c, features)
+    else:
+        grouped, _ = naflex_squares(b, v.shuffle, v.hidden, features, tower.grid)
+    hidden = _project(b, c, b.reshape(grouped, -1, c.feature_width))
+    removes = (extras.merges and b.dialect.sizes_from_values) or v.naflex
+    count = "tokens" if removes else c.view_tokens
+    shape = (1, -1) if removes else (-1, c.view_tokens)
+    out = b.to_float32(b.reshape(hidden, *shape, c.text.hidden))
+    b.output(out, names.FEATURES, FLOAT, [images, count, c.text.hidden])
+    if tower.merged is not None:
+        _output_merged(b, c, tower.merged, count)
+    all_tokens = count if extras.merges else "all_rows"
+    _output_attention(b, c, tower, extras, all_tokens)
+    if extras.text_tower is not None:
+        project_patches(b, extras.text_tower, features, v.hidden, all_tokens)
+    if extras.tower_tokens:
+        _output_tower_tokens(b, c, tower, 1 if extras.merges else "images")
+
+
+def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tower:
+    """The hidden states of pixels in float32; of a tower without equal blocks the last ones in place of all."""
+    v = c.vision
+    if v.towers:
+        return _Tower([build_joined(b, v, pixels)] * 2)
+    pixels = b.from_float32(pixels)
+    if v.stage_blocks:
+        return _Tower([build_convolutional(b, v, pixels)] * 2)
+    tau = b.input(names.TAU, FLOAT, [1]) if extras.merges else None
     grid: Grid | None = None
     if v.naflex:
         x, grid = naflex_embeddings(b, v, pixels)
-    elif v.towers:
-        x = build_joined(b, v, pixels)
     else:
-        x = build_convolutional(b, v, pixels) if v.stage_blocks else _embeddings(b, v, pixels)
-    tower, of_block, whole = _Tower([x]), list[ir.Value](), bool(v.stage_blocks or v.towers)
-    if whole:
-        tower.states.append(x)
-    for layer in range(0 if whole else max(c.feature_layers)):
+        x = _embeddings(b, v, pixels)
+    tower, used = _Tower([x], grid=grid), max(c.feature_layers)
+    for layer in range(used):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
-        if received is not None and layer + 1 in (received, max(c.feature_layers)):
-            of_block.append(b.op("Unsqueeze", received_attention(b, v, tower.query, tower.key), b.constant([2])))
+        if extras.received is not None and layer + 1 in (extras.received, used):
+            received = received_attention(b, v, tower.query, tower.key)
+            tower.received.append(b.op("Unsqueeze", received, b.constant([2])))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, v, x, tau)
             x = tower.merged.hidden
-        if grid is not None and layer + 1 == v.merged_after:
-            x, grid = merge_squares(b, v, x, grid)
+        if tower.grid is not None and layer + 1 == v.merged_after:
+            x, tower.grid = merge_squares(b, v, x, tower.grid)
         tower.states.append(x)
-    chosen = [_select(b, c, tower.states[number]) for number in c.feature_layers]
-    features = _features(b, c, chosen)
-    if v.beside is not None:
-        features = b.op("Concat", features, _beside(b, v.beside, given), axis=-1)
-    grouped = _grouped(b, c, features) if grid is None else naflex_squares(b, v.shuffle, v.hidden, features, grid)[0]
-    hidden = _project(b, c, b.reshape(grouped, -1, feature_width(c)))
-    removes = (merges and b.dialect.sizes_from_values) or v.naflex
-    out = b.to_float32(b.reshape(hidden, *((1, -1) if removes else (-1, c.view_tokens)), c.text.hidden))
-    count = "tokens" if removes else c.view_tokens
-    b.output(out, names.FEATURES, FLOAT, [images, count, c.text.hidden])
-    if tower.merged:
-        for value, name in ((tower.merged.patch_index, names.PATCH_INDEX), (tower.merged.merged, names.MERGED)):
-            b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
-        b.output(_select(b, c, tower.merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
-    each = [count if merges else "all_rows"]
-    if attention:
-        assert tower.query is not None
-        assert tower.key is not None
-        given = _select(b, c, class_attention(b, v, tower.query, tower.key, _seen(tower)))
-        b.output(b.reshape(given, -1), names.CLS_ATTENTION, FLOAT, each)
-    if last_attention:
-        given = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
-        b.output(b.reshape(given, -1), names.CLS_ATTENTION_LAST, FLOAT, each)
-    if received is not None:
-        if received == 1 and tower.merged:  # windows merge behind block 1: of its tokens those that remain count
-            remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
-            of_block[0] = b.op("Gather", of_block[0], remain, axis=1)
-        both = b.op("Concat", of_block[0], of_block[-1], axis=-1)
-        b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [*each, 2])
-    if text_tower is not None:
-        project_patches(b, text_tower, features, v.hidden, *each)
-    if tower_tokens:
-        assert tower.query is not None
-        assert tower.key is not None
-        size = v.hidden // v.heads
-        keys = b.reshape(b.to_float32(tower.key), 0, -1, v.heads, size)
-        keys = b.op("ReduceSum", keys, b.constant([2]), keepdims=0)
-        keys = b.op("Div", keys, b.constant(np.array(v.heads, np.float32)))
-        given = class_attention(b, v, tower.query, tower.key, _seen(tower))
-        given = b.op("Unsqueeze", given, b.constant([2]))
-        states = b.to_float32(_features(b, c, [tower.states[number] for number in c.feature_layers]))
-        width = feature_width(c) + size + 1
-        packed = b.op("Concat", states, keys, given, axis=-1)
-        b.output(packed, names.TOWER_TOKENS, FLOAT, [1 if merges else "images", "states", width])
+    return tower
+
+
+def _output_merged(b: Builder, c: ModelConfig, merged: Merged, count: int | str) -> None:
+    """The patch of each token, which of them are merged ones, and the similarity of each."""
+    for value, name in ((merged.patch_index, names.PATCH_INDEX), (merged.merged, names.MERGED)):
+        b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
+    b.output(_select(b, c, merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
+
+
+def _output_attention(b: Builder, c: ModelConfig, tower: _Tower, extras: Extras, tokens: int | str) -> None:
+    v = c.vision
+    if extras.attention:
+        attention = _select(b, c, tower.attention(b, v))
+        b.output(b.reshape(attention, -1), names.CLS_ATTENTION, FLOAT, [tokens])
+    if extras.last_attention:
+        attention = _select(b, c, class_attention(b, v, *_last_block(b, c, tower), _seen(tower)))
+        b.output(b.reshape(attention, -1), names.CLS_ATTENTION_LAST, FLOAT, [tokens])
+    if extras.received is None:
+        return
+    first, last = tower.received[0], tower.received[-1]
+    if extras.received == 1 and tower.merged:  # windows merge behind block 1: of its tokens those that remain count
+        remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
+        first = b.op("Gather", first, remain, axis=1)
+        last = first if len(tower.received) == 1 else last
+    both = b.op("Concat", first, last, axis=-1)
+    b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [tokens, 2])
+
+
+def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _Tower, images: int | str) -> None:
+    """Of each hidden state its features, its mean key over all heads, and the class token's attention to it."""
+    v, size = c.vision, c.vision.hidden // c.vision.heads
+    assert tower.key is not None
+    keys = b.reshape(b.to_float32(tower.key), 0, -1, v.heads, size)
+    keys = b.op("ReduceSum", keys, b.constant([2]), keepdims=0)
+    keys = b.op("Div", keys, b.constant(np.array(v.heads, np.float32)))
+    attention = b.op("Unsqueeze", tower.attention(b, v), b.constant([2]))
+    states = b.to_float32(_features(b, c, [tower.states[number] for number in c.feature_layers]))
+    packed = b.op("Concat", states, keys, attention, axis=-1)
+    b.output(packed, names.TOWER_TOKENS, FLOAT, [images, "states", c.feature_width + size + 1])
 
 
 def _beside(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
@@ -216,7 +208,7 @@ def _beside(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Value:
 
 def build_projector(b: Builder, c: ModelConfig) -> None:
     """The tower's hidden states [tokens, width] float32 to image tokens [tokens, hidden] float32."""
-    states = b.from_float32(b.input(names.TOWER_STATES, FLOAT, ["tokens", feature_width(c)]))
+    states = b.from_float32(b.input(names.TOWER_STATES, FLOAT, ["tokens", c.feature_width]))
     b.output(b.to_float32(_project(b, c, states)), names.HIDDEN, FLOAT, ["tokens", c.text.hidden])
 
 
@@ -232,7 +224,7 @@ def _project(b: Builder, c: ModelConfig, hidden: ir.Value) -> ir.Value:
         hidden = b.dialect.norm(b, hidden, "projector.norm.weight", c.projector_norm_eps)
     elif c.projector_norm_eps is not None:
         hidden = b.dialect.layer_norm(b, hidden, "projector.norm", c.projector_norm_eps)
-    for number, name in enumerate(projector_layers(c)):
+    for number, name in enumerate(c.projector_matrices):
         hidden = activate(b, hidden, c.projector_activation) if number else hidden
         hidden = b.linear(hidden, name, bias=c.projector_bias)
     return hidden

@@ -8,8 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.graphs.joined import CLIP, CONVNEXT, EVA, PIX2STRUCT, SAM, STEM, WHITE, eva_angles
+from vtx.exporter.graphs.joined import WHITE, eva_angles
 from vtx.exporter.reference.native import attended
+from vtx.tools.model.towers.joined.clip import CLIP
+from vtx.tools.model.towers.joined.convnext import CONVNEXT, STEM
+from vtx.tools.model.towers.joined.eva02 import EVA
+from vtx.tools.model.towers.joined.pix2struct import PIX2STRUCT
+from vtx.tools.model.towers.joined.sam import SAM
 from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
 

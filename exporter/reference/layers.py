@@ -30,7 +30,7 @@ def decoder_layer(
     `shared`: the keys and values of another layer, which it reads instead of its own, and their positions; None: the
     last ones up to its own.
     """
-    width, own = c.heads_of(layer), shared is None
+    width = c.heads_of(layer)
 
     def weight(name: str) -> Tensor:
         found = weights(name)
@@ -52,7 +52,7 @@ def decoder_layer(
     if weights("linear_attn.A_log") is not None:
         x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
         return x + _mlp(c, x, weight, linear)
-    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if own else "q")]
+    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
     opened: Tensor | None = None
     if c.gated:
         apart = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
@@ -61,33 +61,17 @@ def decoder_layer(
     for number, name in enumerate("qk"[: len(parts)]):
         normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
         parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, layer)
-    at: Tensor | None
-    if shared is None:
-        q, k, v = parts
-        v = F.rms_norm(v, v.shape[-1:], None, c.eps) if c.v_norm else v
-        at = positions
-        if cache is not None:
-            k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
-            cache[:] = k, v
-            at = positions if k.shape[2] == len(positions) else None
-    else:
-        (q,), (k, v, at) = parts, shared
-    sharing = c.heads // c.kv_heads
+    k, v, at = _appended(c, parts[1], parts[2], positions, cache) if shared is None else shared
+    q, sharing = parts[0], c.heads // c.kv_heads
     k, v = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1)
     if see:
         see(q, k)
     both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
-    if c.sliding is None and own and not both_ways:
+    if c.sliding is None and shared is None and not both_ways:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=c.scale(layer))
     else:
-        far = positions[:, None] - (torch.arange(k.shape[2]) - k.shape[2] + 1 + positions[-1] if at is None else at)
-        seen = far >= 0
-        if both_ways:
-            assert groups is not None
-            seen |= (groups[:, None] == groups) & (groups[:, None] >= 0)
-        if c.sliding is not None and c.slides(layer):
-            seen &= far < c.sliding.window
-        y = F.scaled_dot_product_attention(q, k, v, seen, scale=c.scale(layer))
+        visible = _visible(c, layer, positions, at, k.shape[2], groups if both_ways else None)
+        y = F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
     y = y.transpose(1, 2).flatten(2)
     y = linear(y if opened is None else y * opened, "self_attn.o_proj")
     before = "post_attention_layernorm"
@@ -100,6 +84,33 @@ def decoder_layer(
         gated = activate(linear(x, "per_layer_input_gate"), c.activation) * given
         x = x + rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
     return x * weight("layer_scalar") if c.layer_scale else x
+
+
+def _appended(
+    c: TextConfig, k: Tensor, v: Tensor, positions: Tensor, cache: list[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values with those of the cache before them, which it then holds, and the positions of all if known."""
+    v = F.rms_norm(v, v.shape[-1:], None, c.eps) if c.v_norm else v
+    if cache is None:
+        return k, v, positions
+    k, v = (torch.cat((*cache[i : i + 1], new), 2) for i, new in enumerate((k, v)))
+    cache[:] = k, v
+    return k, v, positions if k.shape[2] == len(positions) else None
+
+
+def _visible(
+    c: TextConfig, layer: int, positions: Tensor, at: Tensor | None, keys: int, groups: Tensor | None
+) -> Tensor:
+    """The keys that each query sees, [n, keys] bool: they are at positions `at`; tokens of a group see each other."""
+    if at is None:
+        at = torch.arange(keys) - keys + 1 + positions[-1]
+    far = positions[:, None] - at
+    visible = far >= 0
+    if groups is not None:
+        visible |= (groups[:, None] == groups) & (groups[:, None] >= 0)
+    if c.sliding is not None and c.slides(layer):
+        visible &= far < c.sliding.window
+    return visible
 
 
 def _short_convolution(

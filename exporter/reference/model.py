@@ -21,13 +21,9 @@ from torch import Tensor
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.encoder import LAYER_SCALES
-from vtx.exporter.graphs.vision import BESIDE, NEWLINE, TOWER, projector_layers, vision_tensors
-from vtx.exporter.reference.axial import AxialTower
-from vtx.exporter.reference.convolutional import ConvolutionalTower
-from vtx.exporter.reference.joined import JoinedTowers
+from vtx.exporter.graphs.vision import NEWLINE
 from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer, rms, rotate
-from vtx.exporter.reference.native import NativeTower
+from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
@@ -36,7 +32,6 @@ from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask, highest
 from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
-from vtx.tools.model.vision import MERGED, VisionConfig
 
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 FINAL_NORM = "text.norm.weight"
@@ -182,7 +177,7 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: WeightSource | None = None) -> None:
         self._weights, self.config = weights or CheckpointWeights(checkpoint), config
-        self._names = {name for name, _ in (*vision_tensors(config), *config.text.tensors())}
+        self._see = make_tower(config, self._weights.read)
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
         tokens, maps = self.image_tokens(images, settings)
@@ -206,7 +201,7 @@ class Reference:
             if isinstance(views, list):  # of different sizes
                 states = [self.features(view[None]).cpu().numpy() for view in views]
             else:
-                features, *further = self._towers(views)
+                features, *further = self._see(torch.from_numpy(views))
                 maps.append(further)
                 states = np.split(features.cpu().numpy(), len(views))
             encoded = [ImageTokens.one_per_patch(view) for view in states]
@@ -216,102 +211,7 @@ class Reference:
 
     def features(self, pixels: NDArray[np.float32]) -> Tensor:
         """Views [views, 3, height, width] to their tokens [views * tokens of each, hidden]."""
-        return self._towers(pixels)[0]
-
-    def _towers(self, pixels: NDArray[np.float32]) -> list[Tensor]:
-        """As `features`, with the tower's maps for the decoder, each like the tokens."""
-        c, v = self.config, self.config.vision
-        if v.axis_positions is not None:
-            axial = AxialTower(v, self._weights.read, activate)
-            means = [axial.states(image) for image in torch.from_numpy(pixels)]
-            return [F.linear(torch.cat(means), self._weights.read("projector.linear_1.weight"))]
-        if v.native:
-            tower = NativeTower(v, self._weights.read, activate, self._layer_norm, self._linear)
-            return [*map(torch.cat, zip(*map(tower.tokens, torch.from_numpy(pixels)), strict=True))]
-        if v.stage_blocks:
-            convolutions = ConvolutionalTower(v, self._weights.read, self._layer_norm, self._linear)
-            return [self._projected(convolutions.states(torch.from_numpy(pixels)))]
-        if v.towers:
-            joined = JoinedTowers(v, self._weights.read, activate)
-            return [self._projected(joined.states(torch.from_numpy(pixels)))]
-        seen = torch.from_numpy(pixels)
-        states, (high, wide) = self._hidden_states(v, seen, TOWER, max(c.feature_layers))
-        if v.post_norm:
-            states[-1] = self._layer_norm(states[-1], "vision.post_layernorm")
-        chosen = torch.cat([states[number][:, c.left_out :] for number in c.feature_layers], -1)
-        if v.beside is not None:
-            scale, shift = (torch.tensor(part)[:, None, None] for part in (v.beside.pixel_scale, v.beside.pixel_shift))
-            others, _ = self._hidden_states(v.beside, seen * scale + shift, BESIDE, v.beside.layers - 1)
-            chosen = torch.cat((chosen, others[-1]), -1)
-        if v.shuffle > 1:
-            below, right = -high % v.shuffle, -wide % v.shuffle
-            grid = F.pad(chosen.reshape(len(seen), high, wide, -1), (0, 0, 0, right, 0, below))
-            down, across = (side // v.shuffle for side in grid.shape[1:3])
-            blocks = grid.reshape(len(seen), down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)
-            blocks = blocks.transpose(1, 2) if v.shuffle_by_columns else blocks
-            chosen = blocks.reshape(len(seen), down * across, -1)
-        if v.pool > 1:
-            pooled = F.avg_pool2d(chosen.transpose(1, 2).reshape(len(seen), -1, high, wide), v.pool)
-            chosen = pooled.flatten(2).transpose(1, 2)
-        return [self._projected(chosen)]
-
-    def _hidden_states(
-        self, v: VisionConfig, pixels: Tensor, tower: str, used: int
-    ) -> tuple[list[Tensor], tuple[int, int]]:
-        """The embeddings [views, tokens, hidden] and the outputs of the `used` first blocks, and the patches' grid."""
-        w, name = self._weights.read, f"{tower}.embeddings"
-        kernel = w(f"{name}.patch_embedding.weight")
-        bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
-        seen = pixels.to(kernel.device)
-        if v.naflex and not v.nearest:
-            kernel = kernel.reshape(-1, v.patch, v.patch, 3).permute(0, 3, 1, 2)
-        x = F.conv2d(seen, kernel, bias, stride=v.patch)
-        high, wide = x.shape[2:]
-        x = x.flatten(2).transpose(1, 2)
-        if v.class_token and not v.registers:
-            x = torch.cat((w(f"{name}.class_embedding").expand(len(x), 1, -1), x), 1)
-        table = w(f"{name}.position_embedding.weight")
-        if v.nearest and v.position_grid:
-            edges = torch.arange(1 / v.position_grid, 1.0, 1 / v.position_grid)
-            down, across = (torch.bucketize(torch.arange(n) / n, edges, right=True) for n in (high, wide))
-            x = x + table[(down[:, None] * v.position_grid + across).flatten()]
-        elif v.naflex and v.position_grid:
-            square = table.T.reshape(1, v.hidden, v.position_grid, v.position_grid)
-            stretched = F.interpolate(square, (high, wide), mode="bilinear", antialias=True)
-            x = x + stretched.flatten(2).transpose(1, 2)
-        else:
-            x = x + self._positions(table)
-        if v.pre_norm:
-            x = self._layer_norm(x, "vision.pre_layrnorm")
-        if v.registers:
-            before = torch.cat((w(f"{name}.class_embedding")[None], w(f"{name}.registers")))
-            x = torch.cat((before.expand(len(x), -1, -1), x), 1)
-        states = [x]
-        for layer in range(used):
-            x = self._vision_layer(v, states[-1], f"{tower}.encoder.layers.{layer}")
-            if layer + 1 == v.merged_after:
-                x, high, wide = self._merged(v, x, high, wide), high // MERGED, wide // MERGED
-            states.append(x)
-        return states, (high, wide)
-
-    def _merged(self, v: VisionConfig, x: Tensor, high: int, wide: int) -> Tensor:
-        """The hidden states [views, patches, hidden] of a grid of patches, one patch for each square."""
-        name, views = "vision.vit_merger", len(x)
-        squares = x.reshape(views, high // MERGED, MERGED, wide // MERGED, MERGED, -1).transpose(2, 3)
-        squares = squares.reshape(-1, MERGED**2, v.hidden)
-        squares = squares + self._tower_attention(v, squares, name)
-        joined = self._layer_norm(squares.flatten(1), f"{name}.pre_norm")
-        y = self._linear(activate(self._linear(joined, f"{name}.linear_1"), "gelu_pytorch_tanh"), f"{name}.linear_2")
-        return (y + squares.mean(1)).reshape(views, -1, v.hidden)
-
-    def _projected(self, chosen: Tensor) -> Tensor:
-        c = self.config
-        if c.projector_norm_eps is not None:
-            chosen = self._layer_norm(chosen, "projector.norm", c.projector_norm_eps)
-        for number, matrix in enumerate(projector_layers(c)):
-            chosen = activate(chosen, c.projector_activation) if number else chosen
-            chosen = self._linear(chosen, matrix)
-        return chosen.flatten(0, 1)
+        return self._see(torch.from_numpy(pixels))[0]
 
     def hidden(
         self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
@@ -500,43 +400,6 @@ class Reference:
         own = self._weights.read(PER_LAYER, ids).reshape(len(ids), text.layers, width) * width**0.5
         inputs: Tensor = (made + own) * 2**-0.5
         return inputs
-
-    def _positions(self, table: Tensor) -> Tensor:
-        """The table [..., positions, hidden], resized if it has another grid than the patches."""
-        v = self.config.vision
-        if v.position_grid is None:
-            return table
-        first, side = int(v.class_token), v.position_grid
-        grid = table[:, first:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
-        grid = F.interpolate(grid, (v.grid, v.grid), mode="bicubic", align_corners=False)
-        return torch.cat((table[:, :first], grid.flatten(2).transpose(1, 2)), 1)
-
-    def _tower_attention(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
-        y = self._layer_norm(x, f"{name}.layer_norm1")
-        parts = [self._linear(y, f"{name}.self_attn.{part}_proj") for part in "qkv"]
-        if v.qk_norm:
-            for number, part in enumerate("qk"):
-                parts[number] = rms(parts[number], self._weights.read(f"{name}.self_attn.{part}_norm.weight"), v.eps)
-        q, k, w = (part.reshape(*y.shape[:2], v.heads, -1).transpose(1, 2) for part in parts)
-        y = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
-        return self._linear(y, f"{name}.self_attn.out_proj")
-
-    def _vision_layer(self, v: VisionConfig, x: Tensor, name: str) -> Tensor:
-        scales = [self._weights.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
-        x = x + scales[0] * self._tower_attention(v, x, name)
-        y = self._linear(self._layer_norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")
-        return x + scales[1] * self._linear(activate(y, v.activation), f"{name}.mlp.fc2")
-
-    def _layer_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
-        weight = self._weights.read(f"{name}.weight")
-        if f"{name}.bias" not in self._names:
-            return rms(x, weight, eps or self.config.vision.eps)
-        bias = self._weights.read(f"{name}.bias")
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps or self.config.vision.eps)
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        bias = self._weights.read(f"{name}.bias") if f"{name}.bias" in self._names else None
-        return F.linear(x, self._weights.read(f"{name}.weight"), bias)
 
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""

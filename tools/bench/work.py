@@ -25,7 +25,6 @@ from vtx.tools.estimate.flops import (
     text_tower_flops,
 )  # fmt: skip
 from vtx.tools.estimate.sizes import ModelSize, bundle_size
-from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
@@ -99,18 +98,18 @@ class WorkCounter:
         """
         vision, text = self._size.vision, self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
-        if isinstance(vision, NativeSize | NaflexSize):
+        if vision is not None and vision.model.vision.positions != "table":
             return sum(encode_flops(vision.seeing(tokens), 1) for tokens in passes)
         whole = 0 if vision is None else vision.view_tokens
         seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
         frames = [c.tokens for c in prefill if c.name == "video"]
         seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
         if vision is not None:
-            seen += sum(2 * vision.projector_token_macs * c.tokens for c in prefill if c.name == "project")
+            seen += sum(2 * vision.projector_macs * c.tokens for c in prefill if c.name == "project")
         if text is None:
             return seen
         read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]
-        projected = 2 * text.width * (0 if vision is None else vision.hidden)
+        projected = 2 * text.width * (0 if vision is None else vision.model.vision.hidden)
         return seen + sum(read) + sum(projected * c.tokens for c in prefill if c.name == "vision")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.runtime.errors import RequestError
-from vtx.tools.estimate.towers import VisionSize
+from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import Decoder
 
 MAX_TOKENS = 1 << 24
@@ -67,10 +67,10 @@ def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, 
     """
     if vision is None:
         return 0
-    layers = vision.layers if whole else vision.used
-    merging = max(0, layers - 1) * vision.layer_macs_on(vision.tower_tokens - merged)
-    projector = (vision.view_tokens - merged) * vision.projector_token_macs
-    return 2 * views * (vision.patch_macs + min(layers, 1) * vision.layer_macs + merging + projector)
+    tower, layers = vision.tower, vision.layers if whole else vision.used
+    merging = max(0, layers - 1) * tower.layer_macs(vision.tower_tokens - merged)
+    projector = (vision.view_tokens - merged) * vision.projector_macs
+    return 2 * views * (tower.patch_macs(vision.patches) + min(layers, 1) * vision.layer_macs + merging + projector)
 
 
 def text_tower_flops(tower: TextTowerSpec, tokens: int) -> int:

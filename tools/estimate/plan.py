@@ -24,7 +24,7 @@ from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
-from vtx.tools.estimate.towers import NaflexSize, NativeSize
+from vtx.tools.estimate.vision import VisionSize
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -63,8 +63,9 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
     if tower is not None:
         side = round((tower.patches / tower.view_tokens) ** 0.5)
+        class_token, several = tower.model.vision.class_token, tower.model.vision.several
         for part in parts:
-            check_patches(part, side, class_token=tower.class_token, two_towers=tower.several)
+            check_patches(part, side, class_token=class_token, two_towers=several)
     if model.layout is not None:
         check_layout(parts, model.layout)
     counts, count, unknown = list[int](), vision, dict[str, None]()
@@ -296,11 +297,7 @@ def make_plan(
     """
     if engine is None:
         engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
-    largest: NativeSize | NaflexSize | None = None
-    if engine.reserved and isinstance(model.vision, NativeSize) and isinstance(model.layout, Native):
-        largest = model.vision.of_pixels(engine.reserved * model.layout.max_pixels)
-    if engine.reserved and isinstance(model.vision, NaflexSize):
-        largest = model.vision.stretched(WIDEST_VIEW)
+    largest = largest_view(model, engine.reserved)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
@@ -345,9 +342,19 @@ def make_plan(
     )  # fmt: skip
 
 
+def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
+    """The tower with the view for which an engine takes memory at load; `reserved`: times the pixels of an image."""
+    if not reserved or model.vision is None:
+        return None
+    vision = model.vision.model.vision
+    if vision.kind == "native" and isinstance(model.layout, Native):
+        return model.vision.stretched(reserved * model.layout.max_pixels // vision.patch**2)
+    return model.vision.stretched(WIDEST_VIEW * model.vision.patches) if vision.naflex else None
+
+
 def _cost(
     model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, again: int, largest: NativeSize | NaflexSize | None,
+    engine: EngineCost, again: int, largest: VisionSize | None,
 ) -> PrecisionCost:  # fmt: skip
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
     element = KV_DTYPES[precisions.kv_dtype].bytes
@@ -379,7 +386,7 @@ def _cost(
 
 
 def largest_activation_bytes(
-    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: NativeSize | NaflexSize | None
+    model: ModelSize, tokens: Sequence[int], views: int, element_bytes: int, largest: VisionSize | None
 ) -> int:
     """The larger of prefill's and the vision graph's intermediate values, whose memory is reused, and fp32 logits.
 

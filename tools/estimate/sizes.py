@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +18,9 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.strict import Strict, json_value
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
-from vtx.tools.estimate.towers import (
-    AxialSize,
-    ConvolutionalSize,
-    JoinedSize,
-    NaflexSize,
-    NativeSize,
-    PairedSize,
-    PooledSize,
-    TowerPart,
-    VisionSize,
-)
+from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import Decoder
-from vtx.tools.model.vision import VisionConfig, VisionModel
+from vtx.tools.model.vision import VisionModel
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
@@ -118,8 +107,9 @@ class ModelSize:
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        left_out = {"layout", *(name for name in ("action", "action_tokens") if not getattr(self, name))}
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        left_out = {"layout", "vision", *(name for name in ("action", "action_tokens") if not getattr(self, name))}
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        return values | {"vision": json_value(self.vision)}
 
 
 def _known(
@@ -127,13 +117,8 @@ def _known(
 ) -> ModelSize:
     read = Strict().read
     kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    kinds: dict[str, type[VisionSize]] = {
-        "window": NativeSize, "widths": ConvolutionalSize, "between": NaflexSize, "beside": PairedSize,
-        "pool": PooledSize, "axis_positions": AxialSize, "parts": JoinedSize,
-    }  # fmt: skip
-    kind = next((kind for field, kind in kinds.items() if field in vision), VisionSize)
     expert = action and read(ActionSize, action, name)
-    tower: VisionSize = read(kind, vision, name)
+    tower = read(VisionSize, vision, name)
     return ModelSize(name, "known", read(Decoder, decoder, name), tower, kept, expert, action_tokens)
 
 
@@ -146,7 +131,7 @@ def bundle_size(bundle: Bundle) -> ModelSize:
     layout, decoder = read_layout(manifest.layout, manifest.model.tower), decoder_of(text_values(manifest.model))
     vision = vision_size(vision_of(manifest.model), layout, decoder.hidden)
     if manifest.dialects["ort"].vision_last_attention:
-        vision = replace(vision, used=vision.layers)
+        vision = replace(vision, last_attention=True)
     size = ModelSize(manifest.model.name, "bundle", decoder, vision, layout).acting(manifest.action, manifest.bins)
     if manifest.video is not None and manifest.video.own_graph and _has_tower_of_videos(bundle):
         return size.with_towers(2)
@@ -181,60 +166,6 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
 def vision_size(model: VisionModel, layout: Layout, out: int) -> VisionSize:
     """The sizes of a tower before a decoder of `out` channels; an image counts with its most tokens and views."""
     tower, most = model.vision, layout.max_tokens
-    if tower.axis_positions is not None:
-        return AxialSize(
-            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.ffn,
-            patches=tower.shuffle**2 * most, patch=tower.patch, class_token=False, features=1, view_tokens=most,
-            image_tokens=most, out=out, projector_bias=False, projector_layers=1,
-            axis_positions=tower.axis_positions, square=tower.shuffle**2, heads=tower.heads, clipped=tower.clipped,
-            standardised=tower.standardised,
-        )  # fmt: skip
     if tower.native:
-        return NativeSize(
-            layers=tower.layers, used=tower.layers, hidden=tower.hidden, ffn=tower.ffn,
-            patches=tower.shuffle**2 * most, patch=tower.patch, class_token=False, features=tower.shuffle**2,
-            view_tokens=most, image_tokens=most, out=out, gated=tower.gated,
-            window=1 if tower.window is None else tower.window**2,
-            whole=tower.layers if tower.window is None else max(1, len(tower.full_blocks)), maps=len(tower.maps),
-            positions=(tower.position_grid or 0) ** 2,
-        )  # fmt: skip
-    kind: Callable[..., VisionSize] = VisionSize
-    if tower.stage_blocks:
-        kind = partial(ConvolutionalSize, blocks=tower.stage_blocks, widths=tower.stage_widths)
-    if tower.naflex:
-        kind = partial(
-            NaflexSize, between=model.between(out), positions=(tower.position_grid or 1) ** 2,
-            projector_norm=model.projector_norm_eps is not None, merged_after=tower.merged_after,
-        )  # fmt: skip
-    if tower.pool > 1:
-        kind = partial(PooledSize, pool=tower.pool)
-    if (second := tower.beside) is not None:
-        beside = VisionSize(
-            second.layers, second.layers - 1, second.hidden, second.ffn, second.grid**2, second.patch,
-            second.class_token, 1, second.states, most, out,
-        )  # fmt: skip
-        kind = partial(PairedSize, beside=beside, registers=tower.registers or 0, projected=model.projector_widths)
-    if tower.towers:
-        kind = partial(JoinedSize, parts=tuple(map(_part, tower.towers)))
-    return kind(
-        layers=tower.layers, used=max(model.feature_layers), hidden=tower.hidden, ffn=tower.ffn,
-        patches=tower.grid**2, patch=tower.patch, class_token=tower.class_token,
-        features=len(model.feature_layers) * tower.shuffle**2, view_tokens=model.view_tokens, image_tokens=most,
-        out=out, views=layout.max_views, projector_bias=model.projector_bias,
-        projector_layers=model.projector_layers,
-    )  # fmt: skip
-
-
-def _part(tower: VisionConfig) -> TowerPart:
-    """A tower whose features are joined to others'; positions are those of its tables, with a class token's."""
-    positions = (tower.position_grid or tower.grid) ** 2 + (tower.family in ("clip", "eva02"))
-    if tower.axis_positions is not None:
-        positions = 2 * tower.axis_positions
-    if tower.stage_blocks:
-        positions = 0
-    whole = tower.layers if tower.window is None else len(tower.full_blocks)
-    return TowerPart(
-        tower.family, tower.layers, tower.hidden, tower.ffn, tower.heads, tower.grid**2, tower.patch, whole,
-        window=None if tower.window is None else tower.window**2, blocks=tower.stage_blocks, widths=tower.stage_widths,
-        positions=positions, neck=tower.neck,
-    )  # fmt: skip
+        return VisionSize(model, out, tower.square**2 * most, view_tokens=most, image_tokens=most)
+    return VisionSize(model, out, tower.grid**2, model.view_tokens, most, layout.max_views)

@@ -12,7 +12,7 @@ from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme, tied_head
 from vtx.tools.estimate.sizes import ActionSize, ModelSize
-from vtx.tools.estimate.towers import VisionSize
+from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import PER_LAYER, Decoder
 
 SCALE_BYTES = 2
@@ -75,10 +75,7 @@ def head_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGro
 
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     """The exported part of the towers, and the projector: their matrices, and all else together."""
-    matrices = [WeightGroup("vision.matrices.weight", shape, count) for shape, count in size.tower_matrices()]
-    matrices += [WeightGroup("projector.matrices.weight", shape, count) for shape, count in size.projector_matrices()]
-    yield from matrices
-    yield WeightGroup("vision.others", (size.parameters - sum(w.count * prod(w.shape) for w in matrices),))
+    yield from (WeightGroup("vision.weight", shape, count) for shape, count in size.weights().items())
 
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:

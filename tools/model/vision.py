@@ -87,6 +87,24 @@ class VisionConfig:
     neck: int | None = optional(None)
 
     @property
+    def kind(self) -> str:
+        """The kind of tower, a name in `TOWERS`."""
+        if self.native:
+            return "native" if self.axis_positions is None else "axial"
+        if self.towers:
+            return "joined"
+        if self.beside is not None:
+            return "paired"
+        if self.naflex:
+            return "naflex"
+        return "convolutional" if self.stage_blocks else "encoder"
+
+    @property
+    def several(self) -> bool:
+        """True if features of several towers are joined."""
+        return self.beside is not None or bool(self.towers)
+
+    @property
     def width(self) -> int:
         """Channels of its features as they leave it."""
         return self.hidden if self.neck is None else NECK_SQUARE**2 * self.neck
@@ -173,6 +191,17 @@ class VisionModel:
         second = 0 if self.vision.beside is None else self.vision.beside.hidden
         return self.vision.hidden * len(self.feature_layers) + second
 
+    @property
+    def feature_width(self) -> int:
+        """Numbers that the projector reads for a token."""
+        second = 0 if self.vision.beside is None else self.vision.beside.hidden
+        return self.vision.hidden * len(self.feature_layers) * self.vision.shuffle**2 + second
+
+    @property
+    def projector_matrices(self) -> list[str]:
+        """The canonical names of the projector's matrices, with an activation between them."""
+        return [f"projector.linear_{number}" for number in range(1, self.projector_layers + 1)]
+
     def between(self, out: int) -> int:
         """Numbers between the projector's matrices, the first two if the widths differ; `out` are a token's."""
         if self.projector_widths:
@@ -188,5 +217,5 @@ class VisionModel:
             layers=tower.layers, image=tower.image, patch=tower.patch, square=tower.square, pool=tower.pool,
             tokens=self.view_tokens, states=tower.states, state_width=self.state_width,
             key_width=tower.hidden // tower.heads, class_token=tower.class_token,
-            several=tower.beside is not None or bool(tower.towers), positions=tower.positions,
+            several=tower.several, positions=tower.positions,
         )  # fmt: skip

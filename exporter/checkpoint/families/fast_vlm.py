@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ATTENDING, HEAD, STEM, ModelConfig, image_token_of, parse_parts
+from vtx.exporter.checkpoint.config import ModelConfig, image_token_of, parse_parts
 from vtx.exporter.checkpoint.family import ONE_PIECE, Family
 from vtx.exporter.checkpoint.fields import MAX_WIDTH
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.single import Single
+from vtx.tools.model.towers.convolutional import ATTENDING, STEM
 from vtx.tools.model.vision import VisionConfig
 
 TOWER = "fastvit_mci3"  # timm's name, which stands for the sizes below
 SIZES: Mapping[str, tuple[int, ...]] = {"layers": (2, 12, 24, 4, 2), "embed_dims": (96, 192, 384, 768, 1536)}
+HEAD = 32  # width of one of attention
 NORM_EPS = 1e-5  # of layer norms and batch norms: no setting
 MAX_SIDE = 64  # tokens
 

@@ -21,7 +21,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.dialects import make_dialect
-from vtx.exporter.graphs.vision import build_vision
+from vtx.exporter.graphs.vision import Extras, build_vision
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.vision.tokens import ImageTokens
 from vtx.tools.tensorrt.graph import load_graph
@@ -54,7 +54,7 @@ def graph(
         export(checkpoint, bundle, (), precision)
     plan = plan_export(ExportOptions(str(checkpoint), (), precision))
     written = make_dialect(dialect, precision, plan.max_context)
-    return session(bundle, lambda b: build_vision(b, plan.config, **extras), written, plan.weights.stored)
+    return session(bundle, lambda b: build_vision(b, plan.config, Extras(**extras)), written, plan.weights.stored)
 
 
 def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.ndarray], ImageTokens]:

@@ -38,7 +38,7 @@ from vtx.tools.bench.work import WorkCount, WorkCounter, shares, weights_read
 from vtx.tools.common.memory import resident
 from vtx.tools.estimate.flops import attention_macs, encode_flops
 from vtx.tools.estimate.sizes import bundle_size
-from vtx.tools.estimate.towers import VisionSize
+from vtx.tools.estimate.vision import VisionSize
 
 NEW, REPEATS = 4, 3
 

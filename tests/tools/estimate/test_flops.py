@@ -147,7 +147,7 @@ def test_dyvte_fastv_totals_are_reproduced(sequence: int, expected: float, rel: 
 def test_clip_l_336_and_the_7b_projector_take_what_dyvte_counts() -> None:
     vision = SEVEN.vision
     assert vision is not None
-    whole, projector = encode_flops(vision, 1, whole=True), 2 * vision.view_tokens * vision.projector_token_macs
+    whole, projector = encode_flops(vision, 1, whole=True), 2 * vision.view_tokens * vision.projector_macs
     assert (whole - projector) / TERA == pytest.approx(0.382, abs=0.0005)
     assert projector / TERA == pytest.approx(0.024, abs=0.0005)
     used = encode_flops(vision, 1)
@@ -371,8 +371,8 @@ def test_merged_windows_save_all_layers_behind_the_first_and_the_projector() -> 
     vision = SEVEN.vision
     assert vision is not None
     rows, merged = vision.tower_tokens - 8 * 40, 8 * 40
-    saved = (vision.used - 1) * (vision.layer_macs - vision.layer_macs_on(rows))
-    saved += vision.projector_token_macs * merged
+    saved = (vision.used - 1) * (vision.layer_macs - vision.tower.layer_macs(rows))
+    saved += vision.projector_macs * merged
     assert encode_flops(vision, 2) - encode_flops(vision, 2, merged=merged) == 2 * 2 * saved
-    h, ffn = vision.hidden, vision.ffn
-    assert vision.layer_macs_on(rows) == rows * (4 * h * h + 2 * h * ffn) + 2 * rows * rows * h
+    h, ffn = vision.model.vision.hidden, vision.model.vision.ffn
+    assert vision.tower.layer_macs(rows) == rows * (4 * h * h + 2 * h * ffn) + 2 * rows * rows * h

@@ -327,7 +327,7 @@ def test_bytes_per_precision_are_the_arithmetic_that_the_docs_state() -> None:
     size, tower = SEVEN.decoder, SEVEN.vision
     assert tower is not None
     layers, head = size.layers * size.layer_macs, size.head_macs
-    matrices = head + tower.used * (4 * 1024 * 1024 + 2 * 1024 * 4096) + tower.projector_token_macs
+    matrices = head + tower.used * (4 * 1024 * 1024 + 2 * 1024 * 4096) + tower.projector_macs
     rows = 32064 + tower.used * (4 * 1024 + 4096 + 1024) + 2 * 4096  # each with a scale: of head, tower and projector
     beside = matrices + 2 * rows + 2 * (SEVEN.parameters - layers - matrices)
     assert weight_bytes(SEVEN, "fp32") == 4 * SEVEN.parameters

@@ -23,8 +23,8 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.host.profiles import load_profile, profile_names
 from vtx.runtime.vision.layouts.native import Native
+from vtx.tools.estimate.plan import largest_view
 from vtx.tools.estimate.sizes import KNOWN, bundle_size
-from vtx.tools.estimate.towers import NaflexSize, NativeSize
 
 ORINS = [name for name in profile_names() if load_profile(name).kind == "jetson" and "orin" in name]
 
@@ -84,10 +84,11 @@ def test_tensorrt_takes_the_memory_of_the_largest_image_whichever_is_asked_about
     assert of_tensorrt[0] == of_tensorrt[1]
     assert of_cuda[0] < of_cuda[1] < of_tensorrt[0]
     tower, vocab = KNOWN[model].vision, KNOWN[model].decoder.vocab
-    assert isinstance(tower, NativeSize)
+    assert tower is not None
+    vision = tower.model.vision
     side = 2 * tower.patches  # of patches: engines take sides of up to the root of that
-    pixels, tokens = 4 * 3 * 2 * side * tower.patch**2, 4 * (1 + tower.maps) * side // 4 * tower.out
-    layer = 2 * side * (2 * tower.hidden + max(4 * tower.hidden, 2 * tower.ffn))
+    pixels, tokens = 4 * 3 * 2 * side * vision.patch**2, 4 * (1 + len(vision.maps)) * side // 4 * tower.out
+    layer = 2 * side * (2 * vision.hidden + max(4 * vision.hidden, 2 * vision.ffn))
     assert of_tensorrt[0] == layer + pixels + tokens + 4 * vocab
 
 
@@ -121,10 +122,12 @@ def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
     backend, size = open_model(tmp_path / "bundle").backend, bundle_size(Bundle.open(tmp_path / "bundle"))
     tower = size.vision
     assert isinstance(backend, TensorrtBackend)
-    assert isinstance(tower, NativeSize)
+    assert tower is not None
     assert isinstance(size.layout, Native)
-    side, unit, each = backend.engines.longest_side, 2 * tower.patch, 4 * 3 * 2  # bytes of a pixel of two moments
-    counted = each * tower.of_pixels(2 * size.layout.max_pixels).patches * tower.patch**2
+    patch, largest = tower.model.vision.patch, largest_view(size, 2)
+    assert largest is not None
+    side, unit, each = backend.engines.longest_side, 2 * patch, 4 * 3 * 2  # bytes of a pixel of two moments
+    counted = each * largest.patches * patch**2
     assert backend.engines.buffers[names.PIXELS].nbytes == each * side**2
     assert each * side**2 <= counted < each * (side + unit) ** 2  # sides are whole tokens
 
@@ -154,8 +157,8 @@ def test_tensorrt_takes_memory_for_the_longest_view_of_tiles_of_any_shape() -> N
     on = {device: planned(*words, "--device", device)["depths"][0] for device in ("tensorrt", "cuda")}
     taken = {device: depth["precisions"]["int4"]["activation_bytes"] for device, depth in on.items()}
     view = KNOWN["lfm2-vl-1.6b"].vision
-    assert isinstance(view, NaflexSize)
-    longest = view.stretched(WIDEST_VIEW)
+    assert view is not None
+    longest = view.stretched(WIDEST_VIEW * view.patches)
     assert (longest.patches, longest.view_tokens) == (4 * 1024, 4 * 256)
     assert taken["tensorrt"] == 2 * longest.widest + 4 * (longest.ends + KNOWN["lfm2-vl-1.6b"].decoder.vocab)
     assert taken["tensorrt"] > taken["cuda"]

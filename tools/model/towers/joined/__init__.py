@@ -1,0 +1,1 @@
+"""Eagle-X5's towers over one picture, whose features are joined: a file each."""
