@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,18 +62,6 @@ def test_a_picture_that_is_sent_again_is_not_read_again(served: Served, local: M
     with patch(reading[0], side_effect=AssertionError), patch(reading[1], side_effect=AssertionError):
         found = [served.chat(asking(*messages, **NONE)).json for messages in asked]
     assert [facts(completion)["token_ids"] for completion in found] == wanted
-
-
-def test_vtx_run_gives_the_same_ids(served: Served, tiny_bundle: Path, tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from vtx.cli import run
-
-    IMAGE.save(tmp_path / "image.png")
-    words = ["--bundle", str(tiny_bundle), str(tmp_path / "image.png"), "how many?", "--k", "3", "--reduce", "none"]
-    done = CliRunner().invoke(run, [*words, "--json", "--max-new-tokens", "8", "--ignore-eos", "--threads", "1"])
-    response = served.chat(asking(user("how many?", IMAGE), k=3, reduce="none"))
-    assert facts(response.json)["token_ids"] == json.loads(done.stdout)["token_ids"]
 
 
 def test_a_stream_gives_the_same_text_and_ends_as_openais_do(served: Served, local: Model) -> None:

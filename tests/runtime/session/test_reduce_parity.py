@@ -222,32 +222,6 @@ def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None
 # ---- one session, many questions -------------------------------------------------------------------------------------
 
 
-def test_questions_on_the_same_image_equal_fresh_runs(case: Case) -> None:
-    """Reuse, changes of K, of thresholds and of method, back and forth, leave no trace in later answers."""
-    talk, image = Talk(case.model), random_image(4)
-    merging = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    half = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), merging, 0.5)
-    plain = Method()
-    asked = [
-        half, half, half, replace(half, k=9), half, replace(half, k=4), Method(fastv=(2, 0.5)), plain,
-        replace(half, positions="renumber"), replace(plain, k=9), Method(fastv=(2, 0.5), k=9), half,
-    ]  # fmt: skip
-    for number, method in enumerate(asked):
-        messages = prompt_messages(QUESTIONS[number % len(QUESTIONS)])
-        found = talk.ask(messages, [image], method, STEPS)
-        assert_equal(found, case.statement.answer(inputs(case, messages), method, STEPS))
-
-
-def test_another_image_in_the_same_session_leaves_no_trace(case: Case) -> None:
-    talk = Talk(case.model)
-    method = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), method, 0.5)
-    for seed in (4, 7, 4):
-        messages = prompt_messages(QUESTIONS[0])
-        found = talk.ask(messages, [random_image(seed)], method, STEPS)
-        assert_equal(found, case.statement.answer(inputs(case, messages, (seed,)), method, STEPS))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "method",

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.exported import DEVICES, KS, QUESTIONS, THREADS, Models, answer, every_order, greedy, policy, prompt
@@ -175,32 +173,6 @@ def test_three_questions_at_every_order_of_k_equal_fresh_ones(
         done = session.prefill(prompts[asked % 3], policy(k))
         assert done.reused_image == (asked > 0)
         np.testing.assert_allclose(done.logits, fresh[asked % 3, k][0], atol=same, rtol=0, err_msg=str(asked))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(DEPTHS), st.integers(1, STEPS), st.booleans()),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_any_questions_in_any_order_equal_fresh_ones(
-    model: Model,
-    prompts: list[Prompt],
-    fresh: dict[tuple[int, int | None], Logits],
-    same: float,
-    asked: list[tuple[int, int | None, int, bool]],
-) -> None:
-    """Other images, two images and none between them, answers of any length, and turns that go on."""
-    session = Session(model.backend, model.manifest)
-    for number, k, n, go_on in asked:
-        if go_on:
-            done = session.prefill(prompts[number], policy(k), after=session.selection)
-            np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
-        else:
-            found = answer(session, prompts[number], policy(k), n)
-            np.testing.assert_allclose(found, fresh[number, k][:n], atol=same, rtol=0)
 
 
 def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
