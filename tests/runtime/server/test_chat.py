@@ -84,17 +84,6 @@ def test_a_stream_has_usage_only_where_it_is_asked_for(served: Served) -> None:
     assert all("usage" not in event for event in served.chat(asking(user("red?"), **NONE, stream=True)).events)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_two_images_stand_in_their_order(served: Served, local: Model, stream: bool) -> None:
-    fields = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
-    ids = []
-    for images in ((IMAGE, OTHER), (OTHER, IMAGE)):
-        response = served.chat(asking(user("which?", *images), **NONE, **fields))
-        ids.append(facts(response.events[-1] if stream else response.json)["token_ids"])
-        assert ids[-1] == list(expected(local, user("which?", *images)).token_ids)
-    assert ids[0] != ids[1]
-
-
 @pytest.mark.parametrize(
     ("seed", "k", "reduce"), [(7, "none", "none"), (8, 3, "none"), (9, "none", "fastv:k=3,ratio=0.5")]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,18 +143,10 @@ def test_a_gate_behind_it(case: Case) -> None:
 
 
 @pytest.mark.sampled(2)
-def test_merging_before_it(case: Case) -> None:
-    assert_equal(*ask_both(case, Method(tau=some_merged(case), cdpruner=(20, "tower"))))
-
-
-@pytest.mark.sampled(2)
-def test_fastv_behind_it(case: Case) -> None:
-    assert_equal(*ask_both(case, Method(cdpruner=(20, "tower"), fastv=(2, 0.5))))
-
-
-@pytest.mark.sampled(2)
-def test_mustdrop_behind_it(case: Case) -> None:
-    assert_equal(*ask_both(case, Method(cdpruner=(20, "tower"), key=0.08, layers=(3,)), share=0.3))
+def test_other_methods_before_and_behind_it(case: Case) -> None:
+    assert_equal(*ask_both(case, replace(TOWER, tau=some_merged(case))))
+    assert_equal(*ask_both(case, replace(TOWER, fastv=(2, 0.5))))
+    assert_equal(*ask_both(case, replace(TOWER, key=0.08, layers=(3,)), share=0.3))
 
 
 @pytest.mark.sampled(3)
