@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import HealthCheck, settings
 
 import vtx.runtime.bundle.safetensors as subject
 from vtx.runtime.bundle import files
@@ -26,8 +25,6 @@ from vtx.runtime.bundle.safetensors import (
     write_safetensors,
 )
 from vtx.runtime.errors import BundleError, CheckpointError, ExportError
-
-one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def entry(dtype: object = "U8", shape: object = (1,), offsets: object = (0, 1)) -> dict[str, object]:

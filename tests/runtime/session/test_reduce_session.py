@@ -31,7 +31,6 @@ from vtx.runtime.session import session as session_module
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores
 
-TOLERANCE = 1e-5
 STEPS = 5
 BEGINNING = 100  # lines of the session's modules that a question runs up to its first layer, and more
 LAYERS = (2, 4, 6)
