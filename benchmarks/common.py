@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,22 +43,6 @@ def bundle_parser(doc: str) -> argparse.ArgumentParser:
     args.add_argument("--device", default="auto")
     args.add_argument("--threads", type=int, default=cores())
     args.add_argument("--seed", type=int, default=0)
-    return args
-
-
-def decoder_parser(doc: str) -> argparse.ArgumentParser:
-    """As `parser`, with the sizes of a random decoder and of the prompt that is put through it."""
-    args = parser(doc)
-    args.add_argument("--layers", type=int, default=2, help="layers that are built")
-    args.add_argument("--of", type=int, default=24, help="layers of the model")
-    args.add_argument("--hidden", type=int, default=2048)
-    args.add_argument("--heads", type=int, default=16)
-    args.add_argument("--ffn", type=int, default=5504)
-    args.add_argument("--vision", type=int, default=576, help="rows of the image")
-    args.add_argument("--text", type=int, default=64, help="rows of the question")
-    args.add_argument("--rounds", type=int, default=15)
-    args.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    args.add_argument("--scratch", type=Path, help="folder for the weights, about 1 GB [default: here]")
     return args
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,25 +93,6 @@ def test_a_full_disk_under_stdout_is_one_line(bundle: Path, words: list[str]) ->
     assert b"cannot write the output (No space left on device)" in stderr
     assert b"Traceback" not in stderr
     assert b"Exception ignored" not in stderr
-
-
-def test_vtx_lists_the_commands() -> None:
-    listed = invoke("main", "--help").stdout
-    assert all(re.search(rf"^  {command} ", listed, re.MULTILINE) for command in COMMANDS)
-
-
-def test_help_loads_none_of_the_large_libraries() -> None:
-    code = (
-        "import sys, vtx\n"
-        "from vtx.cli import run\n"
-        "try: run.main(['--help'])\n"
-        "except SystemExit as e: assert not e.code\n"
-        "large = {'numpy', 'onnxruntime', 'PIL', 'rich', 'torch', 'transformers', 'onnx', 'onnx_ir', 'tokenizers'}\n"
-        "assert not large & set(sys.modules), large & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"Usage" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -267,17 +247,6 @@ def test_a_context_just_full_gives_one_token_and_one_more_does_not_fit(bundle: P
             assert (len(few.token_ids), few.stopped) == (min(limit, 2), stopped)
     result = invoke("run", image, "?" * count, "--bundle", bundle, "--ignore-eos")
     assert "context is full" in result.stderr
-
-
-@pytest.mark.parametrize("typed", ["<image>", "</s>", "<s>", "<unk>", "<image><image></s>"])
-def test_special_tokens_in_a_question_are_text(bundle: Path, image: Path, typed: str) -> None:
-    answer = json.loads(invoke("run", image, f"what {typed} is it", "--bundle", bundle, "--json").stdout)
-    assert answer["vision_tokens"] == 16
-    model = vtx.load(bundle, threads=1)
-    content: Any = [{"type": "image"}, {"type": "text", "text": f"what {typed} is it"}]
-    ids = model.loaded.text.prompt([{"role": "user", "content": content}], 16).tolist()
-    assert (ids.count(319), ids.count(2), ids.count(1)) == (16, 0, 1)
-    assert len(ids) == answer["prompt_tokens"]
 
 
 def _bad_images(folder: Path) -> dict[str, Path]:

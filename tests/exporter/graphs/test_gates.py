@@ -162,48 +162,11 @@ def test_random_gates_decide_and_answer_as_plain_pytorch(
             check(opened.ask(question, "auto", OPTIONS), wanted)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("k", [*KS, None])
-def test_auto_gives_the_tokens_of_the_fixed_k_that_it_chose(gated: Callable[..., Model], k: int | None) -> None:
-    model = gated({other: certain_gate(k is not None and other >= k) for other in KS})
-    with model.open(IMAGE) as first, model.open(IMAGE) as second:
-        auto, fixed = first.ask(QUESTIONS[1], "auto", OPTIONS), second.ask(QUESTIONS[1], k, OPTIONS)
-    assert auto.stats.k == fixed.stats.k == k
-    assert auto.token_ids == fixed.token_ids
-    assert (auto.stats.kv_slots, auto.stats.vision_tokens_kept) == (
-        fixed.stats.kv_slots,
-        fixed.stats.vision_tokens_kept,
-    )
-
-
 def test_a_text_question_asks_no_gate(gated: Callable[..., Model]) -> None:
     model = gated({k: certain_gate(True) for k in KS})
     answer = model.ask("describe the shape", "auto", OPTIONS)
     assert (answer.stats.k, answer.stats.gate) == (None, ())
     assert answer.token_ids == model.ask("describe the shape", None, OPTIONS).token_ids
-
-
-def test_questions_in_every_order_are_answered_as_by_a_fresh_run(coins: Model) -> None:
-    def fresh(question: str) -> Answer:
-        with coins.open(IMAGE) as image:
-            return image.ask(question, "auto", OPTIONS)
-
-    wanted = {question: fresh(question) for question in QUESTIONS}
-    assert len({answer.stats.k for answer in wanted.values()}) >= 3, "the gates must differ between the questions"
-    for order in itertools.permutations(QUESTIONS):
-        with coins.open(IMAGE) as image:
-            for number, question in enumerate(order):
-                answer = image.ask(question, "auto", OPTIONS)
-                assert answer.token_ids == wanted[question].token_ids
-                assert answer.stats.k == wanted[question].stats.k
-                assert answer.stats.kv_slots == wanted[question].stats.kv_slots
-                assert answer.stats.reused_image == (number > 0)
-
-
-@pytest.mark.parametrize(("threshold", "k"), [(0.0, 2), (1.0, None)])
-def test_the_extreme_thresholds_withdraw_at_once_and_never(coins: Model, threshold: float, k: int | None) -> None:
-    with coins.open(IMAGE) as image:
-        assert image.ask(QUESTIONS[1], "auto", Options(2, gate_threshold=threshold)).stats.k == k
 
 
 def test_the_threshold_moves_the_exit_as_in_the_statement(coins: Model, reference: References) -> None:
@@ -221,12 +184,6 @@ def test_the_threshold_moves_the_exit_as_in_the_statement(coins: Model, referenc
 def test_a_threshold_that_is_no_probability_is_refused(coins: Model, threshold: float) -> None:
     with coins.open(IMAGE) as image, pytest.raises(RequestError, match="from 0 to 1"):
         image.ask("red?", "auto", Options(2, gate_threshold=threshold))
-
-
-def test_auto_is_deterministic(coins: Model) -> None:
-    with coins.open(IMAGE) as image:
-        found = [image.ask(QUESTIONS[2], "auto", OPTIONS).stats.gate for _ in range(3)]
-    assert len({tuple((d.k, d.probability) for d in decisions or ()) for decisions in found}) == 1
 
 
 def test_a_gate_that_gives_nan_is_an_error_and_no_decision() -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import vtx
 from tests.support import bundles
 from tests.support.checkpoints import alter
-from tests.support.tiny import Tiny, random_image
+from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -233,82 +233,6 @@ def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> N
 # ---- disks -----------------------------------------------------------------------------------------------------------
 
 
-class FullDisk:
-    """A file whose writes fail once `room` bytes of all such files are written."""
-
-    room = 0
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __enter__(self) -> FullDisk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: bytes) -> int:
-        FullDisk.room -= len(data)
-        if FullDisk.room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return int(self._file.write(data))
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`full_disk(room)`: from now on files opened for writing through pathlib take so many bytes together."""
-    real = Path.open
-
-    def limited(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
-        file = real(self, mode, *args, **options)
-        return FullDisk(file) if "w" in mode else file
-
-    def install(room: int) -> None:
-        FullDisk.room = room
-        monkeypatch.setattr(Path, "open", limited)
-
-    return install
-
-
-@pytest.mark.parametrize("room", [0, 3_000, 10_000, 25_000, 200_000, 700_000])
-def test_a_disk_that_fills_up_leaves_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, full_disk: Callable[[int], None], room: int
-) -> None:
-    plan_ = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(dtype="bfloat16"))), (3,), "fp16"))
-    full_disk(room)
-    with pytest.raises(ExportError, match="No space left"):
-        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_fills_up_leaves_the_old_bundle(
-    tiny_checkpoint: Make, tmp_path: Path, full_disk: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = bundles.export(tiny_checkpoint(), tmp_path / "out", dialects=bundles.ORT)
-    plan_ = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(dtype="bfloat16"))), (2,), "fp16"))
-    full_disk(400_000)
-    with pytest.raises(ExportError, match="No space left"):
-        run_export(plan_, tmp_path / "out", force=True, report=bundles.IGNORE)
-    monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert vtx.load(tmp_path / "out", threads=1).manifest == old.manifest
-    assert all(problem is None for _, problem in old.verify())
-
-
-def test_a_disk_that_fills_up_while_a_file_is_copied_leaves_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: Callable[[int], None]
-) -> None:
-    plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (), "fp32"))
-    monkeypatch.setattr(writing, "shared", lambda *_: False)
-    full_disk(400_000)
-    with pytest.raises(ExportError, match="No space left"):
-        run_export(plan_, tmp_path / "out", force=False, report=bundles.IGNORE)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_too_small_is_told_before_anything_is_written(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,16 +310,6 @@ def test_weights_of_a_type_vtx_does_not_export_are_refused(tiny_checkpoint: Make
     assert "language_model.model.norm.weight" in read_header(path).tensors
     with pytest.raises(VtxError, match=dtype):
         plan(folder, "fp16")
-
-
-def test_the_bundle_of_a_bf16_checkpoint_answers(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
-    ids = []
-    for precision in ("fp32", "fp16"):
-        bundles.export(folder, tmp_path / precision, (), precision, dialects=bundles.ORT)
-        with vtx.load(tmp_path / precision, threads=1).open(random_image(0)) as image:
-            ids.append(image.ask("what is it?", options=vtx.Options(max_new_tokens=8)).token_ids)
-    assert ids[0] == ids[1]
 
 
 def test_converted_chunks_come_in_order_and_few_are_ahead_of_the_writer() -> None:

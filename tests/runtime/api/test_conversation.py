@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.exported import KS, QUESTIONS, Models
@@ -21,10 +19,8 @@ from tests.support.gated import WAIT
 from tests.support.reference import Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.errors import RequestError
 
 TOLERANCE = 1e-4
 STEPS = 12
@@ -35,25 +31,23 @@ References = Callable[..., Reference]
 
 
 class Recorder:
-    """A backend that keeps the logits of every row it has given, and can break at one of them."""
+    """A backend that keeps the logits of every row it has given."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.logits: list[NDArray[np.float32]] = []
-        self.break_at: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def head(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self.break_at == len(self.logits):
-            raise KeyboardInterrupt
         self.logits.append(self._backend.head(rows)[0])
         return self.logits[-1][None]
 
     def take(self) -> NDArray[np.float32]:
         """The logits since the last call, [tokens, vocab]."""
-        taken, self.logits, self.break_at = np.stack(self.logits), [], None
+        taken = np.stack(self.logits)
+        self.logits = []
         return taken
 
 
@@ -96,58 +90,6 @@ def test_later_questions_reuse_the_image_and_equal_fresh_runs(
             assert (answer.token_ids, answer.text) == (wanted.token_ids, wanted.text)
             assert (answer.stats.kv_slots, answer.stats.kv_bytes) == (wanted.stats.kv_slots, wanted.stats.kv_bytes)
             assert np.array_equal(recorder.take(), logits)
-
-
-steps = st.one_of(
-    st.tuples(st.just("ask"), st.integers(0, 2), st.sampled_from(DEPTHS)),
-    st.tuples(st.just("stop"), st.integers(0, 2), st.sampled_from(DEPTHS), st.integers(0, 4)),
-    st.tuples(st.just("break"), st.integers(0, 2), st.sampled_from(DEPTHS), st.integers(0, STEPS - 1)),
-    st.tuples(st.just("text"), st.integers(0, 2), st.sampled_from(DEPTHS)),
-    st.tuples(st.just("chat"), st.integers(0, 2), st.sampled_from(DEPTHS)),
-)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(steps, min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(DEPTHS))
-def test_a_question_after_anything_equals_a_fresh_one(
-    recorded: tuple[Model, Recorder],
-    fresh: dict[Any, Any],
-    story: list[tuple[Any, ...]],
-    last: int,
-    k: int | None,
-) -> None:
-    model, recorder = recorded
-    with model.open(IMAGE) as conversation:
-        for step in [*story, ("ask", last, k)]:
-            _live(model, recorder, conversation, step, fresh)
-
-
-def _live(
-    model: Model, recorder: Recorder, conversation: Conversation, step: tuple[Any, ...], fresh: dict[Any, Any]
-) -> None:
-    what, number, k, *rest = step
-    question = QUESTIONS[number]
-    recorder.logits, recorder.break_at = [], None
-    if what == "ask":
-        answer = conversation.ask(question, k, OPTIONS)
-        wanted, logits = fresh[question, k]
-        assert answer.token_ids == wanted.token_ids
-        assert np.array_equal(recorder.take(), logits), step
-    elif what == "stop":
-        stream = conversation.stream(question, k, OPTIONS)
-        for _, _ in zip(range(rest[0]), stream, strict=False):
-            pass
-        stream.close()
-    elif what == "break":
-        recorder.break_at = rest[0]
-        with pytest.raises(KeyboardInterrupt):
-            conversation.ask(question, k, OPTIONS)
-    elif what == "text":
-        model.ask(question, k, OPTIONS)
-    else:
-        chat = conversation.chat(k)
-        assert chat.ask(question, OPTIONS).token_ids == fresh[question, k][0].token_ids
-        chat.ask(QUESTIONS[0], OPTIONS)
 
 
 @pytest.mark.parametrize("k", DEPTHS)
@@ -198,54 +140,6 @@ def test_streamed_pieces_make_up_the_text(model: Model, fresh: dict[Any, Any]) -
     assert max(counts) > 5
 
 
-def test_an_unfinished_stream_has_no_answer(model: Model) -> None:
-    with model.open(IMAGE) as conversation:
-        stream = conversation.stream(QUESTIONS[2], 5, OPTIONS)
-        next(stream)
-        with pytest.raises(RequestError, match="not complete"):
-            _ = stream.answer
-
-
-@pytest.mark.parametrize("held", [True, False])
-def test_a_stream_left_unread_does_not_block_the_next_question(model: Model, fresh: dict[Any, Any], held: bool) -> None:
-    """Neither while somebody holds it nor while it waits for the garbage collector."""
-
-    def story() -> tuple[int, ...]:
-        with model.open(IMAGE) as conversation:
-            left = []
-            for _ in range(3):
-                stream = conversation.stream(QUESTIONS[2], 5, OPTIONS)
-                for _ in stream:
-                    break
-                left += [stream] if held else []
-            answer = conversation.ask(QUESTIONS[1], 3, OPTIONS)
-            assert all(list(stream) == [] for stream in left)
-            next(conversation.stream(QUESTIONS[2], 5, OPTIONS))
-        return answer.token_ids
-
-    found: list[tuple[int, ...]] = []
-    thread = threading.Thread(target=lambda: found.append(story()), daemon=True)  # one that hangs must not hang pytest
-    gc.disable()
-    try:
-        thread.start()
-        thread.join(WAIT)
-    finally:
-        gc.enable()
-    assert found == [fresh[QUESTIONS[1], 3][0].token_ids]
-
-
-def test_an_unread_turn_does_not_count(model: Model) -> None:
-    with model.open(IMAGE) as conversation:
-        chat = conversation.chat(3)
-        turn = chat.stream(QUESTIONS[0], OPTIONS)
-        next(turn)
-        first = chat.ask(QUESTIONS[1], OPTIONS)
-        assert len(chat.messages) == 2
-        assert turn.read().stopped == "cancelled"
-        assert len(chat.messages) == 2
-    assert first.stats.reused_image
-
-
 # --- turns ----------------------------------------------------------------------------------------
 
 
@@ -274,37 +168,6 @@ def test_turns_equal_one_prompt_with_the_whole_history(
             assert answer.stats.k == k
 
 
-def test_a_chat_goes_on_where_another_question_came_between(model: Model) -> None:
-    answers = []
-    for between in (False, True):
-        with model.open(IMAGE) as conversation:
-            chat = conversation.chat(5)
-            chat.ask(QUESTIONS[1], OPTIONS)
-            if between:
-                conversation.ask(QUESTIONS[2], 2, OPTIONS)
-                conversation.chat(5).ask(QUESTIONS[0], OPTIONS)
-            answers.append(chat.ask(QUESTIONS[2], OPTIONS))
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].stats.kv_slots == answers[1].stats.kv_slots
-
-
-def test_a_later_turn_runs_only_its_own_rows(model: Model) -> None:
-    """Counted in rows that enter the first stage: the turns before are in the caches already."""
-    with model.open(IMAGE) as conversation:
-        chat, cut = conversation.chat(5), conversation._session
-        first = chat.ask(QUESTIONS[1], Options(max_new_tokens=4, ignore_eos=True))
-        held = cut.caches.full[0].length
-        ran: list[int] = []
-        append = cut.caches.full[0].append
-        cut.caches.full[0].append = lambda rows, positions, **how: (
-            ran.append(len(rows)),
-            append(rows, positions, **how),
-        )[1]  # type: ignore[method-assign]
-        second = chat.ask(QUESTIONS[0], Options(max_new_tokens=1))
-    assert held == first.stats.prompt_tokens + 3
-    assert ran[0] < second.stats.prompt_tokens - first.stats.prompt_tokens + 4
-
-
 # --- threads and endurance ------------------------------------------------------------------------
 
 
@@ -319,13 +182,6 @@ def test_many_threads_over_one_model_answer_as_one(model: Model, fresh: dict[Any
 
     with ThreadPoolExecutor(8) as pool:
         assert all(all(right) for right in pool.map(talk, range(8)))
-
-
-def test_many_threads_over_one_conversation_wait_for_each_other(model: Model, fresh: dict[Any, Any]) -> None:
-    with model.open(IMAGE) as conversation, ThreadPoolExecutor(8) as pool:
-        asked = [(q, k) for q in QUESTIONS for k in DEPTHS] * 2
-        answers = pool.map(lambda pair: conversation.ask(*pair, OPTIONS).token_ids, asked)
-        assert [fresh[pair][0].token_ids for pair in asked] == list(answers)
 
 
 @pytest.mark.slow

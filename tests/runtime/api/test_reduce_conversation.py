@@ -20,7 +20,6 @@ from tests.support.exported import QUESTIONS, THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.runtime.api.answer import Stats
-from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import BundleError, RequestError
@@ -158,20 +157,6 @@ def test_the_json_object_is_flat_and_whole(model: Model) -> None:
 # --- what later questions reuse -------------------------------------------------------------------
 
 
-def test_each_question_has_its_own_survivors_and_equals_a_fresh_run(model: Model, tau: float) -> None:
-    word, seen = f"{DUAL},tau={tau}", set()
-    with model.open(IMAGE) as lasting:
-        for number, question in enumerate((*QUESTIONS, *QUESTIONS)):
-            answer = lasting.ask(question, None, OPTIONS, reduce=word)
-            with model.open(IMAGE) as fresh:
-                alone = fresh.ask(question, None, OPTIONS, reduce=word)
-            assert answer.token_ids == alone.token_ids
-            assert answer.stats.reduced == alone.stats.reduced
-            assert answer.stats.reused_image == (number > 0)
-            seen.add(reduced(answer.stats).kept[-1].patches)
-    assert len(seen) == 3
-
-
 def test_the_tower_runs_once_for_each_threshold(model: Model, tau: float) -> None:
     watched = Watched(model.backend)
     words = [
@@ -192,25 +177,6 @@ def test_a_change_of_run_options_reuses_the_image(model: Model) -> None:
         ways = [DUAL, f"{DUAL},positions=renumber", f"{DUAL},key=0", "mustdrop:gamma=0.011,alpha=0.01,layers=2/4/6"]
         stats = [image.ask(QUESTIONS[0], k, OPTIONS, reduce=word).stats for word in ways for k in (None, 5)]
     assert [s.reused_image for s in stats] == [False] + [True] * 7
-
-
-def test_a_chat_keeps_what_its_first_turn_kept(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, after, selected = Conversation.stream_messages, list[Any](), list[Any]()
-
-    def noting(*given: Any, completed: Any, **named: Any) -> Any:
-        after.append(named["after"])
-        return original(*given, completed=lambda *done: (selected.append(done[1]), completed(*done)), **named)
-
-    monkeypatch.setattr(Conversation, "stream_messages", noting)
-    with model.open(IMAGE) as image:
-        chat = image.chat(reduce=DUAL)
-        turns = [chat.ask(question, OPTIONS).stats for question in QUESTIONS]
-    assert after == [None, selected[0], selected[0]]
-    assert selected == [selected[0]] * 3
-    assert selected[0] is not None
-    assert len({reduced(stats).kept for stats in turns}) == 1
-    assert turns[2].kv_slots[0] > turns[1].kv_slots[0] > turns[0].kv_slots[0]
-    assert turns[2].kv_slots[0] - turns[2].kv_slots[-1] == turns[0].kv_slots[0] - turns[0].kv_slots[-1]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support import bundles
 from tests.support.dialects import DialectBackend
-from tests.support.exported import KS, THREADS, Checkpoints, greedy, policy, prompt
+from tests.support.exported import KS, THREADS, Checkpoints, greedy, prompt
 from tests.support.graphs import TEXT, session
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -40,7 +40,6 @@ from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import describe
-from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
 
 STEPS = 12
@@ -245,21 +244,6 @@ def test_the_golden_vectors_are_met(loaded: Callable[[str], Model], device: str)
 
 
 # --- conversations --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_later_questions_and_other_depths_answer_as_a_fresh_session(
-    loaded: Callable[[str], Model], device: str
-) -> None:
-    model, image = loaded(device), random_image(1)
-    session = Session(model.backend, model.manifest)
-    for words, k in itertools.product(QUESTIONS, (None, 3, 8, 5, None)):
-        asked = prompt(model, prompt_messages(words), [image])
-        wanted = greedy(model, asked, k, STEPS)
-        found = [session.prefill(asked, policy(k)).logits]
-        found += [session.decode(token) for token in wanted.ids[:-1]]
-        np.testing.assert_allclose(np.stack(found), wanted.logits, atol=SAME, rtol=0)
-        assert [int(row.argmax()) for row in found] == wanted.ids
 
 
 @pytest.mark.sampled(2)

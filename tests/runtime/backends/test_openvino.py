@@ -21,13 +21,10 @@ from tests.support.exported import (
     THREADS,
     Checkpoints,
     Models,
-    answer,
-    every_order,
     greedy,
     policy,
     prompt,
 )
-from tests.support.fuse import check_interrupts
 from tests.support.gates import plan_with_gates, random_gate, write_gates
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -148,13 +145,6 @@ def test_gates_give_the_odds_of_onnxruntime(tiny_checkpoint: Checkpoints, tmp_pa
         np.testing.assert_allclose(one.gate(k, hidden), other.gate(k, hidden), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_golden_vectors_are_met(models: Get, precision: str) -> None:
-    found = list(check_golden(models(precision=precision)))
-    assert len(found) == 3 + len(DEPTHS)
-    assert all(check.passed for check in found), found
-
-
 # --- reductions -----------------------------------------------------------------------------------
 
 REDUCTIONS = (
@@ -173,20 +163,6 @@ def reduced(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoin
     folder = tmp_path_factory.mktemp("reduced") / "bundle"
     bundles.export_with(options, folder)
     return [load(folder, device=device, threads=THREADS) for device in ("openvino", "cpu")]
-
-
-def test_reductions_keep_the_rows_and_give_the_ids_of_onnxruntime(reduced: list[Model]) -> None:
-    """One conversation through all of them, so that caches shrink, are filled again, and change their method."""
-    asked = [(word, k) for word in (*REDUCTIONS, "none", REDUCTIONS[0]) for k in (None, 9)]
-    with reduced[0].open(random_image(4)) as one, reduced[1].open(random_image(4)) as other:
-        for words, (word, k) in zip(itertools.cycle(QUESTIONS), asked, strict=False):
-            answers = [c.ask(words, k, OPTIONS, reduce=word) for c in (one, other)]
-            assert answers[0].token_ids == answers[1].token_ids, (word, k)
-            stats = [a.stats for a in answers]
-            assert stats[0].kv_slots == stats[1].kv_slots, (word, k)
-            assert stats[0].vision_tokens_kept == stats[1].vision_tokens_kept
-            if word != "none":
-                assert 0 < min(kept for kept in stats[0].vision_tokens_kept if kept) < 81
 
 
 def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
@@ -353,40 +329,6 @@ def test_caches_share_their_stage_s_weights(models: Get) -> None:
 # --- one prompt after another ---------------------------------------------------------------------
 
 
-def test_three_questions_at_every_order_of_k_equal_fresh_ones(
-    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
-) -> None:
-    session = Session(model.backend, model.manifest)
-    for asked, k in enumerate(every_order(DEPTHS, 3)):
-        found = answer(session, prompts[asked % 3], policy(k), 3)
-        np.testing.assert_allclose(found, fresh[asked % 3, k][:3], atol=SAME, rtol=0, err_msg=f"question {asked}")
-
-
-def test_other_images_and_text_between_questions_change_nothing(
-    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
-) -> None:
-    rng = np.random.default_rng(1)
-    session = Session(model.backend, model.manifest)
-    for _ in range(60):
-        number, k = int(rng.integers(len(prompts))), DEPTHS[rng.integers(len(DEPTHS))]
-        steps, go_on = int(rng.integers(1, STEPS)), bool(rng.integers(2))
-        if go_on:
-            found = session.prefill(prompts[number], policy(k), after=session.selection).logits
-            np.testing.assert_allclose(found, fresh[number, k][0], atol=SAME, rtol=0)
-        else:
-            np.testing.assert_allclose(
-                answer(session, prompts[number], policy(k), steps), fresh[number, k][:steps], atol=SAME, rtol=0
-            )
-
-
-def test_the_context_can_be_filled_to_its_last_slot(model: Model, prompts: list[Prompt]) -> None:
-    for k in (None, 3):
-        session = Session(model.backend, model.manifest)
-        session.prefill(prompts[0], policy(k))
-        while session.length < session.capacity:
-            assert np.isfinite(session.decode(40)).all()
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("counted", [True, False], ids=["after", "within"])
 def test_rows_that_an_interrupt_left_behind_are_forgotten(model: Model, rows: int, *, counted: bool) -> None:
@@ -427,18 +369,6 @@ def test_blocks_are_told_again_where_an_interrupt_came_while_they_were(
     monkeypatch.undo()
     found, wanted = (cache.append(TokenStates(rows[31:]), np.arange(31, 40)) for cache in (one, other))
     assert np.array_equal(found, wanted)
-
-
-@pytest.mark.parametrize("moment", ["before", "within", "after"])
-@pytest.mark.parametrize("earlier", [None, (1, None), (5, 2)])
-def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
-    model: Model,
-    prompts: list[Prompt],
-    fresh: dict[tuple[int, int | None], Logits],
-    moment: str,
-    earlier: tuple[int, int | None] | None,
-) -> None:
-    check_interrupts(model, prompts, fresh, moment, earlier, SAME)
 
 
 def test_slots_kept_are_those_that_were_there(model: Model) -> None:
@@ -538,15 +468,3 @@ def is_matrix(node: Any) -> bool:
     shape = node.get_output_partial_shape(0)
     constant = node.get_rt_info()["layerType"].astype(str) == "Const"
     return constant and shape.is_static and int(np.prod(node.get_output_shape(0))) >= 64 * 128
-
-
-def test_the_beginning_of_a_prompt_comes_from_a_file(models: Get, tmp_path: Path) -> None:
-    model, file = models(Tiny(context=512)), tmp_path / "shelf.safetensors"
-    answers = []
-    for seed, given in ((2, file), (3, file), (3, None)):
-        with model.open([random_image(1), random_image(seed)], system="Be brief.", prefix_file=given) as conversation:
-            answers.append(conversation.ask("How many?", None, max_new_tokens=4, ignore_eos=True))
-    first, read, fresh = answers
-    assert first.stats.reused_tokens == 0
-    assert read.stats.reused_tokens > read.stats.vision_tokens // 2
-    assert read.token_ids == fresh.token_ids

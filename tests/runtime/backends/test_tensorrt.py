@@ -45,9 +45,24 @@ WORDS = [
 STEPS = 6
 
 
+def engines_of(jetpack: int | None, folder: Path, place: Path, patch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A copy of a bundle whose engines are the card's or JetPack 6's, and the name of their target."""
+    made = copy(folder, place / "bundle")
+    if jetpack:
+        build_for("trt10", made, patch)
+    return made, "jetson-orin" if jetpack else "sm89"
+
+
+JETPACKS = pytest.mark.parametrize("jetpack", [None, 6])
+
+
+@JETPACKS
 @pytest.mark.parametrize("k", [None, 2, 3])
-def test_answers_are_those_of_onnxruntime(k: int | None, with_engines: Path, device: Gpu) -> None:
-    ours, reference = open_model(with_engines), load(with_engines, device="cpu", threads=THREADS)
+def test_answers_are_those_of_onnxruntime(
+    k: int | None, jetpack: int | None, with_engines: Path, request: pytest.FixtureRequest, device: Gpu
+) -> None:
+    folder = request.getfixturevalue("on_jetpack_6") if jetpack else with_engines
+    ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     for number, question in enumerate(QUESTIONS):
         images = [random_image(number)]
         want = greedy(reference, prompt(reference, prompt_messages(question), images), k, STEPS)
@@ -93,20 +108,21 @@ def same_answers(ours: Model, reference: Model, word: str) -> None:
 
 
 @pytest.mark.sampled(3)
+@JETPACKS
 @pytest.mark.parametrize("word", WORDS)
-def test_reductions_keep_and_answer_as_on_onnxruntime(word: str, reducing: Path, device: Gpu) -> None:
-    same_answers(open_model(reducing), load(reducing, device="cpu", threads=THREADS), word)
+def test_reductions_keep_and_answer_as_on_onnxruntime(
+    word: str, jetpack: int | None, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = engines_of(jetpack, reducing, tmp_path, monkeypatch)
+    same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
 
 
-@pytest.mark.parametrize("jetpack", [None, 6])
+@JETPACKS
 def test_a_rest_is_kept_and_answered_as_on_onnxruntime(
     jetpack: int | None, with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where prompts run in parts, of which the last holds the token that chooses."""
-    folder, target = copy(with_engines, tmp_path / "bundle"), "sm89"
-    if jetpack:
-        target = "jetson-orin"
-        build_for("trt10", folder, monkeypatch)
+    folder, target = engines_of(jetpack, with_engines, tmp_path, monkeypatch)
     reference = load(folder, device="cpu", threads=THREADS)
     for part in (None, 4):
         if part is not None:
@@ -138,33 +154,12 @@ def test_a_profile_for_decoding_and_one_for_prompts_answer_the_same(
     np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("k", [None, 2, 3])
-def test_engines_of_jetpack_6_answer_the_same(k: int | None, on_jetpack_6: Path) -> None:
-    ours, reference = open_model(on_jetpack_6), load(on_jetpack_6, device="cpu", threads=THREADS)
-    for number, question in enumerate(QUESTIONS):
-        images, messages = [random_image(number)], prompt_messages(question)
-        want, got = (greedy(m, prompt(m, messages, images), k, STEPS) for m in (reference, ours))
-        assert got.ids == want.ids
-        np.testing.assert_allclose(got.logits, want.logits, atol=1e-4)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("word", WORDS)
-def test_reductions_work_on_jetpack_6(
-    word: str, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = copy(reducing, tmp_path / "jetpack-6")
-    build_for("trt10", folder, monkeypatch)
-    same_answers(open_model(folder), load(folder, device="cpu", threads=THREADS), word)
-
-
 @pytest.mark.parametrize("query", [False, True])
 def test_one_token_takes_the_profile_of_one(
     query: bool, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a question of one token does; the other profile of the engine begins at two."""
-    folder = copy(reducing, tmp_path / "jetpack-6")
-    build_for("trt10", folder, monkeypatch)
+    folder, _ = engines_of(6, reducing, tmp_path, monkeypatch)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     rows = np.random.default_rng(0).standard_normal((5, ours.manifest.model.hidden)).astype(np.float32)
     number = next(n for n, stage in enumerate(ours.manifest.stages) if stage.query)
@@ -258,14 +253,11 @@ def test_addresses_are_aligned_whatever_the_number_of_slots(
                 assert mine.ask(question, k or "none").token_ids == theirs.ask(question, k or "none").token_ids
 
 
-@pytest.mark.parametrize("jetpack", [None, 6])
+@JETPACKS
 def test_a_prompt_longer_than_the_profile_of_a_stage_runs_in_parts(
     jetpack: int | None, reducing: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, target = copy(reducing, tmp_path / "bundle"), "sm89"
-    if jetpack:
-        target = "jetson-orin"
-        build_for("trt10", folder, monkeypatch)
+    folder, target = engines_of(jetpack, reducing, tmp_path, monkeypatch)
     shorten(folder, target, 4)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     for word in ("none", "fastv:k=2", f"{DUAL},key=0", "dart:keep=8"):

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import vtx.runtime.bundle.safetensors as subject
 from vtx.runtime.bundle import files
@@ -26,9 +24,7 @@ from vtx.runtime.bundle.safetensors import (
     widen_bf16,
     write_safetensors,
 )
-from vtx.runtime.errors import BundleError, CheckpointError, ExportError, VtxError
-
-one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+from vtx.runtime.errors import BundleError, CheckpointError, ExportError
 
 
 def entry(dtype: object = "U8", shape: object = (1,), offsets: object = (0, 1)) -> dict[str, object]:
@@ -325,115 +321,3 @@ def test_what_is_wrong_with_json_is_told_in_its_own_words(content: bytes, reason
 def test_sound_json_is_parsed() -> None:
     assert parse_json(b'{"a": [1, 2.5, null], "\\u00fc": "\\ud83d\\ude00"}', "it") == {"a": [1, 2.5, None], "ü": "😀"}
     assert parse_json(b"[" * 64 + b"]" * 64, "it")
-
-
-# Fuzzing
-
-
-def library(content: bytes) -> dict[str, dict[str, Any]] | None:
-    try:
-        found = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
-    except safetensors.SafetensorError:
-        return None
-    names = [name for name, _ in found]
-    return dict(found) if len(names) == len(set(names)) else None
-
-
-def ours(path: Path) -> dict[str, tuple[str, list[int], bytes]] | None:
-    try:
-        tensors = read_header(path).tensors
-    except VtxError:
-        return None
-    content = path.read_bytes()
-    for info in tensors.values():
-        if DTYPES[info.dtype][1]:
-            read_tensor(info)
-            assert read_bits(info).tobytes() == content[info.offset :][: info.nbytes]
-    return {i.name: (i.dtype, list(i.shape), content[i.offset :][: i.nbytes]) for i in tensors.values()}
-
-
-def compare(folder: Path, content: bytes) -> None:
-    """The library's word for what is sound; ours may be stricter only where its docstring says so."""
-    expected, found = library(content), ours(put(folder, content))
-    if expected is None:
-        assert found is None or b"-0" in content  # an integer to Python's json, a float to the library
-    elif found is not None:
-        assert found == {n: (t["dtype"], t["shape"], bytes(t["data"])) for n, t in expected.items()}
-    else:
-        with pytest.raises(VtxError, match=r"is duplicated|not described|at most 32|more bytes than any|nested"):
-            read_header(folder / "model.safetensors")
-
-
-@one_folder
-@given(st.binary(max_size=200))
-def test_random_bytes_never_raise_anything_else(tmp_path: Path, content: bytes) -> None:
-    compare(tmp_path, content)
-
-
-@one_folder
-@given(st.binary(max_size=120), st.binary(max_size=8))
-def test_random_headers_never_raise_anything_else(tmp_path: Path, header: bytes, data: bytes) -> None:
-    compare(tmp_path, file_bytes(header, data))
-
-
-SAMPLE = safetensors.numpy.save(
-    {"a": np.ones((2, 3), np.float16), "b": np.zeros((0,), np.float32), "c": np.arange(3)}, {"format": "pt"}
-)
-
-
-@one_folder
-@given(st.data())
-def test_mutated_files_agree_with_the_library(tmp_path: Path, data: st.DataObject) -> None:
-    content = bytearray(SAMPLE)
-    for _ in range(data.draw(st.integers(0, 3))):
-        start = data.draw(st.integers(0, len(content)))
-        end = data.draw(st.integers(start, min(len(content), start + 8)))
-        content[start:end] = data.draw(st.binary(max_size=8) | st.sampled_from([b"[", b'"', b"0", b"-1", b"1e3", b" "]))
-    compare(tmp_path, bytes(content))
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
-sizes = st.integers(0, 4) | st.sampled_from([-1, 2**31, 2**62, 2**64, 1.0, True, None, "1"])
-entries = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(["U8", "F16", "BF16", "F32", "F4", "BOOL", "F128"]),
-        "shape": st.lists(sizes, max_size=3) | st.just([1] * 40),
-        "data_offsets": st.lists(sizes, min_size=2, max_size=2),
-    },
-    optional={"more": json_values},
-)
-
-
-@one_folder
-@given(
-    st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]) | st.text(max_size=3), entries | json_values),
-    st.binary(max_size=12),
-)
-def test_structured_headers_agree_with_the_library(tmp_path: Path, header: dict[str, Any], data: bytes) -> None:
-    compare(tmp_path, file_bytes(header, data))
-
-
-@st.composite
-def sound_files(draw: st.DrawFn) -> bytes:
-    """Headers whose offsets fit, so that fuzzing gets past the first check; one in a while is shifted by one."""
-    header: dict[str, object] = {}
-    offset = 0
-    for name in draw(st.lists(st.text(max_size=4), unique=True, max_size=5)):
-        if name == "__metadata__":
-            continue
-        dtype = draw(st.sampled_from(sorted(DTYPES)))
-        shape = draw(st.lists(st.integers(0, 4), max_size=4))
-        nbytes = int(np.prod(shape, dtype=int)) * DTYPES[dtype][0] // 8
-        header[name] = entry(dtype, shape, [offset, offset + nbytes])
-        offset += nbytes + draw(st.sampled_from([0] * 20 + [-1, 1]))
-    return file_bytes(header, b"\1" * max(0, offset + draw(st.sampled_from([0] * 10 + [-1, 1]))))
-
-
-@one_folder
-@given(sound_files())
-def test_nearly_sound_files_agree_with_the_library(tmp_path: Path, content: bytes) -> None:
-    compare(tmp_path, content)

@@ -22,7 +22,7 @@ from tests.support.bundles import ORT, export, export_with
 from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, output, run
 from tests.support.exported import THREADS, Models
-from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0
+from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -239,18 +239,7 @@ def test_random_configurations_act_as_in_python_on_both_engines(
     opened: Callable[..., Loaded], tmp_path: Path, number: int
 ) -> None:
     chance = random.Random(number)
-    layers, patch = chance.randint(3, 8), chance.choice([8, 14])
-    vlm = replace(
-        TINY.vlm, layers=layers, head_dim=chance.choice([8, 16, 32]), heads=chance.choice([2, 4]), patch=patch,
-        kv_heads=chance.choice([1, 2]), hidden=chance.choice([32, 64]), image=patch * chance.randint(2, 5),
-        vision_layers=chance.randint(1, 3),
-    )  # fmt: skip
-    tiny = TinyPi0(
-        vlm, hidden=chance.choice([16, 32, 48]), heads=chance.choice([2, 4]), ffn=chance.choice([32, 80]),
-        state=chance.randint(1, 9), width=chance.randint(1, 9), horizon=chance.randint(1, 12),
-        steps=chance.randint(1, 12), hub_names=chance.random() < 0.5, statistics=False,
-    )  # fmt: skip
-    ks = tuple(sorted(chance.sample(range(2, layers + 1), min(3, layers - 1))))
+    tiny, ks = random_pi0(chance)
     checkpoint = make_pi0(tmp_path / "checkpoint", tiny, number)
     bundle = export(checkpoint, tmp_path / "bundle", ks, dialects=(*ORT, "plain")).folder
     images: list[Image.Image] = [

@@ -60,16 +60,6 @@ def test_bars_without_a_colour_are_refused_as_in_python(
     assert str(refused.value) in failure("run", "--bundle", folder, pictures[1], "red?", "--image", pictures[2])
 
 
-@pytest.mark.slow
-def test_reductions_of_tiles_are_those_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
-    specs = ("cls:keep=0.5", "mustdrop:tau=off,key=0.2,layers=2/4,gamma=0.015,alpha=0.01", "cdpruner:keep=20",
-             "divprune", "random", "visionzip:dominant=4,contextual=2",
-             "hiprune:keep=8,alpha=0.7,layer=1")  # fmt: skip
-    model = models(LLAVA_NEXT, (), "fp32", specs)
-    for spec in specs:
-        assert_asked_equal(model, pictures[1:2], QUESTIONS, reduce=spec, max_new_tokens=6)
-
-
 def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     model, spec = models(LLAVA_NEXT, (3, 5)), "cdpruner:keep=5"
     with load(model.bundle.folder, device="cpu", threads=1, fit="released") as released:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import copy, cut_output, export, export_with, write_gate
-from tests.support.cpp import ask, assert_asked_equal, expected, needs_cpp, needs_openvino, run
+from tests.support.cpp import ask, expected, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -90,29 +90,6 @@ def test_a_template_that_counts_images_is_rendered(
                   "--max-new-tokens", "6")  # fmt: skip
     with load(bundle, device="cpu", threads=THREADS) as python, python.open(pictures[:3]) as conversation:
         assert expected(found) == expected(conversation.ask("red?", max_new_tokens=6).to_dict())
-
-
-@pytest.mark.slow
-@needs_openvino
-def test_answers_on_openvino_are_those_of_python_there(model: Model, pictures: list[Path]) -> None:
-    python = load(model.bundle.folder, device="openvino", threads=THREADS)
-    for reduce in (
-        "fastv:k=4",
-        "visionzip:dominant=5,contextual=3",
-        "hiprune:alpha=0.6,layer=1",
-        "pyramiddrop:layers=1/4",
-    ):
-        shown, on = pictures[1:2], ("--device", "openvino")
-        assert_asked_equal(python, shown, QUESTIONS, *on, k=5, reduce=reduce, max_new_tokens=6)
-
-
-def test_a_chat_goes_on_as_in_python(model: Model, pictures: list[Path]) -> None:
-    options = ("--chat", "--reduce", "fastv:k=4", "--max-new-tokens", "5")
-    found = ask(model.bundle.folder, pictures[0], *QUESTIONS, *options)
-    with model.open(pictures[0]) as conversation:
-        chat = conversation.chat(reduce="fastv:k=4")
-        for question, answer in zip(QUESTIONS, found, strict=True):
-            assert expected(answer) == expected(chat.ask(question, max_new_tokens=5).to_dict())
 
 
 @pytest.mark.parametrize("chat", [(), ("--chat",)])

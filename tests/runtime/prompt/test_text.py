@@ -21,7 +21,6 @@ from tests.support.text import (
     CHATS,
     KINDS,
     ROWS,
-    SPECIALS,
     STRINGS,
     TEMPLATES,
     TEXTS,
@@ -115,23 +114,6 @@ def test_a_special_token_that_the_normalizer_would_make_is_text() -> None:
     wide = "＜eot＞"  # noqa: RUF001, NFKC makes it <eot>
     assert tokenizer.token_to_id("<eot>") in tokenizer.encode(wide).ids
     assert tokenizer.token_to_id("<eot>") not in text.prompt([ask(f"what {wide} is")], ROWS)
-
-
-SHREDS = st.sampled_from([*SPECIALS, "<", "s>", ">", " ", "a", "\ue000", "\ue001", "\U000f0000", "猫", "\0"])
-
-
-@given(st.lists(SHREDS, max_size=12).map("".join))
-@settings(max_examples=150, deadline=None)
-def test_no_question_makes_control_tokens(question: str) -> None:
-    for kind in ("bytes", "first"):
-        text = TEXTS[kind, "chatml"]
-        control = set(text.settings.control_tokens.values())
-        try:
-            ids = text.prompt([ask(None, "?" + question)], ROWS).tolist()
-        except RequestError:
-            continue
-        plain = text.prompt([ask(None, "?")], ROWS).tolist()
-        assert [i for i in ids if i in control] == [i for i in plain if i in control]
 
 
 def test_special_tokens_in_several_turns_are_text() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import vtx
 from tests.support import bundles
-from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, VtxError
@@ -56,22 +55,6 @@ def test_a_sound_bundle_passes_every_check(whole: Path) -> None:
     assert all(check.passed for check in found.values())
     assert found["logits at K = 3"].note == "same top token"
     assert 0 < found["logits at K = none"].difference < 1e-5
-
-
-@pytest.mark.parametrize(
-    "tiny",
-    [
-        Tiny(text="qwen2", vision="siglip", tied=True, tokenizer="bytes", select="full", feature_layer=(1, -1)),
-        Tiny(text="mistral", rope="llama3", head_dim=24, names="new", shards=3, dtype="bfloat16"),
-    ],
-    ids=["qwen2-siglip", "mistral-clip"],
-)
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_other_families_and_precisions_pass(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, precision: str
-) -> None:
-    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "b", (2, 8), precision)
-    assert all(check.passed for check in checks(made.folder).values())
 
 
 def test_the_logits_of_the_depths_differ_so_that_a_wrong_cut_is_seen(whole: Path) -> None:

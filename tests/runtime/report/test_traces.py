@@ -129,16 +129,6 @@ def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path
     assert len({tuple(position) for position in positions[image]}) == image.sum()
 
 
-@pytest.mark.slow
-def test_openvino_meets_the_traces_of_onnxruntime(model: Model, traces: Path, tmp_path: Path) -> None:
-    pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
-    write_traces(load(model.bundle.folder, device="openvino", threads=THREADS), tmp_path / "openvino")
-    assert read_index(tmp_path / "openvino").device == "openvino"
-    checks = judged(model, traces, tmp_path / "openvino")
-    assert [f"{check.name}: {check.note}" for check in checks if not check.passed] == []
-    assert max(check.difference for check in checks) > 0, "these are onnxruntime's own"
-
-
 @pytest.fixture(scope="module")
 def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gate before layer 3 that fires for some of the questions and not for others, and never by a narrow margin.

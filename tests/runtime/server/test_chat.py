@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,18 +64,6 @@ def test_a_picture_that_is_sent_again_is_not_read_again(served: Served, local: M
     assert [facts(completion)["token_ids"] for completion in found] == wanted
 
 
-def test_vtx_run_gives_the_same_ids(served: Served, tiny_bundle: Path, tmp_path: Path) -> None:
-    from click.testing import CliRunner
-
-    from vtx.cli import run
-
-    IMAGE.save(tmp_path / "image.png")
-    words = ["--bundle", str(tiny_bundle), str(tmp_path / "image.png"), "how many?", "--k", "3", "--reduce", "none"]
-    done = CliRunner().invoke(run, [*words, "--json", "--max-new-tokens", "8", "--ignore-eos", "--threads", "1"])
-    response = served.chat(asking(user("how many?", IMAGE), k=3, reduce="none"))
-    assert facts(response.json)["token_ids"] == json.loads(done.stdout)["token_ids"]
-
-
 def test_a_stream_gives_the_same_text_and_ends_as_openais_do(served: Served, local: Model) -> None:
     body = asking(user("red?", IMAGE), **NONE, stream=True, stream_options={"include_usage": True})
     response = served.chat(body)
@@ -95,17 +82,6 @@ def test_a_stream_gives_the_same_text_and_ends_as_openais_do(served: Served, loc
 
 def test_a_stream_has_usage_only_where_it_is_asked_for(served: Served) -> None:
     assert all("usage" not in event for event in served.chat(asking(user("red?"), **NONE, stream=True)).events)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_two_images_stand_in_their_order(served: Served, local: Model, stream: bool) -> None:
-    fields = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
-    ids = []
-    for images in ((IMAGE, OTHER), (OTHER, IMAGE)):
-        response = served.chat(asking(user("which?", *images), **NONE, **fields))
-        ids.append(facts(response.events[-1] if stream else response.json)["token_ids"])
-        assert ids[-1] == list(expected(local, user("which?", *images)).token_ids)
-    assert ids[0] != ids[1]
 
 
 @pytest.mark.parametrize(

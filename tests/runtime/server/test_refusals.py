@@ -142,32 +142,6 @@ def test_a_body_beyond_the_limit_is_refused_also_without_a_length(served: Served
         assert b" 413 " in connection.recv(100)
 
 
-def test_a_client_that_closes_its_sending_half_gets_its_answer(served: Served) -> None:
-    with served.open_chat(GOOD) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        got = b""
-        while piece := connection.recv(4096):
-            got += piece
-    assert b" 200 OK" in got
-    assert b'"chat.completion"' in got
-
-
-def test_a_body_of_very_many_chunks_ends_early(served: Served) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + 2000 * b"1\r\n \r\n")
-        assert b" 400 " in connection.recv(100)
-    assert served.chat(GOOD).status == 200
-
-
-def test_a_body_that_does_not_arrive_is_given_up(tiny_bundle: Path) -> None:
-    hasty = serving({"tiny": tiny_bundle}, Limits(body_seconds=0.5))
-    with hasty as served, socket.create_connection(("127.0.0.1", served.port), WAIT) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b"Content-Length: 1000\r\n\r\n{")
-        assert b" 408 " in connection.recv(100)
-
-
 def test_other_addresses_and_methods_are_told_what_there_is(served: Served) -> None:
     assert served.request("GET", "/v1/nothing").status == 404
     assert served.request("GET", "/v1/chat/completions").status == 405

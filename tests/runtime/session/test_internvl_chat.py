@@ -18,7 +18,7 @@ from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl_chat import ADDED, INTERNLM, counterpart
 from tests.support.families.original import write_json
-from tests.support.parity import assert_later_equal_fresh, assert_parity
+from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
@@ -96,12 +96,6 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         inputs, asked = judging.chat_inputs(images), prompt(model, prompt_messages(QUESTION, len(images)), images)
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
         assert_parity(model, judging, inputs, asked)
-
-
-@pytest.mark.slow
-def test_later_questions_equal_fresh_runs(models: Models) -> None:
-    images = [random_image(0, WIDE), random_image(1, HIGH)]
-    assert_later_equal_fresh(models(INTERNLM, (3, 5)), images, 5, ("red?", QUESTION, "red?"))
 
 
 @pytest.mark.slow

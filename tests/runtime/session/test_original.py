@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.support.exported import Models, prompt
 from tests.support.families.original import ANYRES, PAD, QUESTION, VICUNA, counterpart
-from tests.support.parity import assert_later_equal_fresh, assert_parity
+from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.families.llava_llama import IMAGE_TOKEN_ID
@@ -82,10 +82,3 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
         wanted_ids = [IMAGE_TOKEN_ID if id == judge.image_token else id for id in inputs["input_ids"][0].tolist()]
         assert asked.ids.tolist() == wanted_ids
         assert_parity(model, judge, inputs, asked)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("k", [None, 5])
-def test_later_questions_equal_fresh_runs(models: Models, k: int | None) -> None:
-    images = [random_image(0, WIDE), random_image(1, HIGH)]
-    assert_later_equal_fresh(models(ANYRES, (3, 5)), images, k, ("red?", "What is the picture?", "red?"))

@@ -22,7 +22,7 @@ from PIL import Image
 from tests.support.bundles import ORT, export, export_with, reseal
 from tests.support.commands import invoke
 from tests.support.exported import THREADS, Models
-from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0
+from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0, random_pi0
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -343,18 +343,7 @@ def test_actions_are_near_those_of_transformers_at_other_precisions(
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "1"))))
 def test_random_configurations_act_as_transformers_and_the_statement(tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
-    layers, patch, grid = chance.randint(3, 8), chance.choice([8, 14]), chance.randint(2, 5)
-    vlm = replace(
-        TINY.vlm, layers=layers, head_dim=chance.choice([8, 16, 32]), heads=chance.choice([2, 4]), patch=patch,
-        kv_heads=chance.choice([1, 2]), hidden=chance.choice([32, 64]), image=patch * grid,
-        vision_layers=chance.randint(1, 3),
-    )  # fmt: skip
-    tiny = TinyPi0(
-        vlm, hidden=chance.choice([16, 32, 48]), heads=chance.choice([2, 4]), ffn=chance.choice([32, 80]),
-        state=chance.randint(1, 9), width=chance.randint(1, 9), horizon=chance.randint(1, 12),
-        steps=chance.randint(1, 12), hub_names=chance.random() < 0.5, statistics=False,
-    )  # fmt: skip
-    ks = tuple(sorted(chance.sample(range(2, layers + 1), min(3, layers - 1))))
+    tiny, ks = random_pi0(chance)
     bundle = export(make_pi0(tmp_path / "checkpoint", tiny, number), tmp_path / "bundle", ks, dialects=ORT)
     sizes = [(chance.randint(20, 90), chance.randint(20, 90)) for _ in range(chance.randint(1, 3))]
     images = [random_image(number + n, size) for n, size in enumerate(sizes)]

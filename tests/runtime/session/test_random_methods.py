@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import cpp
 from tests.support.exported import DEVICES, THREADS, Models
-from tests.support.random_methods import COUNT, EXPORTED, METHODS, drawn
+from tests.support.random_methods import CASES, EXPORTED, drawn
 from tests.support.reduced import STEPS, TOLERANCE, Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Statement
@@ -24,7 +24,6 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
 pytestmark = pytest.mark.dialects("ort", "plain")
-CASES = [(name, number) for name in METHODS for number in range(COUNT)]
 K = 4
 
 
@@ -68,16 +67,10 @@ def test_answers_equal_the_statement_on_every_engine(
 def test_answers_of_libvtx_equal_those_of_python(
     on: Callable[[Tiny, str], Model], tmp_path: Path, name: str, number: int
 ) -> None:
-    case = drawn(name, number)
-    model, spec, device = on(case.tiny, "cpu"), word(case.method), DEVICES[number % len(DEVICES)]
-    paths = [tmp_path / f"{place}.png" for place in range(len(case.images))]
+    case, device = drawn(name, number), DEVICES[number % len(DEVICES)]
+    model, paths = on(case.tiny, device), [tmp_path / f"{place}.png" for place in range(len(case.images))]
     for path, image in zip(paths, case.images, strict=True):
         image.save(path)
-    more = [text for path in paths[1:] for text in ("--image", str(path))]
-    options = ("--k", "none", "--reduce", spec, "--max-new-tokens", "6", "--device", device)
-    questions = (case.question, "red?", case.question)
-    found = cpp.ask(model.bundle.folder, paths[0], *questions, *more, *options)
-    with on(case.tiny, device).open(paths) as conversation:
-        for question, answer in zip(questions, found, strict=True):
-            want = conversation.ask(question, "none", reduce=spec, max_new_tokens=6)
-            assert cpp.expected(answer) == cpp.expected(want.to_dict())
+    questions, spec = (case.question, "red?", case.question), word(case.method)
+    for k in ("none", K):
+        cpp.assert_asked_equal(model, paths, questions, "--device", device, k=k, reduce=spec, max_new_tokens=6)

@@ -109,10 +109,6 @@ def test_mustdrop_as_released(case: Case, seeds: tuple[int, ...], share: float) 
     assert usual.images[0].attention != wanted.images[0].attention
 
 
-def test_dual_attention_without_merging_and_keys(case: Case) -> None:
-    assert_equal(*ask_both(case, Method(layers=LAYERS), share=0.5))
-
-
 def test_key_rows_outlive_thresholds_that_spare_nothing(case: Case) -> None:
     found, wanted = ask_both(case, Method(key=0.08, layers=LAYERS, gamma=1.0, alpha=1.0))
     assert_equal(found, wanted)
@@ -126,37 +122,11 @@ def test_all_rows_may_go(case: Case) -> None:
     assert wanted.kept[3] == []
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9, 1.0])
-def test_fastv(case: Case, ratio: float) -> None:
-    found, wanted = ask_both(case, Method(fastv=(2, ratio)))
-    assert_equal(found, wanted)
-    assert len(wanted.kept[2]) == 81 - int(81 * ratio)
-
-
-@pytest.mark.parametrize("order", ["raster", "merged-first"])
-def test_merging_alone(case: Case, order: str) -> None:
-    assert_equal(*ask_both(case, Method(tau=some_merged(case), order=order)))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("keep", [0.1, 0.25, 0.9])
-def test_cls(case: Case, keep: float) -> None:
-    found, wanted = ask_both(case, Method(cls_keep=keep))
-    assert_equal(found, wanted)
-    assert found.done.vision_tokens == int(np.ceil(81 * keep))
-
-
 def test_text_alone_is_as_without_reduction(case: Case) -> None:
     method = Method(tau=0.5, key=0.08, layers=LAYERS, gamma=1.0, alpha=1.0)
     found, wanted = ask_both(case, method, seeds=())
     assert_equal(found, wanted)
     assert np.array_equal(found.logits, ask_both(case, Method(), seeds=())[0].logits)
-
-
-def test_two_images(case: Case) -> None:
-    method = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    found, wanted = ask_both(case, method, (4, 7), share=0.5)
-    assert_equal(found, wanted)
-    assert len({len(image.places) for image in wanted.images}) == 2, "both images merge alike and prove little"
 
 
 # ---- composition -----------------------------------------------------------------------------------------------------
@@ -171,18 +141,8 @@ def test_mustdrop_with_withdrawal(case: Case, k: int, positions: str) -> None:
     assert found.done.k == k
 
 
-@pytest.mark.parametrize("k", KS)
-def test_fastv_with_withdrawal(case: Case, k: int) -> None:
-    found, wanted = ask_both(case, Method(fastv=(2, 0.5), k=k))
-    assert_equal(found, wanted)
-    assert wanted.slots[k - 1] < wanted.slots[2] < wanted.slots[1]
-
-
-def test_merging_then_cls_then_fastv(case: Case) -> None:
+def test_methods_in_one_prompt(case: Case) -> None:
     assert_equal(*ask_both(case, Method(tau=some_merged(case), cls_keep=0.5, fastv=(2, 0.5))))
-
-
-def test_cls_then_mustdrop(case: Case) -> None:
     assert_equal(*ask_both(case, Method(cls_keep=0.5, key=0.1, layers=LAYERS), share=0.3))
 
 
@@ -212,32 +172,6 @@ def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None
 
 
 # ---- one session, many questions -------------------------------------------------------------------------------------
-
-
-def test_questions_on_the_same_image_equal_fresh_runs(case: Case) -> None:
-    """Reuse, changes of K, of thresholds and of method, back and forth, leave no trace in later answers."""
-    talk, image = Talk(case.model), random_image(4)
-    merging = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    half = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), merging, 0.5)
-    plain = Method()
-    asked = [
-        half, half, half, replace(half, k=9), half, replace(half, k=4), Method(fastv=(2, 0.5)), plain,
-        replace(half, positions="renumber"), replace(plain, k=9), Method(fastv=(2, 0.5), k=9), half,
-    ]  # fmt: skip
-    for number, method in enumerate(asked):
-        messages = prompt_messages(QUESTIONS[number % len(QUESTIONS)])
-        found = talk.ask(messages, [image], method, STEPS)
-        assert_equal(found, case.statement.answer(inputs(case, messages), method, STEPS))
-
-
-def test_another_image_in_the_same_session_leaves_no_trace(case: Case) -> None:
-    talk = Talk(case.model)
-    method = Method(tau=some_merged(case), key=0.08, layers=LAYERS)
-    method = dividing(case.statement, inputs(case, prompt_messages(QUESTIONS[0])), method, 0.5)
-    for seed in (4, 7, 4):
-        messages = prompt_messages(QUESTIONS[0])
-        found = talk.ask(messages, [random_image(seed)], method, STEPS)
-        assert_equal(found, case.statement.answer(inputs(case, messages, (seed,)), method, STEPS))
 
 
 @pytest.mark.parametrize(

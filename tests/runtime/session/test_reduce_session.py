@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.support.exported import QUESTIONS, Models, answer, prompt
@@ -33,7 +31,6 @@ from vtx.runtime.session import session as session_module
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores
 
-TOLERANCE = 1e-5
 STEPS = 5
 BEGINNING = 100  # lines of the session's modules that a question runs up to its first layer, and more
 LAYERS = (2, 4, 6)
@@ -149,27 +146,6 @@ def test_any_two_ways_after_each_other_equal_fresh_ones(
         session = Session(model.backend, model.manifest)
         for number, way in enumerate(ways):
             assert np.array_equal(answer(session, prompts[number], policy(model, way), STEPS), fresh[number, way]), ways
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(list(WAYS)), st.integers(1, STEPS), st.booleans()),
-        min_size=2,
-        max_size=8,
-    )
-)
-def test_any_questions_in_any_order_equal_fresh_ones(
-    model: Model, prompts: list[Prompt], fresh: dict[Any, Logits], asked: list[tuple[int, str, int, bool]]
-) -> None:
-    """Turns that go on are run between them; what they give is another test's."""
-    session = Session(model.backend, model.manifest)
-    for number, way, n, go_on in asked:
-        if go_on:
-            session.prefill(prompts[number], policy(model, way), after=session.selection)
-        else:
-            found = answer(session, prompts[number], policy(model, way), n)
-            assert np.array_equal(found, fresh[number, way][:n])
 
 
 @pytest.mark.covering(2)

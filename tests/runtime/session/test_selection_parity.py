@@ -77,22 +77,6 @@ def entered(case: Case, way: dict[str, Any], seeds: tuple[int, ...] = (4,)) -> l
     return [image.places for image in wanted.images]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_each_method_equals_its_statement(case: Case, way: dict[str, Any]) -> None:
-    found, wanted = ask_both(case, Method(**way))
-    assert_equal(found, wanted)
-    assert min(wanted.vision) < 81
-
-
-# Of these 81 tokens of 64 numbers the 50th and later add so little that the features' last bits choose among them.
-@pytest.mark.parametrize("keep", [2, 9, 40, 48])
-def test_cdpruner_at_every_budget(case: Case, keep: int) -> None:
-    places = entered(case, {"cdpruner": (keep, "embedding")})
-    assert len(places[0]) == keep
-    assert places[0] == sorted(places[0])
-
-
 def test_a_smaller_budget_of_cdpruner_lies_within_a_larger_one(case: Case) -> None:
     few, many = (set(entered(case, {"cdpruner": (keep, "none")})[0]) for keep in (12, 30))
     assert few < many
@@ -107,13 +91,6 @@ def test_the_order_of_pivots_matters(case: Case) -> None:
     assert len(by_size) == len(released)
 
 
-@pytest.mark.parametrize("most", [8, 40, 64])
-def test_dart_keeps_its_image_pivots_beside_the_number_named(case: Case, most: int) -> None:
-    found, wanted = ask_both(case, Method(dart=(most, 2, 4, 4)))
-    assert_equal(found, wanted)
-    assert len(wanted.kept[2]) == most + 4
-
-
 @pytest.mark.parametrize("keep", [1, 3, 40, 80])
 def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(case: Case, keep: int) -> None:
     if keep == 1:  # a number of 1 would be a share
@@ -123,12 +100,6 @@ def test_dart_before_layer_1_keeps_exactly_the_number_named_and_its_positions(ca
         return
     places = entered(case, {"dart": (keep, 0, 4, 4)})
     assert len(places[0]) == keep
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_two_images(case: Case, way: dict[str, Any]) -> None:
-    first, second = entered(case, way, (4, 7))
-    assert len(first) == len(second)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
@@ -187,14 +158,6 @@ def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:
     other = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
     assert_equal(*ask_both(other, Method(**way)))
     assert_equal(*ask_both(other, Method(**way, k=9), (4, 7)))
-
-
-@pytest.mark.slow
-def test_openvino(case: Case) -> None:
-    pytest.importorskip("openvino")
-    other = case._replace(model=load(case.model.bundle.folder, device="openvino", threads=THREADS))
-    for way in WAYS.values():
-        assert_equal(*ask_both(other, Method(**way)))
 
 
 # ---- what is reused --------------------------------------------------------------------------------------------------

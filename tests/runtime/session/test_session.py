@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.support.exported import KS, QUESTIONS, Models, answer, every_order, greedy, policy, prompt
+from tests.support.exported import DEVICES, KS, QUESTIONS, THREADS, Models, answer, every_order, greedy, policy, prompt
 from tests.support.fuse import check_interrupts
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.slots import SlotCounter
@@ -24,6 +23,7 @@ from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import TokenStates
 
+pytestmark = pytest.mark.dialects("ort", "plain")
 TOLERANCE = 1e-5
 ONE_BY_ONE = 5e-5  # one row and many run in different kernels: 1.5e-5 seen with AVX2, below 1e-5 with AVX512
 STEPS = 6
@@ -31,9 +31,15 @@ DEPTHS = (None, *KS)
 Logits = NDArray[np.float32]
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def model(request: pytest.FixtureRequest, models: Models) -> Model:
+    return load(models.folder(), device=request.param, threads=THREADS)
+
+
 @pytest.fixture(scope="module")
-def model(models: Models) -> Model:
-    return models()
+def same(model: Model) -> float:
+    """How far logits of one prompt may be apart: onnxruntime's are equal bit for bit."""
+    return 0 if model.backend.device == "cpu" else TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +103,7 @@ def test_a_prompt_that_ends_with_an_image_is_refused(model: Model, prompts: list
 
 
 def test_a_prompt_too_long_is_refused_and_changes_nothing(
-    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits], same: float
 ) -> None:
     session = Session(model.backend, model.manifest)
     session.prefill(prompts[0], policy(3))
@@ -107,7 +113,7 @@ def test_a_prompt_too_long_is_refused_and_changes_nothing(
         session.prefill(asked, policy(None))
     done = session.prefill(prompts[1], policy(3))
     assert done.reused_image
-    assert np.array_equal(done.logits, fresh[1, 3][0])
+    np.testing.assert_allclose(done.logits, fresh[1, 3][0], atol=same, rtol=0)
 
 
 def test_a_larger_context_is_offered_where_the_model_has_positions_for_it(model: Model) -> None:
@@ -160,37 +166,13 @@ def test_a_question_runs_with_its_image_in_one_run_a_stage_unless_it_is_long(
 
 
 def test_three_questions_at_every_order_of_k_equal_fresh_ones(
-    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits], same: float
 ) -> None:
     session = Session(model.backend, model.manifest)
     for asked, k in enumerate(every_order(DEPTHS, 3)):
         done = session.prefill(prompts[asked % 3], policy(k))
         assert done.reused_image == (asked > 0)
-        assert np.array_equal(done.logits, fresh[asked % 3, k][0]), asked
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(DEPTHS), st.integers(1, STEPS), st.booleans()),
-        min_size=1,
-        max_size=8,
-    )
-)
-def test_any_questions_in_any_order_equal_fresh_ones(
-    model: Model,
-    prompts: list[Prompt],
-    fresh: dict[tuple[int, int | None], Logits],
-    asked: list[tuple[int, int | None, int, bool]],
-) -> None:
-    """Other images, two images and none between them, answers of any length, and turns that go on."""
-    session = Session(model.backend, model.manifest)
-    for number, k, n, go_on in asked:
-        if go_on:
-            done = session.prefill(prompts[number], policy(k), after=session.selection)
-            np.testing.assert_allclose(done.logits, fresh[number, k][0], atol=TOLERANCE, rtol=0)
-        else:
-            assert np.array_equal(answer(session, prompts[number], policy(k), n), fresh[number, k][:n])
+        np.testing.assert_allclose(done.logits, fresh[asked % 3, k][0], atol=same, rtol=0, err_msg=str(asked))
 
 
 def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ class TinyPi0:
     steps: int = 10
     hub_names: bool = True
     statistics: bool = True
+
+
+def random_pi0(chance: random.Random) -> tuple[TinyPi0, tuple[int, ...]]:
+    """A random configuration and the K of its bundle."""
+    layers, patch = chance.randint(3, 8), chance.choice([8, 14])
+    vlm = replace(
+        PALIGEMMA, layers=layers, head_dim=chance.choice([8, 16, 32]), heads=chance.choice([2, 4]), patch=patch,
+        kv_heads=chance.choice([1, 2]), hidden=chance.choice([32, 64]), image=patch * chance.randint(2, 5),
+        vision_layers=chance.randint(1, 3),
+    )  # fmt: skip
+    tiny = TinyPi0(
+        vlm, hidden=chance.choice([16, 32, 48]), heads=chance.choice([2, 4]), ffn=chance.choice([32, 80]),
+        state=chance.randint(1, 9), width=chance.randint(1, 9), horizon=chance.randint(1, 12),
+        steps=chance.randint(1, 12), hub_names=chance.random() < 0.5, statistics=False,
+    )  # fmt: skip
+    return tiny, tuple(sorted(chance.sample(range(2, layers + 1), min(3, layers - 1))))
 
 
 def export_pi0(folder: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,37 +172,6 @@ def decoders(draw: st.DrawFn) -> Decoder:
 
 
 texts, visions = st.integers(1, 200), st.integers(0, 3000)
-MEASURES: list[Callable[[Decoder, Any], float]] = [
-    calflops,
-    total_flops,
-    prefill_flops,
-    decode_flops,
-    lambda size, rows: sum(kv_bytes(size, rows, 2)),
-]
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-@given(size=decoders(), text=texts, vision=visions)
-def test_a_later_k_never_costs_less_and_none_costs_most(
-    measure: Callable[[Decoder, Any], float], size: Decoder, text: int, vision: int
-) -> None:
-    ks = [*range(2, size.layers + 1), None]
-    costs = [measure(size, withdrawal_schedule(size.layers, k, text=text, vision=vision)) for k in ks]
-    assert costs == sorted(costs)
-    if vision:
-        assert len(set(costs)) == len(costs)
-
-
-@given(size=decoders(), text=texts, vision=visions, data=st.data())
-def test_a_schedule_stands_between_no_vision_tokens_and_all(
-    size: Decoder, text: int, vision: int, data: st.DataObject
-) -> None:
-    kept = data.draw(st.lists(st.integers(0, vision), min_size=size.layers, max_size=size.layers))
-    rows = [make_schedule(k, text=text) for k in ([0] * size.layers, kept, [vision] * size.layers)]
-    assert rows[2] == full_schedule(size.layers, text=text, vision=vision)
-    for measure in MEASURES:
-        least, found, most = (measure(size, r) for r in rows)
-        assert least <= found <= most
 
 
 @given(size=decoders(), text=texts, vision=visions, data=st.data())
@@ -214,25 +182,6 @@ def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
     kept = [vision] * full + [0] * (size.layers - full)
     k = None if full == size.layers else full + 1
     assert make_schedule(kept, text=text) == withdrawal_schedule(size.layers, k, text=text, vision=vision)
-
-
-@given(size=decoders(), text=texts, vision=visions)
-def test_one_kv_head_per_head_is_the_formula_of_the_papers(size: Decoder, text: int, vision: int) -> None:
-    size = replace(size, kv_heads=size.heads, hidden=size.heads * size.head_dim)
-    n, h, m, s = size.layers, size.hidden, size.ffn, text + vision
-    rows = full_schedule(n, text=text, vision=vision)
-    assert calflops(size, rows) == pytest.approx(2 * s * (n * (4 * h * h + 3 * h * m) + size.vocab * h), rel=1e-12)
-    assert total_flops(size, rows) == 2 * n * (s * (4 * h * h + 3 * h * m) + 2 * s * s * h)
-    assert sum(kv_bytes(size, rows, 2)) == 2 * n * s * h * 2
-
-
-@given(size=decoders(), text=texts, vision=visions)
-def test_grouping_saves_key_and_value_projections_and_nothing_else(size: Decoder, text: int, vision: int) -> None:
-    rows = full_schedule(size.layers, text=text, vision=vision)
-    ungrouped = replace(size, kv_heads=size.heads)
-    saved = 2 * size.hidden * size.head_dim * (size.heads - size.kv_heads)
-    assert total_flops(ungrouped, rows) - total_flops(size, rows) == 2 * sum(rows) * saved
-    assert sum(kv_bytes(size, rows, 1)) * size.heads == sum(kv_bytes(ungrouped, rows, 1)) * size.kv_heads
 
 
 @given(size=decoders(), text=texts)
