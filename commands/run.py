@@ -58,6 +58,8 @@ NO_STATE = Path("none")
     click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Prompt lookup decoding: draft up to N "
                  "tokens from the prompt and the answer so far, verify them in one pass [default: 0, off]."),
     "guide",
+    option("--accept", str, "With --choices: the probability that an answer must have; below it the answer is unsure. "
+           "card: the threshold of the bundle's card (vtx-eval --coverage).", metavar="P|card"),
     option("--act", Path, "File with the robot's state, a JSON list of numbers, or none. The arguments are camera "
            "images (or NAME=IMAGE), then the instruction. Prints actions as JSON.", metavar="STATE"),
     option("--steps", int, "With --act: number of Euler steps [default: the checkpoint's].", metavar="N"),
@@ -72,7 +74,7 @@ def run(
     more: tuple[str, ...],
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
-    prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
+    prompt_lookup: int, guide: Guide | None, accept: str | None, act: Path | None, steps: int | None,
     deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer one or more questions about an image or a video, which is encoded once."""
@@ -106,6 +108,7 @@ def run(
             about=about,
             guide=guide,
             rest=rest,
+            accept=accept,
         )
         if show_tokens:
             from vtx.tools.common.files import check_folder
@@ -252,6 +255,15 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
         note(line)
     if stream.answer.choices is not None:
         odds = sorted(stream.answer.choices.items(), key=lambda choice: -choice[1])
-        note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds))
+        mass = (
+            "" if stream.answer.choices_mass is None else f" (all choices together: {stream.answer.choices_mass:.1%})"
+        )
+        note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds) + mass)
+    if stream.answer.unsure is not None:
+        note(f"unsure: {stream.answer.unsure}")
+    if (imposed := stream.answer.stats.imposed) is not None and imposed.unlikely:
+        note(f"warning: {imposed.in_words}")
+    for name, field in (stream.answer.fields or {}).items():
+        note(f"{name}: {field.probability:.1%}")
     if stream.answer.stopped == "context":
         note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")
