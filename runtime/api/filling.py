@@ -20,7 +20,7 @@ from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide
-from vtx.runtime.prompt.messages import Message
+from vtx.runtime.prompt.messages import Message, texts_of
 
 if TYPE_CHECKING:
     from vtx.runtime.session.session import Selection
@@ -62,8 +62,11 @@ class FormField:
         return FieldValue(value, math.exp(math.fsum(answer.logprobs or ())))
 
 
-def read_form(schema: Mapping[str, Any]) -> list[FormField]:
-    """The fields of a form, in order. Raises RequestError: it is not an object with properties, or asks for more."""
+def read_form(schema: Mapping[str, Any], asked: str) -> list[FormField]:
+    """The fields of a form, in order. A field that is alone, and has no description, is what was `asked`.
+
+    Raises RequestError: it is not an object with properties, or asks for more.
+    """
     properties = schema.get("properties")
     if schema.get("type") != "object" or not isinstance(properties, dict) or not properties:
         raise RequestError(
@@ -75,13 +78,17 @@ def read_form(schema: Mapping[str, Any]) -> list[FormField]:
         names = ", ".join([*beyond, *(f"required: {name}" for name in missing)])
         raise RequestError(f"fill asks for each of the properties, and the schema has also {names:.80}; leave them out")
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return [_field(name, of, definitions) for name, of in properties.items()]
+    fields = [_field(name, of, definitions) for name, of in properties.items()]
+    if len(fields) == 1 and not _description(properties[fields[0].name]):
+        return [replace(fields[0], question=asked)]
+    return fields
 
 
 def _field(name: str, schema: Any, definitions: Mapping[str, Any]) -> FormField:
+    question = _description(schema) or f"What is the {name.replace('_', ' ')}?"
     if not isinstance(schema, dict):
-        return FormField(name, _question(name, {}), schema={"type": ["string", "number", "boolean", "null"]})
-    question, values = _question(name, schema), _values(schema)
+        return FormField(name, question, schema={"type": ["string", "number", "boolean", "null"]})
+    values = _values(schema)
     if values is not None and 0 < len(values) <= MAX_SCORED:
         return FormField(name, question, values)
     if schema.get("type") == "string" and not schema.keys() - {"type", *NOTES}:
@@ -89,13 +96,9 @@ def _field(name: str, schema: Any, definitions: Mapping[str, Any]) -> FormField:
     return FormField(name, question, schema={**schema, **definitions})
 
 
-def _question(name: str, schema: Mapping[str, Any]) -> str:
-    """What the description says, or else a question by the name."""
-    description = schema.get("description")
-    if isinstance(description, str) and description.strip():
-        return description.strip()
-    title = schema.get("title")
-    return f"What is the {title if isinstance(title, str) and title else name.replace('_', ' ')}?"
+def _description(schema: Any) -> str:
+    description = schema.get("description") if isinstance(schema, dict) else None
+    return description.strip() if isinstance(description, str) else ""
 
 
 def _values(schema: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -134,7 +137,7 @@ class FillingStream(AnswerStream):
         for name, value in (("logprobs", options.logprobs), ("temperature", options.sampling.temperature)):
             if value:
                 raise RequestError(f"fill decodes each field by itself, greedily; leave {name} out")
-        self._fields = read_form(json.loads(str(guide.schema)))
+        self._fields = read_form(json.loads(str(guide.schema)), "\n".join(texts_of(messages[-1])))
         self._ask, self._messages, self._completed = ask, list(messages), completed
         self._settings = replace(settings, options=replace(options, guide=None))
         self._ends_at = math.inf

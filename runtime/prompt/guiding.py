@@ -53,7 +53,8 @@ class Guide:
         tools: functions that the answer may call, as a list in OpenAI's format or as `vtx.Tools`.
         schema_in_prompt: the schema follows the question, so that the model knows the form before it writes it.
         fill: the model answers freely; then each property of the schema, which must be an object's, is asked for in the
-            same conversation by its description, or else by its name. Properties with at most 64 values are choices.
+            same conversation by its description, or else by its name, or by the question again if there is no other.
+            Properties with at most 64 values are choices.
             `Answer.fields` has the probability of each, `Answer.free_text` the free answer.
 
     Raises:
@@ -70,14 +71,14 @@ class Guide:
     fill: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in BYTES if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
         ways = [name for name in ("schema_in_prompt", "fill") if getattr(self, name)]
         if ways and self.schema is None:
             raise RequestError(f"{ways[0]} is for a schema; give one, or leave {ways[0]} out")
         if len(ways) > 1:
             raise RequestError("schema_in_prompt and fill are mutually exclusive; leave one out")
+        given = [name for name in BYTES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
         value = getattr(self, given[0])
         if self.schema is not None:
             try:
