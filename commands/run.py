@@ -159,7 +159,9 @@ def run(
                 ) from e
 
     if incomplete:
-        note("an answer was cut before its form was complete; raise --max-new-tokens, or bound the form's fields")
+        from vtx.runtime.prompt.open_ends import bounds_needed
+
+        note(f"an answer was cut before its form was complete; {bounds_needed(guide)}")
         click.get_current_context().exit(INCOMPLETE)
 
 

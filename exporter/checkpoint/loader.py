@@ -31,6 +31,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
 from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
+from vtx.tools.common.hub import check_hub_id
 
 # Each is several times the largest of published files, in brackets: of OpenVLA 7B, Gemma 3, and OpenVLA 7B.
 MAX_CONFIG = 2**20  # [60,736 bytes]
@@ -48,7 +49,6 @@ _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
 # language model's head inside it, 4.5x moved all but the head under `model.`, 5 removed `vision_model.`.
@@ -170,10 +170,7 @@ def open_model(
         if os.path.exists(model):
             _refuse_gguf(Path(model).absolute())
             raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
-        if not _HUB_ID.fullmatch(model):
-            raise CheckpointError(
-                f"{shown(model)}: no such directory, and not a hub id (org/name or org/name@revision)"
-            )
+        check_hub_id(model)
         report = progress or (lambda line: None)
         report(f"fetching the settings of {model} from the hub")
         model, _, revision = model.partition("@")
