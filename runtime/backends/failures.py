@@ -36,8 +36,8 @@ def run_failure(engine: str, graph: str, error: Exception) -> VtxError:
     """The error of an engine that fails in a graph."""
     if _lacks_memory(error):
         return DeviceError(
-            f"not enough memory to run {graph} ({memory_in_words()}); end other programs, ask about fewer images or with a shorter "
-            "question, or export with a smaller --precision"
+            f"not enough memory to run {graph} ({memory_in_words()}); end other programs, ask about fewer images or "
+            "with a shorter question, or export with a smaller --precision"
         )
     return DeviceError(f"{engine} failed in {graph}: {reason_of(error)}; check the bundle with vtx-doctor")
 
@@ -45,8 +45,8 @@ def run_failure(engine: str, graph: str, error: Exception) -> VtxError:
 def cache_failure(capacity: int) -> VtxError:
     """The error of a stage's cache of `capacity` slots for which there is no memory."""
     return DeviceError(
-        f"not enough memory for a KV cache of {capacity} slots ({memory_in_words()}); end other programs, or export with a smaller "
-        "--max-context"
+        f"not enough memory for a KV cache of {capacity} slots ({memory_in_words()}); end other programs, or export "
+        "with a smaller --max-context"
     )
 
 

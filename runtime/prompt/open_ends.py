@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
 
 MOST_NAMED = 3
-# The key that bounds the values of each type; numbers are bounded by either of two.
+# The keys of which one bounds the values of each type.
 BOUNDS = {
-    "string": ("maxLength", "enum", "const", "format", "pattern"), "array": ("maxItems",),
-    "integer": ("maximum", "exclusiveMaximum", "enum", "const"), "number": ("maximum", "exclusiveMaximum", "enum", "const"),
-}  # fmt: skip
+    "string": ("maxLength", "enum", "const", "format", "pattern"),
+    "integer": ("maximum", "exclusiveMaximum", "enum", "const"),
+    "number": ("maximum", "exclusiveMaximum", "enum", "const"),
+    "array": ("maxItems",),
+}
 
 
 def open_ends(schema: Any) -> list[str]:
