@@ -261,10 +261,8 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
             "" if stream.answer.choices_mass is None else f" (all choices together: {stream.answer.choices_mass:.1%})"
         )
         note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds) + mass)
-    if stream.answer.unsure is not None:
-        note(f"unsure: {stream.answer.unsure}")
-    if (imposed := stream.answer.stats.imposed) is not None and imposed.unlikely:
-        note(f"warning: {imposed.in_words}")
+    for line in stream.answer.warnings:
+        note(line)
     for name, field in (stream.answer.fields or {}).items():
         note(f"{name}: {field.probability:.1%}")
     if stream.answer.stopped == "context":

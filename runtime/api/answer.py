@@ -168,6 +168,13 @@ class Answer:
         """True for a guided answer that ended before its form was complete, such as JSON that `max_new_tokens` cut."""
         return self.stats.forced is not None and self.stopped != "end"
 
+    @property
+    def warnings(self) -> list[str]:
+        """Lines for people: why it is unsure, and that its form imposed what the model finds unlikely."""
+        lines = [] if self.unsure is None else [f"unsure: {self.unsure}"]
+        imposed = self.stats.imposed
+        return [*lines, f"warning: {imposed.in_words}"] if imposed is not None and imposed.unlikely else lines
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints, without `question`, `image` and `bundle`."""
         facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
