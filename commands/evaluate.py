@@ -90,7 +90,9 @@ def evaluate(
     if coverage is not None:
         check_target(coverage)
         if guide is None or cluster is not None:
-            raise click.UsageError("--coverage needs the probabilities of --choices, and no cluster")
+            raise click.UsageError(
+                "--coverage needs the probabilities of choices: add --choices A,B,..., and leave --ray-address out"
+            )
     named = make_methods(ks or (None,), reduces or ("none",), rests) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.commands.shared.options import Depth, option, options
+from vtx.commands.shared.options import Depth, given, option, options
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import INCOMPLETE, command, note, say, say_json
 from vtx.tools.common.loading import Loading, about_model
@@ -87,6 +87,9 @@ def run(
             raise click.UsageError("--rest is for answers in words; leave it out with --act")
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
+    for name in ("steps", "deadline_ms", "normalized", "unnorm_key"):
+        if given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for actions; add --act, or leave it out")
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     _check_questions(questions, arguments[0])
     with without_collections():
@@ -199,16 +202,16 @@ def _act(
     *pictures, instruction = arguments
     if not pictures:
         raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
-    given = None
+    numbers = None
     if state != NO_STATE:
-        given = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
-    if given is not None and not isinstance(given, list):
+        numbers = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
+    if numbers is not None and not isinstance(numbers, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
     folder = find_bundle(bundle, (asked["k"],), hub_model, precision)
     with loading.load(folder) as model:
         named = dict(picture.split("=", 1) for picture in pictures if "=" in picture)
         cameras = named if len(named) == len(pictures) and model.manifest.action else pictures
-        actions = model.act(cameras, instruction, given, **asked)
+        actions = model.act(cameras, instruction, numbers, **asked)
         seconds = model.actor.seconds
         say_json(
             {

@@ -227,6 +227,8 @@ def _guide(
 
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = read(Path(json_schema), MAX_SCHEMA)
+    if choices is not None and not choices.strip():
+        raise RequestError("--choices is empty; write A,B,... or a JSON list")
     listed = None if choices is None else choices.split(",")
     if choices is not None and choices.lstrip().startswith("["):
         try:

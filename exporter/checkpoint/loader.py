@@ -250,7 +250,10 @@ def _config(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[st
     _refuse_adapter(folder)
     if not files.exists("config.json"):
         _refuse_gguf(folder)
-        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{folder} holds no config.json, so it is not a Hugging Face checkpoint; name the directory of one, or a "
+            "hub id (org/name)"
+        )
     config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
     check(config)
     return config

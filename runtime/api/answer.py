@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.sampling import Likely
+from vtx.runtime.units import counted
 
 if TYPE_CHECKING:
     from vtx.runtime.policies.base import Decision
@@ -53,7 +54,7 @@ class Imposed:
     def in_words(self) -> str:
         """One line about an `unlikely` part, for people."""
         return (
-            f"the form imposed {self.tokens} tokens that the model finds unlikely (log probability "
+            f"the form imposed {counted(self.tokens, 'token')} that the model finds unlikely (log probability "
             f"{self.mean_logprob:.1f} on average, {self.least_logprob:.1f} at least; the limit is {UNLIKELY:g}), so "
             "its values may be wrong; use --fill or --schema-in-prompt"
         )

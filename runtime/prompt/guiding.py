@@ -85,7 +85,7 @@ class Guide:
                 schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
                 value = json.dumps(schema, allow_nan=False)
             except (ValueError, TypeError, RecursionError) as e:
-                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80})") from e
+                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80}); correct it") from e
             if not isinstance(schema, Mapping | bool):
                 raise RequestError(f"the schema is {value:.40}; it must be a JSON object, true or false")
             object.__setattr__(self, "schema", value)

@@ -117,6 +117,6 @@ def test_the_command_writes_the_threshold_into_the_card(models: Models, tmp_path
     known = map(float, re.findall(r'"probability": ?([^,}]+)', saved))
     assert sorted(known) == pytest.approx(sorted(wanted), rel=1e-3)
     assert (
-        "--coverage needs the probabilities of --choices"
+        "--coverage needs the probabilities of choices: add --choices"
         in CliRunner().invoke(evaluate, [*words[:8], "--coverage", "0.9"]).output
     )
