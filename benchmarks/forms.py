@@ -5,14 +5,14 @@
 Each drawn scene is asked greedily for the number of its shapes (an integer from 0 to 9), the colour of a shape that it
 has once (one of six) and whether it has a coloured shape (yes or no). The demo and bundles of other models trained on
 these scenes know such questions; any other model can be asked, too. A free answer is right if it is the right one to
-the letter. Intervals are Wilson's over scenes.
+the letter. A run adds its scenes to those in --work. Intervals are Wilson's over scenes.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -70,10 +70,11 @@ def asked(image: Conversation, item: Item, form: str) -> tuple[bool, Answer]:
     return right, answer
 
 
-def measured(image_of: Callable[[Any], Conversation], scenes: int) -> list[dict[str, Any]]:
-    """A record of every answer."""
-    records = list[dict[str, Any]]()
-    for number in range(scenes):
+def measured(
+    image_of: Callable[[Any], Conversation], scenes: Iterable[int], write: Callable[[dict[str, Any]], object]
+) -> None:
+    """Write a record of every answer about these scenes."""
+    for number in scenes:
         rng = random.Random(SEED + number)
         scene = random_scene(rng)
         with image_of(photograph(scene, rng)) as image:
@@ -81,13 +82,12 @@ def measured(image_of: Callable[[Any], Conversation], scenes: int) -> list[dict[
                 for form in FORMS:
                     right, answer = asked(image, item, form)
                     imposed = answer.stats.imposed
-                    records.append(
+                    write(
                         {
                             "scene": number, "kind": item.kind, "form": form, "right": right,
                             "imposed": None if imposed is None else imposed.mean_logprob,
                         }
                     )  # fmt: skip
-    return records
 
 
 def row(records: list[dict[str, Any]], model: str, form: str) -> dict[str, Any]:
@@ -117,16 +117,23 @@ def main() -> None:
     args = parser(__doc__ or "")
     args.add_argument("bundles", nargs="+", type=Path)
     args.add_argument("--scenes", type=int, default=300)
+    args.add_argument("--first", type=int, default=0, help="number of the first scene [%(default)s]")
+    args.add_argument("--work", type=Path, default=Path("build/forms"), help="answers, to which a run adds its scenes")
     args.add_argument("--threads", type=int, default=1)
     given = args.parse_args()
     rows = list[dict[str, Any]]()
+    given.work.mkdir(parents=True, exist_ok=True)
     for folder in given.bundles:
-        with load(folder, device="cpu", threads=given.threads) as model:
-            records = measured(model.open, given.scenes)
+        answers = given.work / f"{folder.name}.jsonl"
+        known = [json.loads(line) for line in answers.read_text().splitlines()] if answers.exists() else []
+        left = {*range(given.first, given.first + given.scenes)} - {record["scene"] for record in known}
+        with load(folder, device="cpu", threads=given.threads) as model, answers.open("a", encoding="utf-8") as file:
+            measured(model.open, sorted(left), lambda record: file.write(json.dumps(record) + "\n"))
             name = f"{folder.name} ({model.manifest.precision}, K = {model.manifest.default_k or 'none'})"
+        records = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
         rows += [row(records, name, form) for form in FORMS]
     table = [list(rows[0]), *([str(value) for value in one.values()] for one in rows)]
-    report({"rows": rows, "scenes": given.scenes}, table, given.json)
+    report({"rows": rows}, table, given.json)
 
 
 if __name__ == "__main__":
