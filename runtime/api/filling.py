@@ -160,7 +160,7 @@ class FillingStream(AnswerStream):
         return Progress(tuple([*ids, *current][start:]))
 
     def _begun(self, messages: Sequence[Message], settings: Settings, **more: Any) -> AnswerInProgress:
-        return self._ask(messages, settings, **more)._answering
+        return self._ask(messages, settings, **more).answering
 
     def _selected(self, _: Answer, selection: Selection | None) -> None:
         self._selection = selection

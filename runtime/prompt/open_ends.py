@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vtx.runtime.prompt.guiding import Guide
 
-MOST_NAMED = 3
+NAMED = 3
 # The keys of which one bounds the values of each type.
 BOUNDS = {
     "string": ("maxLength", "enum", "const", "format", "pattern"),
@@ -35,7 +35,7 @@ def open_ends(schema: Any) -> list[str]:
 
 
 def bounds_needed(guide: Guide | None) -> str:
-    """What completes a guided answer that was cut, with what its schema leaves open."""
+    """The cure of a guided answer that was cut, with what its schema leaves open."""
     lines = open_ends(json.loads(str(guide.schema))) if guide is not None and guide.schema is not None else []
-    named = f" ({', '.join(lines[:MOST_NAMED])})" if lines else ""
+    named = f" ({', '.join(lines[:NAMED])})" if lines else ""
     return f"raise --max-new-tokens, or bound the form's fields{named}"

@@ -12,7 +12,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.process import home
 from vtx.runtime.terminal.console import note
 
-MAX_EXPORTED = 100  # bundles whose export is remembered
+KEPT = 100  # bundles whose export is remembered
 
 
 def _file() -> Path:
@@ -69,7 +69,7 @@ def remember(folder: Path) -> None:
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         _file().write_bytes(os.fsencode(folder))
-        others = [other for other in exported()[:MAX_EXPORTED] if other != folder]
+        others = [other for other in exported()[:KEPT] if other != folder]
         _history().write_bytes(b"\0".join(map(os.fsencode, [*reversed(others), folder])))
     except OSError:
         note(f"this bundle could not be recorded as the last one; name it with --bundle {folder}")

@@ -22,7 +22,7 @@ THRESHOLDS = (0.999, 0.99, 0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0
 
 @dataclass(frozen=True, slots=True)
 class CoveragePoint:
-    """What a threshold accepts: the share `coverage` of the questions, of which `accuracy` is right.
+    """The answers that a threshold accepts: the share `coverage` of the questions, of which `accuracy` is right.
 
     `low` and `high` are the ends of its 95% interval over images. None without an accepted answer.
     """
@@ -44,7 +44,7 @@ class ScoredAnswers:
     images: Sequence[Hashable]
 
     def points(self) -> tuple[CoveragePoint, ...]:
-        """What each of the thresholds accepts."""
+        """The answers that each of the thresholds accepts."""
         points = list[CoveragePoint]()
         numbers = {image: number for number, image in enumerate(dict.fromkeys(self.images))}
         for threshold in THRESHOLDS:
