@@ -64,8 +64,11 @@ def asked(image: Conversation, item: Item, form: str) -> tuple[bool, Answer]:
     schema = {
         "type": "object", "properties": {"answer": item.schema}, "required": ["answer"], "additionalProperties": False,
     }  # fmt: skip
-    ways = {"schema in the prompt": {"schema_in_prompt": True}, "answer, then fill in": {"fill": True}}
-    answer = image.ask(item.question, schema=schema, max_new_tokens=32, **ways.get(form, {}))  # type: ignore[typeddict-item]
+    settings: dict[str, Any] = {"schema": schema, "max_new_tokens": 32}
+    settings |= {"schema in the prompt": {"schema_in_prompt": True}, "answer, then fill in": {"fill": True}}.get(
+        form, {}
+    )
+    answer = image.ask(item.question, **settings)
     right = answer.stopped == "end" and json.loads(answer.text).get("answer") == item.values[item.answer]
     return right, answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,7 +29,7 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool) -> None:
 
     default = Path(os.environ["VTX_BUNDLE"]) if os.environ.get("VTX_BUNDLE") else remembered()
     known = [*([default] if default else []), *exported(), *(entry.folder for entry in cache.entries()), *folders]
-    records = []
+    records = list[dict[str, Any]]()
     for folder in dict.fromkeys(path.absolute() for path in known):
         if not os.path.isfile(folder / "vtx.json"):
             continue

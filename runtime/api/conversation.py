@@ -180,7 +180,7 @@ class Conversation:
         if guide is not None and guide.fill:
             from vtx.runtime.api.filling import FillingStream
 
-            free = partial(self.stream_messages, resume=resume) if resume else self.stream_messages
+            free = partial(self.stream_messages, resume=resume)
             return FillingStream(free, messages, settings, after=after, completed=completed)
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
         if guide is not None and guide.schema_in_prompt:

@@ -220,7 +220,8 @@ def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, 
             if getattr(fields, way) and guide is None:
                 raise RequestError(f"{way} is for a schema; give response_format or guided_json, or leave {way} out")
             if getattr(fields, way) and guide is not None:
-                guide = replace(guide, **{way: True})
+                changes: dict[str, Any] = {way: True}
+                guide = replace(guide, **changes)
     return name, guide
 
 

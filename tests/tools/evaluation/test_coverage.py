@@ -80,12 +80,16 @@ def test_the_command_writes_the_threshold_into_the_card(models: Models, tmp_path
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
     folder = bundles.copy(models(ks=(2,)).bundle.folder, tmp_path / "bundle")
     write_card(folder, card_of(Bundle.open(folder), 2, "none"))
-    lines, wanted, questions = [], [], [f"question {number}?" for number in range(12)]
+    lines = list[dict[str, str]]()
+    wanted = list[float]()
+    questions = [f"question {number}?" for number in range(12)]
     with load(folder, threads=1) as model:
         for number, question in enumerate(questions):
             random_image(number).save(tmp_path / f"{number}.png")
             with model.open(random_image(number)) as image:
                 own = image.ask(question, choices=["yes", "no"])
+            assert own.choices is not None
+            assert own.choices_mass is not None
             lines.append({"image": f"{number}.png", "question": question, "answer": own.text})
             wanted.append(own.choices[own.text] * own.choices_mass)
     data = tmp_path / "q.jsonl"
