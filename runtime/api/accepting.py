@@ -36,7 +36,7 @@ def read_accept(accept: object, guide: Guide | None) -> str | float:
         except ValueError:
             raise RequestError(f"accept is {accept!r:.40}; it must be {ALLOWED}") from None
     check_number("accept", accept, ALLOWED, least=0, most=1)
-    return float(accept)  # type: ignore[arg-type] -- a number, as was checked
+    return float(accept)  # type: ignore[arg-type]  # a number, as was checked
 
 
 def threshold_of(accept: str | float, card: Card | None) -> float:
