@@ -214,7 +214,7 @@ def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, 
         raise Refusal(
             400, f"{names} are given, each a form of the answer; give one", code="invalid_value", param=forms[1][0]
         )
-    name, guide = forms[0] if forms else (None, None)
+    form, guide = forms[0] if forms else (None, None)
     for way in ("schema_in_prompt", "fill"):
         with naming(way):
             if getattr(fields, way) and guide is None:
@@ -222,7 +222,7 @@ def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, 
             if getattr(fields, way) and guide is not None:
                 changes: dict[str, Any] = {way: True}
                 guide = replace(guide, **changes)
-    return name, guide
+    return form, guide
 
 
 def _tools(fields: ChatFields, present: Mapping[str, Any]) -> Guide | None:
