@@ -22,6 +22,7 @@ _MODULES = {  # module of `commands/` by the function of each command
     "export": "export",
     "fit": "fit",
     "inspect": "inspect",
+    "list_bundles": "list_bundles",
     "plan": "plan",
     "run": "run",
     "serve": "serve",
@@ -29,7 +30,8 @@ _MODULES = {  # module of `commands/` by the function of each command
     "tune": "tune",
     "watch": "watch",
 }
-_NAMES = {"evaluate": "eval", "train_gate": "train-gate"}  # of commands not named like their function
+# Of commands that are not named like their function.
+_NAMES = {"evaluate": "eval", "list_bundles": "list", "train_gate": "train-gate"}
 
 
 def __getattr__(name: str) -> Any:

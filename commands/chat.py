@@ -113,6 +113,8 @@ class _Talk:
             note("\nstopped; this turn does not count")
         else:
             click.echo()
+            for line in stream.answer.warnings:
+                note(line)
 
     def change(self, name: str = "help", value: str = "") -> bool:
         """Do what `/name value` says; return True if that is to end."""

@@ -15,6 +15,7 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
+    from vtx.runtime.bundle.card import Acceptance
     from vtx.runtime.prompt.guiding import Guide
     from vtx.tools.common.cluster import Cluster
 
@@ -46,6 +47,10 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
     "seed",
     option("--max-new-tokens", 32),
     "choices",
+    option("--coverage", float, "With --choices: also accuracy against coverage by threshold; the laxest threshold at "
+           "which accepted answers are shown to be right this often goes into the bundle's card.", metavar="ACCURACY"),
+    option("--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.",
+           metavar="KEY"),
     option("--no-times", bool, "Skip timings, e.g. on a busy machine."),
     option("--parallel", 8, "Concurrent answers, except while timing.",
            type=click.IntRange(1)),
@@ -56,8 +61,8 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
 def evaluate(
     task: str, data: Path, bundle: str | None, images: Path | None, protocol: str, annotations: Path | None, split: str,
     ks: tuple[Depth, ...], reduces: tuple[str, ...], rests: tuple[str, ...], instruction: str | None,
-    samples: int | None, seed: int, max_new_tokens: int, guide: Guide | None, no_times: bool, parallel: int,
-    cluster: Cluster | None,
+    samples: int | None, seed: int, max_new_tokens: int, guide: Guide | None, coverage: float | None,
+    sign: Path | None, no_times: bool, parallel: int, cluster: Cluster | None,
     loading: Loading, out: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
@@ -73,14 +78,21 @@ def evaluate(
     from vtx.tools.evaluation import formats, metrics
     from vtx.tools.evaluation.ask import TIMED, Evaluated, ask_all, make_methods
     from vtx.tools.evaluation.cluster import on_workers
+    from vtx.tools.evaluation.coverage import check_target
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.metrics import METRICS
     from vtx.tools.evaluation.questions import QuestionFiles, read_questions
-    from vtx.tools.evaluation.report import make_report
+    from vtx.tools.evaluation.report import make_report, scored_answers
     from vtx.tools.evaluation.tables import draw_report, in_tables
 
     if rests and not any(isinstance(k, int) for k in ks):
         raise click.UsageError("--rest is what stays from K on; name one or more with --k")
+    if coverage is not None:
+        check_target(coverage)
+        if guide is None or cluster is not None:
+            raise click.UsageError(
+                "--coverage needs the probabilities of choices: add --choices A,B,..., and leave --ray-address out"
+            )
     named = make_methods(ks or (None,), reduces or ("none",), rests) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
@@ -102,6 +114,9 @@ def evaluate(
             manifest = by.bundle.manifest
             if not no_times:
                 note("times are not measured on a cluster")
+        if coverage is not None and not named:  # what a question gets that names nothing
+            defaults = model.loaded
+            named = make_methods((defaults.default_k,), (defaults.default_reduce or "none",))
         methods = named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
         amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
         with bar() as report:
@@ -116,8 +131,12 @@ def evaluate(
             note(f"skipped {line}")
         times = not no_times and by.alone is not None
         made = make_report(
-            task, metric, questions.source, asked, by, instruction=suffix, times=times, protocol=protocol
-        )
+            task, metric, questions.source, asked, by, instruction=suffix, times=times, protocol=protocol,
+            coverage=coverage is not None,
+        )  # fmt: skip
+        if coverage is not None:
+            acceptance = scored_answers(asked, metric).acceptance(coverage, questions.source, methods[0].name)
+            _accept(path, acceptance, coverage, sign)
     write_json(target / "report.json", made.to_dict())
     try:
         draw_report(made, target / "pareto.png")
@@ -128,3 +147,29 @@ def evaluate(
     else:
         say_report(in_tables(made))
     note(f"answers, report and plot are in {target}")
+
+
+def _accept(folder: Path, acceptance: Acceptance | None, target: float, sign: Path | None) -> None:
+    """Write a threshold into the bundle's card, and say what it is."""
+    from dataclasses import replace
+
+    from vtx.runtime.bundle.bundle import CARD, Bundle
+    from vtx.runtime.bundle.card import read_card, write_card
+    from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
+
+    if acceptance is None:
+        note(f"no threshold is shown to accept answers of which {target:.3g} are right; the card stays as it is")
+        return
+    note(
+        f"accepted from {acceptance.threshold:g}: {acceptance.coverage:.1%} of the answers, {acceptance.accuracy:.1%} "
+        f"of them right (at least {acceptance.low:.1%})"
+    )
+    bundle = Bundle.open(folder)
+    card = read_card(bundle)
+    if card is None:
+        note(f"{folder} has no card to write it to; run vtx-fit first, or ask with --accept {acceptance.threshold:g}")
+    elif bundle.files.exists(CARD + SIGNATURE) and sign is None:
+        note(f"the card of {folder} is signed, so it stays as it is; give the key with --sign KEY")
+    else:
+        write_card(folder, replace(card, accept=acceptance), None if sign is None else SigningKey.load(sign))
+        note(f"written to {folder / CARD}; --accept card applies it")

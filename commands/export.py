@@ -26,6 +26,7 @@ from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
 from vtx.tools.common import cache
+from vtx.tools.common.hub import check_hub_id
 
 DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
@@ -188,6 +189,8 @@ def export(
     )  # fmt: skip
     if demo:
         note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
+    if not os.path.exists(model) and not demo:
+        check_hub_id(model)
     note(READING)
     plan = plan_export(options)
     check_memory(plan.prediction, max_memory)
@@ -318,6 +321,7 @@ def find_bundle(
             raise click.UsageError("--model and --bundle both name what to ask; leave one out")
         if os.path.exists(model):
             raise click.UsageError(f"--model {model} is on this disk, not on the hub; vtx-export --model exports it")
+        check_hub_id(model)
         depth = "-".join(map(str, own_ks)) or "none"
         chosen: tuple[int, ...] | Literal["auto"] = (
             "auto" if "auto" in own_ks else tuple(k for k in own_ks if isinstance(k, int))

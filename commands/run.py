@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.commands.shared.options import Depth, option, options
+from vtx.commands.shared.options import Depth, given, option, options
 from vtx.runtime.process import without_collections
 from vtx.runtime.terminal.console import INCOMPLETE, command, note, say, say_json
 from vtx.tools.common.loading import Loading, about_model
@@ -58,6 +58,8 @@ NO_STATE = Path("none")
     click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Prompt lookup decoding: draft up to N "
                  "tokens from the prompt and the answer so far, verify them in one pass [default: 0, off]."),
     "guide",
+    option("--accept", str, "With --choices: the probability that an answer must have; below it the answer is unsure. "
+           "card: the threshold of the bundle's card (vtx-eval --coverage).", metavar="P|card"),
     option("--act", Path, "File with the robot's state, a JSON list of numbers, or none. The arguments are camera "
            "images (or NAME=IMAGE), then the instruction. Prints actions as JSON.", metavar="STATE"),
     option("--steps", int, "With --act: number of Euler steps [default: the checkpoint's].", metavar="N"),
@@ -72,7 +74,7 @@ def run(
     more: tuple[str, ...],
     videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
-    prompt_lookup: int, guide: Guide | None, act: Path | None, steps: int | None,
+    prompt_lookup: int, guide: Guide | None, accept: str | None, act: Path | None, steps: int | None,
     deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
 ) -> None:  # fmt: skip
     """Answer one or more questions about an image or a video, which is encoded once."""
@@ -85,6 +87,9 @@ def run(
             raise click.UsageError("--rest is for answers in words; leave it out with --act")
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
         return
+    for name in ("steps", "deadline_ms", "normalized", "unnorm_key"):
+        if given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for actions; add --act, or leave it out")
     images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
     _check_questions(questions, arguments[0])
     with without_collections():
@@ -106,6 +111,7 @@ def run(
             about=about,
             guide=guide,
             rest=rest,
+            accept=accept,
         )
         if show_tokens:
             from vtx.tools.common.files import check_folder
@@ -156,7 +162,9 @@ def run(
                 ) from e
 
     if incomplete:
-        note("an answer was cut before its form was complete; raise --max-new-tokens, or bound the form's fields")
+        from vtx.runtime.prompt.open_ends import bounds_needed
+
+        note(f"an answer was cut before its form was complete; {bounds_needed(guide)}")
         click.get_current_context().exit(INCOMPLETE)
 
 
@@ -194,16 +202,16 @@ def _act(
     *pictures, instruction = arguments
     if not pictures:
         raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
-    given = None
+    numbers = None
     if state != NO_STATE:
-        given = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
-    if given is not None and not isinstance(given, list):
+        numbers = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
+    if numbers is not None and not isinstance(numbers, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
     folder = find_bundle(bundle, (asked["k"],), hub_model, precision)
     with loading.load(folder) as model:
         named = dict(picture.split("=", 1) for picture in pictures if "=" in picture)
         cameras = named if len(named) == len(pictures) and model.manifest.action else pictures
-        actions = model.act(cameras, instruction, given, **asked)
+        actions = model.act(cameras, instruction, numbers, **asked)
         seconds = model.actor.seconds
         say_json(
             {
@@ -252,6 +260,13 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
         note(line)
     if stream.answer.choices is not None:
         odds = sorted(stream.answer.choices.items(), key=lambda choice: -choice[1])
-        note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds))
+        mass = (
+            "" if stream.answer.choices_mass is None else f" (all choices together: {stream.answer.choices_mass:.1%})"
+        )
+        note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds) + mass)
+    for line in stream.answer.warnings:
+        note(line)
+    for name, field in (stream.answer.fields or {}).items():
+        note(f"{name}: {field.probability:.1%}")
     if stream.answer.stopped == "context":
         note(f"the answer ends here because the context is full; shorten the question for more{or_more_context}")

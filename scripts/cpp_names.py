@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vtx.runtime import checks
-from vtx.runtime.api import answering
+from vtx.runtime.api import accepting, answer
 from vtx.runtime.backends import memory, slots
 from vtx.runtime.backends.engines import INSTRUCTIONS
 from vtx.runtime.backends.openvino import cache, integers, paged
@@ -86,7 +86,7 @@ def header() -> str:
         "WINDOW": names.WINDOW, "ODDS_WITHDRAW": names.ODDS_ORDER.index("withdraw"), "PAGED_BLOCK": paged.BLOCK,
         "ROW_SCALE_BYTES": cache.ROW_SCALE_BYTES, "QUESTION_ROWS": memory.QUESTION_ROWS, "FEW_TOKENS": cache.FEW,
         "LARGEST_INTEGER": integers.LARGEST, "MAX_SCHEMA": guiding.MAX_SCHEMA, "MAX_REGEX": guiding.MAX_REGEX,
-        "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": answering.MAX_SCORED,
+        "MAX_GRAMMAR": guiding.MAX_GRAMMAR, "MAX_CHOICES": guiding.MAX_CHOICES, "MAX_SCORED": accepting.MAX_SCORED,
         "KEPT_GRAMMARS": guiding.KEPT, "MAX_COMBINED": guiding.MAX_COMBINED, "MAX_MULTIPLE": guiding.MAX_MULTIPLE,
         "MAX_OPERATORS": guiding.MAX_OPERATORS,
         "MAX_FRAME_TOKENS": frames.MAX_FRAME_TOKENS, "MAX_BETWEEN": frames.MAX_BETWEEN, "MAX_LONGER": frames.MAX_LONGER,
@@ -121,6 +121,7 @@ def header() -> str:
     lines.append(f"inline constexpr float kTauDefault = {names.VISION_DEFAULTS[names.TAU]}f;")
     lines.append(f"inline constexpr double kUsualRate = {video_child.USUAL_RATE};")
     lines.append(f"inline constexpr double kLeastPenalty = {sampling.LEAST_PENALTY};")
+    lines.append(f"inline constexpr double kUnlikely = {answer.UNLIKELY};")
     lines.append(f"inline constexpr double kWidest = {action_spec.WIDEST};")
     return HEAD + "\n".join(lines) + "\n\n}  // namespace vtxcore::names\n"
 

@@ -121,6 +121,8 @@ _LOADING: dict[str, Declare] = {  # by the field of `Loading` that each fills
 }  # fmt: skip
 _GUIDING: dict[str, Declare] = {  # by the argument of `_guide` that each fills
     "json_schema": option("--json-schema", str, "Constrain the answer to JSON of this schema.", metavar="FILE|JSON"),
+    "schema_in_prompt": option("--schema-in-prompt", bool, "Also write the schema behind the question."),
+    "fill": option("--fill", bool, "Answer freely, then fill in the schema's fields by a question each."),
     "choices": option(
         "--choices", str, "Constrain the answer to one of these; a JSON list is also accepted.", metavar="A,B,..."
     ),
@@ -208,9 +210,13 @@ def options(*entries: str | Declare) -> Declare:
 
 
 def _guide(
-    json_schema: str | None = None, choices: str | None = None, regex: str | None = None, grammar: Path | None = None
-) -> Guide | None:
+    json_schema: str | None = None, choices: str | None = None, regex: str | None = None, grammar: Path | None = None,
+    *, schema_in_prompt: bool = False, fill: bool = False,
+) -> Guide | None:  # fmt: skip
     """The form of answers that these options name, or None. Raises RequestError."""
+    for name, chosen in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
+        if chosen and json_schema is None:
+            raise RequestError(f"{name} is for a schema; add --json-schema, or leave {name} out")
     if (json_schema, choices, regex, grammar) == (None, None, None, None):
         return None
     from vtx.runtime.bundle.files import read_text_file
@@ -222,13 +228,16 @@ def _guide(
 
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = read(Path(json_schema), MAX_SCHEMA)
+    if choices is not None and not choices.strip():
+        raise RequestError("--choices is empty; write A,B,... or a JSON list")
     listed = None if choices is None else choices.split(",")
     if choices is not None and choices.lstrip().startswith("["):
         try:
             listed = json.loads(choices)
         except ValueError as e:
             raise RequestError(f"--choices is not a JSON list ({e}); write A,B,... or correct it") from e
-    return Guide(json_schema, listed, regex, None if grammar is None else read(grammar, MAX_GRAMMAR))
+    text = None if grammar is None else read(grammar, MAX_GRAMMAR)
+    return Guide(json_schema, listed, regex, text, schema_in_prompt=schema_in_prompt, fill=fill)
 
 
 def _cluster(ray_address: str | None, ray_gpus: float | None) -> Cluster | None:

@@ -11,7 +11,7 @@ from vtx import cli
 
 SHARED = 3  # commands that an option must belong to, word for word, to be described once
 HERE = Path(__file__).parent
-ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "run", "serve", "watch")
+ANSWERING = ("batch", "cache", "chat", "doctor", "inspect", "list", "run", "serve", "watch")
 MEASURING = ("bench", "eval", "fit", "plan")
 OTHERS = "# Commands that {}\n\n[Commands](commands.md) covers what all commands share, and the commands that answer."
 

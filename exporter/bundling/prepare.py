@@ -390,7 +390,9 @@ def _patches_of_a_token(checkpoint: Checkpoint, family: Family, chosen: dict[str
 def _check_ks(ks: Sequence[int], layers: int) -> None:
     for k in ks:
         if not 2 <= k <= layers:
-            raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
+            raise RequestError(
+                f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens; give another"
+            )
     if len(set(ks)) != len(ks):
         raise RequestError(f"K = {', '.join(map(str, ks))} names a depth twice; name each only once")
 

@@ -31,6 +31,7 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
 from vtx.runtime.units import counted
 from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
+from vtx.tools.common.hub import check_hub_id
 
 # Each is several times the largest of published files, in brackets: of OpenVLA 7B, Gemma 3, and OpenVLA 7B.
 MAX_CONFIG = 2**20  # [60,736 bytes]
@@ -48,7 +49,6 @@ _SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?:@\w[\w./-]*)?", re.ASCII)
 
 # The first pattern that matches decides: names of single families, then the shared ones. Transformers 4.3x put the
 # language model's head inside it, 4.5x moved all but the head under `model.`, 5 removed `vision_model.`.
@@ -167,21 +167,16 @@ def open_model(
         folder = Path(model).resolve()
         config = _config(folder, check)
     else:
-        _check_hub_id(model)
+        if os.path.exists(model):
+            _refuse_gguf(Path(model).absolute())
+            raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
+        check_hub_id(model)
         report = progress or (lambda line: None)
         folder, config = _downloaded(model, check, parts, report, weights=weights, allow_pickle=allow_pickle)
     if not weights:
         return Checkpoint(folder, config, {}, revision_of(folder))
     sources, notes = _all_tensors(folder, parts(config), allow_pickle=allow_pickle)
     return Checkpoint(folder, config, _canonical_tensors(sources, rename), revision_of(folder), notes=notes)
-
-
-def _check_hub_id(model: str) -> None:
-    if os.path.exists(model):
-        _refuse_gguf(Path(model).absolute())
-        raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{shown(model)}: no such directory, and not a hub id (org/name or org/name@revision)")
 
 
 def _downloaded(
@@ -285,7 +280,10 @@ def _config(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[st
     _refuse_adapter(folder)
     if not files.exists("config.json"):
         _refuse_gguf(folder)
-        raise CheckpointError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{folder} holds no config.json, so it is not a Hugging Face checkpoint; name the directory of one, or a "
+            "hub id (org/name)"
+        )
     config = json_object(files.read("config.json", MAX_CONFIG), "config.json")
     check(config)
     return config

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.sampling import Likely
+from vtx.runtime.units import counted
 
 if TYPE_CHECKING:
     from vtx.runtime.policies.base import Decision
@@ -20,6 +23,41 @@ class Progress(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Likely, ...] = ()
+
+
+UNLIKELY = -5.0  # mean log probability of imposed tokens below which they are told of
+
+
+@dataclass(frozen=True, slots=True)
+class Imposed:
+    """The part of a guided answer that its form imposed, and how probable the model itself found it.
+
+    A token is imposed if the form left no other, or did not allow the model's most likely one. `mean_logprob` and
+    `least_logprob` are the mean and the smallest natural logarithm of the probability that the model gave to imposed
+    tokens before the form did; None without any. `unlikely`: the mean is below `UNLIKELY`.
+    """
+
+    tokens: int
+    mean_logprob: float | None
+    least_logprob: float | None
+    unlikely: bool
+
+    @classmethod
+    def of(cls, logprobs: Sequence[float]) -> Imposed:
+        """`logprobs`: those of the imposed tokens."""
+        if not logprobs:
+            return cls(0, None, None, unlikely=False)
+        mean = math.fsum(logprobs) / len(logprobs)
+        return cls(len(logprobs), mean, min(logprobs), unlikely=mean < UNLIKELY)
+
+    @property
+    def in_words(self) -> str:
+        """One line about an `unlikely` part, for people."""
+        return (
+            f"the form imposed {counted(self.tokens, 'token')} that the model finds unlikely (log probability "
+            f"{self.mean_logprob:.1f} on average, {self.least_logprob:.1f} at least; the limit is {UNLIKELY:g}), so "
+            "its values may be wrong; use --fill or --schema-in-prompt"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +75,7 @@ class Stats:
     `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.
     `drafted` tokens were looked up in the prompt and the answer, `accepted` of them were right; None without lookup.
     `forced` tokens of a guided answer were certain and ran in the pass of an earlier one; None without a guide.
+    `imposed` says how probable the model found what its form made it write; None without a guide.
     `seg_states` holds, for each segmentation token of the answer, the hidden state [hidden] after the decoder's final
     norm that chose it, which a mask decoder reads; None if the model has no such token.
     `reduce` is the canonical spec of the reductions, and `reduced` their effect; "none" and None if there are none.
@@ -66,6 +105,7 @@ class Stats:
     forced: int | None = None
     seg_states: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
     rest: int = 0
+    imposed: Imposed | None = None
 
     def __str__(self) -> str:
         times = self.timings_ms
@@ -78,6 +118,19 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class FieldValue:
+    """The value of a field of a form that was filled in after an answer.
+
+    `probability`: of a field with listed values the share of this one among them, and `mass` the probability that the
+    model answers with one of them at all; of an open field the probability of its text, and None.
+    """
+
+    value: Any
+    probability: float
+    mass: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An answer's text, its token ids (an end token included), its cost, and why it ended.
 
@@ -86,8 +139,11 @@ class Answer:
     complete. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
     tokens at each position with theirs, (id, log probability); None if not asked for.
-    `choices`: the probability of each choice that was given, normalised over them; None without choices, or if there
-    are more than `MAX_SCORED`. `tool_calls`: the complete calls in an answer with tools, whose text has them too.
+    `choices`: the probability of each choice that was given, normalised over them, and `choices_mass` the probability
+    that the model's answer is one of them at all; None without choices, or if there are more than `MAX_SCORED`.
+    `tool_calls`: the complete calls in an answer with tools, whose text has them too.
+    `unsure`: why the answer is not to be acted on, if `accept` was given (`judged`); None: it is accepted.
+    `fields` of a form that was filled in (`fill`), by name, and the answer before it, `free_text`; else None.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
 
@@ -98,7 +154,12 @@ class Answer:
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Likely, ...] | None = None
     choices: dict[str, float] | None = None
+    choices_mass: float | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
+    unsure: str | None = None
+    judged: bool = False
+    fields: Mapping[str, FieldValue] | None = None
+    free_text: str | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -108,6 +169,13 @@ class Answer:
         """True for a guided answer that ended before its form was complete, such as JSON that `max_new_tokens` cut."""
         return self.stats.forced is not None and self.stopped != "end"
 
+    @property
+    def warnings(self) -> list[str]:
+        """Lines for people: why it is unsure, and that its form imposed what the model finds unlikely."""
+        lines = [] if self.unsure is None else [f"unsure: {self.unsure}"]
+        imposed = self.stats.imposed
+        return [*lines, f"warning: {imposed.in_words}"] if imposed is not None and imposed.unlikely else lines
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `vtx-run --json` prints, without `question`, `image` and `bundle`."""
         facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
@@ -115,8 +183,14 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
-        facts |= {} if self.choices is None else {"choices": self.choices}
+        facts |= {} if self.choices is None else {"choices": self.choices, "choices_mass": self.choices_mass}
+        facts |= {"unsure": self.unsure} if self.judged else {}
+        if self.fields is not None:
+            facts["fields"] = {name: dataclasses.asdict(field) for name, field in self.fields.items()}
+            facts["free_text"] = self.free_text
         facts |= {"incomplete": True} if self.incomplete else {}
         facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
-        unasked = {name for name in ("gate", "drafted", "accepted", "forced", "seg_states") if facts[name] is None}
+        unasked = {
+            name for name in ("gate", "drafted", "accepted", "forced", "imposed", "seg_states") if facts[name] is None
+        }
         return {name: value for name, value in facts.items() if name not in unasked}

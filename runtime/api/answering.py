@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.api.answer import Answer, Progress, Stats
+from vtx.runtime.api.accepting import MAX_SCORED, doubt, threshold_of
+from vtx.runtime.api.answer import Answer, Imposed, Progress, Stats
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
@@ -29,7 +30,6 @@ from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Sessio
 if TYPE_CHECKING:
     from vtx.runtime.prompt.lookup import PromptLookup
 
-MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 NOTHING = PrefillResult(np.zeros(0, np.float32), None, False, 0, 0, 0, (), ())  # of a prompt stopped before its end
 
 
@@ -102,9 +102,13 @@ class AnswerInProgress(Request):
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._likely: list[Likely] = []
+        self._imposed: list[float] = []  # log probabilities of the tokens that a form imposed
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
         self._choices: dict[str, float] | None = None
+        self._choices_mass: float | None = None
+        accept = options.accept
+        self._threshold = None if accept is None else threshold_of(accept, loaded.card)
         self._guided = None if options.guide is None else loaded.guided(options.guide)
         self._output = TextOutput(loaded.text.stream(), options.stop, loaded.text.begun(messages))
 
@@ -210,6 +214,7 @@ class AnswerInProgress(Request):
             drafted=self._lookup.drafted if self._lookup else None,
             accepted=self._lookup.accepted if self._lookup else None,
             forced=self._guided.forced if self._guided else None,
+            imposed=Imposed.of(self._imposed) if self._guided else None,
             rest=result.rest,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
@@ -217,7 +222,22 @@ class AnswerInProgress(Request):
         calls = None
         if options.guide is not None and options.guide.tools is not None:
             calls = tuple(c for c in self._loaded.text.call_form.split(text, complete=True)[1] if c.is_complete)
-        self.answer = Answer(text, ids, stats, stopped, logprobs, likely, choices, calls)
+        mass, unsure = self._choices_mass, None
+        if self._threshold is not None:
+            unsure = doubt(text, choices or {}, mass or 0.0, self._threshold)
+        self.answer = Answer(
+            text,
+            ids,
+            stats,
+            stopped,
+            logprobs,
+            likely,
+            choices,
+            mass,
+            calls,
+            unsure,
+            judged=self._threshold is not None,
+        )
 
     def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""
@@ -231,6 +251,7 @@ class AnswerInProgress(Request):
             scores.append(float(known[np.arange(len(ids)), ids].sum() + end))
             yield ""  # other answers continue between two passes
         odds = np.exp(np.array(scores) - max(scores))
+        self._choices_mass = min(1.0, float(odds.sum() * np.exp(max(scores))))
         self._choices = dict(zip(choices, (odds / odds.sum()).tolist(), strict=True))
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
@@ -244,6 +265,8 @@ class AnswerInProgress(Request):
             token = sampler(logits if guided is None else guided.mask(logits))
             if token == text.seg_token_id:
                 self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
+            if guided is not None and guided.imposes:
+                self._imposed.append(log_probability(logits, token))
             if options.logprobs:
                 self._logprobs.append(log_probability(logits, token))
             if options.top_logprobs:

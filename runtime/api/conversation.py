@@ -21,7 +21,7 @@ from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
 from vtx.runtime.checks import check_text
 from vtx.runtime.errors import RequestError, VtxError
-from vtx.runtime.prompt.messages import PICTURES, Message, with_tools
+from vtx.runtime.prompt.messages import PICTURES, Message, with_schema, with_tools
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage
 from vtx.runtime.session.session import Selection, Session
 
@@ -176,8 +176,15 @@ class Conversation:
         """
         loaded, images = self.loaded, self.images
         loaded.check_open()
-        policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
         guide = settings.options.guide
+        if guide is not None and guide.fill:
+            from vtx.runtime.api.filling import FillingStream
+
+            free = partial(self.stream_messages, resume=resume)
+            return FillingStream(free, messages, settings, after=after, completed=completed)
+        policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
+        if guide is not None and guide.schema_in_prompt:
+            messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":
             messages = with_tools(messages, guide.listed_tools)
         ids = loaded.prompt_ids(messages, images)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from vtx.runtime.api.accepting import read_accept
 from vtx.runtime.checks import check_number, check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.make import read_rest
@@ -49,6 +50,8 @@ class Options:
             the call go before one that came earlier. In `vtx-serve` a step is worth a 40th of the request's time.
         rest: image tokens that stay from K on, those that the prompt's last token attends to most: a share of them,
             "10%" or 0.1, or a number, 57. None: the rest of the bundle's card with the card's K, else no rest.
+        accept: with choices, the probability that the model must give to its answer; below it `Answer.unsure` says why.
+            "card": the threshold that `vtx-eval --coverage` wrote into the bundle's card. None: answers are not judged.
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -68,6 +71,7 @@ class Options:
     guide: Guide | None = None
     priority: int = 0
     rest: str | float | None = None
+    accept: str | float | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
@@ -112,6 +116,8 @@ class Options:
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.rest is not None:
             object.__setattr__(self, "rest", read_rest(self.rest))
+        if self.accept is not None:
+            object.__setattr__(self, "accept", read_accept(self.accept, self.guide))
 
 
 class GuideKeywords(TypedDict, total=False):
@@ -122,6 +128,8 @@ class GuideKeywords(TypedDict, total=False):
     regex: str
     grammar: str
     tools: Tools | Sequence[Mapping[str, Any]]
+    schema_in_prompt: bool
+    fill: bool
 
 
 class OptionKeywords(GuideKeywords, total=False):
@@ -140,6 +148,7 @@ class OptionKeywords(GuideKeywords, total=False):
     guide: Guide | None
     priority: int
     rest: str | float | None
+    accept: str | float | None
     temperature: float
     top_p: float
     top_k: int

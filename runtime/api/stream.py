@@ -77,6 +77,11 @@ class AnswerStream:
         return 0 if session is None else len(session.waiting)
 
     @property
+    def answering(self) -> AnswerInProgress:
+        """The answer that it makes, for a stream of several."""
+        return self._answering
+
+    @property
     def timeout(self) -> float | None:
         """Seconds that the answer may take from its first step on; None: as many as it needs."""
         return self._answering.timeout

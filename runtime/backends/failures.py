@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from vtx.runtime.errors import BundleError, DeviceError, ModelClosedError, VtxError
+from vtx.runtime.host.machine import memory_in_words
 
 MAX_REASON = 300  # characters of an engine's own message
 
@@ -14,7 +15,8 @@ MAX_REASON = 300  # characters of an engine's own message
 def load_failure(engine: str, graph: str, error: Exception) -> VtxError:
     if _lacks_memory(error):
         return DeviceError(
-            f"not enough memory to load {graph}; end other programs, use a smaller precision or a machine with more"
+            f"not enough memory to load {graph} ({memory_in_words()}); vtx-inspect shows the bundle's size; end other "
+            "programs, raise the limit, or export with a smaller --precision, e.g. int4"
         )
     return BundleError(f"{engine} cannot load {graph}: {reason_of(error)}; export the bundle again")
 
@@ -34,8 +36,8 @@ def run_failure(engine: str, graph: str, error: Exception) -> VtxError:
     """The error of an engine that fails in a graph."""
     if _lacks_memory(error):
         return DeviceError(
-            f"not enough memory to run {graph}; end other programs, ask about fewer images or with a shorter "
-            "question, or export with a smaller --precision"
+            f"not enough memory to run {graph} ({memory_in_words()}); end other programs, ask about fewer images or "
+            "with a shorter question, or export with a smaller --precision"
         )
     return DeviceError(f"{engine} failed in {graph}: {reason_of(error)}; check the bundle with vtx-doctor")
 
@@ -43,8 +45,8 @@ def run_failure(engine: str, graph: str, error: Exception) -> VtxError:
 def cache_failure(capacity: int) -> VtxError:
     """The error of a stage's cache of `capacity` slots for which there is no memory."""
     return DeviceError(
-        f"not enough memory for a KV cache of {capacity} slots; end other programs, or export with a smaller "
-        "--max-context"
+        f"not enough memory for a KV cache of {capacity} slots ({memory_in_words()}); end other programs, or export "
+        "with a smaller --max-context"
     )
 
 

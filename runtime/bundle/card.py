@@ -132,13 +132,31 @@ class KindDepth:
 
 
 @dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The threshold of `vtx-eval --coverage`: answers whose probability reaches it are accepted.
+
+    Of `questions` of `source`, asked by `method`, it accepted the share `coverage`, of which `accuracy` was right and
+    at least `low` is, with a confidence of 95% that accounts for the search.
+    """
+
+    threshold: float
+    accuracy: float
+    low: float
+    coverage: float
+    questions: int
+    source: str
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """The choice of `vtx-fit` for the bundle whose `vtx.json` has the SHA-256 `manifest`, its data and its machine.
 
     `reference` is the full model whose answers count as unchanged. `front`: the configurations that none beats in
     both time and changed answers. `quiet`: times were repeated until they agreed. `planned`: the profile of the device
     that times and memory are estimated for; nothing was measured there, and the answers are those of this machine.
-    `kinds`: K by the kind of answer, for K = "card"; a kind that is not there was not measured.
+    `kinds`: K by the kind of answer, for K = "card"; a kind that is not there was not measured. `accept`: for answers
+    to choices, None if it was not measured.
     """
 
     format: str
@@ -156,6 +174,7 @@ class Card:
     front: tuple[Evidence, ...]
     planned: str | None = optional(None)
     kinds: tuple[KindDepth, ...] = optional(())
+    accept: Acceptance | None = optional(None)
 
     @property
     def in_words(self) -> str:

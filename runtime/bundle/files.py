@@ -98,7 +98,7 @@ def open_named(path: Path, *, error: type[VtxError], limit: int | None = None) -
     except (OSError, ValueError) as cause:
         if os.path.isdir(path):  # Windows does not open directories
             raise error(f"{path} is a directory, a regular file is needed") from cause
-        raise error(f"cannot read {path}: {reason(cause)}") from cause
+        raise error(f"cannot read {path}: {reason(cause)}; check the path") from cause
     return _regular(descriptor, str(path), limit, error)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from vtx.runtime.units import size
+
 
 def version(package: str) -> str | None:
     from importlib import metadata  # which takes longer to import than all else here
@@ -31,6 +33,20 @@ def available_memory() -> int | None:
         return None
     table = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(table["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in table else None
+
+
+def memory_in_words() -> str:
+    """The memory that is free, and the limit of this process if it has one, for messages about too little of it."""
+    free = available_memory()
+    parts = [] if free is None else [f"{size(free)} free"]
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    except ImportError:  # not on Windows
+        return ", ".join(parts)
+    parts += [f"limit of this process {size(limit)}"] if limit != resource.RLIM_INFINITY else []
+    return ", ".join(parts) or "free memory unknown"
 
 
 def cpu_flags() -> frozenset[str]:

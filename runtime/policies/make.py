@@ -106,7 +106,9 @@ def _prebuilt(k: int | str, manifest: Manifest) -> int:
     if isinstance(k, bool) or not isinstance(k, numbers.Integral):
         raise RequestError(f"K is {k!r}; give a number from 2 to {layers}, or none")
     if not 2 <= k <= layers:
-        raise RequestError(f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens")
+        raise RequestError(
+            f"K = {k} is outside 2..{layers}: it is the first layer without vision tokens; give another, or none"
+        )
     if k not in manifest.variants:
         built = ", ".join(map(str, manifest.variants)) or "none at all"
         raise RequestError(

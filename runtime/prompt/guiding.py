@@ -52,6 +52,11 @@ class Guide:
         regex: a regular expression (in Rust's syntax) that matches the whole answer.
         grammar: a grammar in llguidance's variant of Lark.
         tools: functions that the answer may call, as a list in OpenAI's format or as `vtx.Tools`.
+        schema_in_prompt: the schema follows the question, so that the model knows the form before it writes it.
+        fill: the model answers freely; then each property of the schema, which must be an object's, is asked for in the
+            same conversation by its description, or else by its name, or by the question again if there is no other.
+            Properties with at most 64 values are choices.
+            `Answer.fields` has the probability of each, `Answer.free_text` the free answer.
 
     Raises:
         RequestError: none or more than one is given, or a value has the wrong type or exceeds a limit.
@@ -63,8 +68,15 @@ class Guide:
     regex: str | None = None
     grammar: str | None = None
     tools: Tools | Sequence[Mapping[str, Any]] | None = None  # kept as Tools
+    schema_in_prompt: bool = False
+    fill: bool = False
 
     def __post_init__(self) -> None:
+        ways = [name for name in ("schema_in_prompt", "fill") if getattr(self, name)]
+        if ways and self.schema is None:
+            raise RequestError(f"{ways[0]} is for a schema; give one, or leave {ways[0]} out")
+        if len(ways) > 1:
+            raise RequestError("schema_in_prompt and fill are mutually exclusive; leave one out")
         given = [name for name in BYTES if getattr(self, name) is not None]
         if len(given) != 1:
             raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
@@ -74,7 +86,7 @@ class Guide:
                 schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
                 value = json.dumps(schema, allow_nan=False)
             except (ValueError, TypeError, RecursionError) as e:
-                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80})") from e
+                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80}); correct it") from e
             if not isinstance(schema, Mapping | bool):
                 raise RequestError(f"the schema is {value:.40}; it must be a JSON object, true or false")
             object.__setattr__(self, "schema", value)
@@ -213,8 +225,8 @@ class GuidedAnswer:
     """One answer held to a grammar: a mask for each token, and drafts of the tokens that the grammar forces.
 
     A forced token's mask holds it alone, so that a model writes names and punctuation in its usual tokens. `complete`:
-    nothing more may follow. `forced` counts the tokens that ran in the pass of an earlier one. `lookup` drafts if
-    nothing is forced.
+    nothing more may follow. `forced` counts the tokens that ran in the pass of an earlier one. `imposes`: the
+    form left one token, or masked the model's most likely one. `lookup` drafts if nothing is forced.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -223,6 +235,7 @@ class GuidedAnswer:
         self._drafting = False
         self.lookup: PromptLookup | None = None
         self.complete, self.tokens, self.forced = False, 0, 0
+        self.imposes = False  # of the last mask
 
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits [vocab], minus infinity for tokens that may not come next.
@@ -236,6 +249,7 @@ class GuidedAnswer:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
             allowed[: len(bits)] = bits[: len(logits)]
             self._check()
+        self.imposes = not allowed[logits.argmax()] or np.count_nonzero(allowed) == 1
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def push(self, token: int) -> bool:

@@ -41,6 +41,14 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
     return [{"role": "tools", "content": "", "tools": tools}, *messages] if tools else list(messages)
 
 
+def with_schema(messages: Sequence[Message], schema: str) -> list[Message]:
+    """The messages, with the schema of the answer behind the question."""
+    *before, last = messages
+    text = f"\nAnswer with JSON that matches this schema: {schema}"
+    question: Any = [*parts_of(last), {"type": "text", "text": text}]
+    return [*before, {**last, "content": question}]
+
+
 def extras_of(message: Message) -> dict[str, Any]:
     """The fields of a message beside its role and content."""
     return {name: value for name, value in message.items() if name not in ("role", "content")}

@@ -1,4 +1,4 @@
-"""The bundle that was exported last, remembered for vtx-run."""
+"""The bundles that were exported here: the last one for vtx-run, all of them for vtx-list."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.process import home
 from vtx.runtime.terminal.console import note
 
+KEPT = 100  # bundles whose export is remembered
+
 
 def _file() -> Path:
     return home("XDG_STATE_HOME", ".local/state") / "vtx" / "last-bundle"
+
+
+def _history() -> Path:
+    return _file().with_name("exported-bundles")
 
 
 def remembered() -> Path | None:
@@ -22,6 +28,15 @@ def remembered() -> Path | None:
         return Path(os.fsdecode(_file().read_bytes().strip()))
     except OSError:
         return None
+
+
+def exported() -> list[Path]:
+    """The bundles that were exported here, the last one first; some may be gone."""
+    try:
+        names = _history().read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [Path(os.fsdecode(name)) for name in reversed(names) if name]
 
 
 def first_today(text: str) -> bool:
@@ -54,5 +69,7 @@ def remember(folder: Path) -> None:
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         _file().write_bytes(os.fsencode(folder))
+        others = [other for other in exported()[:KEPT] if other != folder]
+        _history().write_bytes(b"\0".join(map(os.fsencode, [*reversed(others), folder])))
     except OSError:
         note(f"this bundle could not be recorded as the last one; name it with --bundle {folder}")

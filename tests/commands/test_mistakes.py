@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from click.testing import CliRunner
 
 from tests.support.commands import invoke
 from vtx import cli
+from vtx.runtime.backends.failures import cache_failure, load_failure, run_failure
+from vtx.runtime.host import machine
+from vtx.runtime.terminal.last import remember
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -40,7 +45,7 @@ def test_a_cut_form_ends_with_3_and_says_so(bundle: Path, image: Path, tmp_path:
     result = invoke("run", str(image), "what is it?", *asked, "--json")
     assert result.exit_code == 3, result.output
     assert json.loads(result.stdout)["incomplete"] is True
-    assert "cut before its form was complete; raise --max-new-tokens" in result.stderr
+    assert "cut before its form was complete; raise --max-new-tokens, or bound" in result.stderr
     whole = invoke("run", str(image), "what is it?", *asked[:2], "--choices", "red,blue", "--json")
     assert whole.exit_code == 0, whole.output
     assert "incomplete" not in json.loads(whole.stdout)
@@ -87,3 +92,45 @@ def test_a_name_that_is_no_id_of_the_hub_is_told_without_the_hub(model: str, ima
     result = invoke("run", str(image), "what is it?", "--model", model)
     assert result.exit_code != 0
     assert f"{model!r}: no such directory, and not a hub id (org/name" in result.stderr
+
+
+def test_a_name_of_the_hub_is_judged_before_pytorch_is_imported(image: Path) -> None:
+    asked = (
+        "import sys; from vtx.cli import main; sys.argv = ['vtx', *sys.argv[1:]]\n"
+        "try: main()\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    for words in (["run", "--model", "llava", str(image), "what?"], ["export", "--model", "llava"]):
+        done = subprocess.run([sys.executable, "-c", asked, *words], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["1", "False"], done.stderr
+        assert "not a hub id" in done.stderr
+
+
+def test_bundles_are_listed_with_the_default_first(bundle: Path, tmp_path: Path) -> None:
+    assert "no bundles yet" in invoke("list_bundles").stderr
+    remember(tmp_path / "gone")
+    remember(bundle)
+    [record] = json.loads(invoke("list_bundles", "--json").stdout)
+    assert (record["bundle"], record["default"], record["card"]) == (str(bundle), True, None)
+    copied = tmp_path / "other"
+    shutil.copytree(bundle, copied)
+    records = json.loads(invoke("list_bundles", str(copied), str(bundle), "--json").stdout)
+    assert [(Path(record["bundle"]), record["default"]) for record in records] == [(bundle, True), (copied, False)]
+    (copied / "vtx.json").write_text("{}")
+    damaged = invoke("list_bundles", str(copied))
+    assert damaged.exit_code == 0
+    assert f"{bundle} (default)" in damaged.stdout
+    assert str(copied) in damaged.stderr
+
+
+def test_too_little_memory_is_told_with_what_is_free_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "available_memory", lambda: 3 << 20)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (400_000_000, 400_000_000))
+    for error in (
+        load_failure("onnxruntime", "stage-01.onnx", MemoryError()),
+        run_failure("onnxruntime", "stage-01.onnx", MemoryError()),
+        cache_failure(64),
+    ):
+        assert "(3.15 MB free, limit of this process 400 MB)" in str(error)
+    monkeypatch.setattr(machine, "available_memory", lambda: None)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
+    assert "(free memory unknown)" in str(cache_failure(64))

@@ -79,6 +79,7 @@ class AskOptions(c.Structure):
         ("guide_kind", c.c_char_p),
         ("guide", c.c_char_p),
         ("rest", c.c_char_p),
+        ("accept", c.c_char_p),
     )
 
 

@@ -33,7 +33,7 @@ def withdrawal_schedule(layers: int, k: int | None, *, text: int, vision: int) -
     if k is None:
         return full_schedule(layers, text=text, vision=vision)
     if not 2 <= k <= layers:
-        raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens")
+        raise RequestError(f"K = {k} is outside 2..{layers}; K is the first layer without vision tokens; give another")
     return make_schedule([vision] * (k - 1) + [0] * (layers - k + 1), text=text)
 
 

@@ -29,7 +29,7 @@ from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine
 from vtx.runtime.scheduler.scheduler import Event
 from vtx.runtime.session.encoded_images import PreparedImage, vision_extras
-from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.strict import Strict, json_value, optional
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.tokens import ImageTokens
 from vtx.runtime.vision.video import video
@@ -50,7 +50,8 @@ STRICT = Strict(RequestError, "answers.jsonl is damaged, remove it")
 class CostedAnswer:
     """An answer and what it costs alone. `flops` are those until the first token, `vision_tokens` a layer's mean.
 
-    `first_token_ms`: None if it was computed next to others.
+    `first_token_ms`: None if it was computed next to others. `probability`: of a choice, as the model gives it; None if
+    there were no choices.
     """
 
     text: str
@@ -60,6 +61,7 @@ class CostedAnswer:
     vision_tokens: float
     full_layers: int
     new_tokens: int
+    probability: float | None = optional(None)
 
 
 Answers: TypeAlias = """Callable[
@@ -203,8 +205,14 @@ def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> 
     return CostedAnswer(
         text=answer.text, first_token_ms=first_token_ms, kv_bytes=stats.kv_bytes, flops=flops,
         vision_tokens=fmean((*kept[1:], kept[-1])), full_layers=sum(tokens > 0 for tokens in kept),
-        new_tokens=len(answer.token_ids),
+        new_tokens=len(answer.token_ids), probability=_probability(answer),
     )  # fmt: skip
+
+
+def _probability(answer: Answer) -> float | None:
+    if answer.choices is None or answer.choices_mass is None:
+        return None
+    return answer.choices.get(answer.text, 0.0) * answer.choices_mass
 
 
 class Asker:

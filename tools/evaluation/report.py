@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from vtx.runtime.bundle.card import KINDS
+from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import json_value
 from vtx.tools.bench.machine import Machine, describe
 from vtx.tools.bench.measure import K
@@ -19,6 +20,7 @@ from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampled_sums, spread_of
 from vtx.tools.data.kinds import kind_of
 from vtx.tools.evaluation.ask import Asked, Evaluated
+from vtx.tools.evaluation.coverage import CoveragePoint, ScoredAnswers
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
 from vtx.tools.evaluation.questions import TaskQuestion
 
@@ -45,6 +47,7 @@ class GroupFigure(FigureInterval):
 class MethodFigures:
     """One method. FLOPs, bytes, tokens and layers are means over the questions, times milliseconds, None if left out.
 
+    `coverage`: accuracy against coverage, if it was asked for.
     `difference` is how far the main figure exceeds the first method's on the same questions; None for the first.
     """
 
@@ -63,6 +66,7 @@ class MethodFigures:
     groups: Mapping[str, GroupFigure]
     rest: str | None
     kinds: Mapping[str, GroupFigure]
+    coverage: tuple[CoveragePoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Evaluation:
 
 def make_report(
     task: str, metric: Metric, source: str, asked: Asked, by: Evaluated, *, instruction: str, times: bool,
-    protocol: str = "authors",
+    protocol: str = "authors", coverage: bool = False,
 ) -> Evaluation:  # fmt: skip
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
     questions, by_question = asked.questions, asked.replies
@@ -145,6 +149,7 @@ def make_report(
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
                 rest=method.rest, kinds=by_group(kinds, KINDS),
+                coverage=scored_answers(asked, metric, n).points() if coverage else (),
             )
         )  # fmt: skip
     m, shares = by.bundle.manifest, tuple(sorted(tallies[0].shares))
@@ -159,6 +164,17 @@ def make_report(
         confidence=CONFIDENCE, methods=tuple(methods),
         front={cost: _front(methods, cost, main) for cost in COSTS if times or cost != "first_token_ms"},
     )  # fmt: skip
+
+
+def scored_answers(asked: Asked, metric: Metric, number: int = 0) -> ScoredAnswers:
+    """The answers of method `number` with their probabilities. Raises RequestError: a journal has none of them."""
+    probabilities = [replies[number].probability for replies in asked.replies]
+    known = [probability for probability in probabilities if probability is not None]
+    if len(known) < len(probabilities):
+        raise RequestError("answers.jsonl has answers without probabilities; remove it, or name another --out")
+    pairs = zip(asked.questions, asked.replies, strict=True)
+    scores = [metric.judge(question, replies[number].text)[1] for question, replies in pairs]
+    return ScoredAnswers(known, scores, [question.image for question in asked.questions])
 
 
 def _draws(tallies: Sequence[Tally]) -> list[Counts]:

@@ -9,6 +9,7 @@ from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.units import counted, size
 from vtx.tools.bench.series import shown
 from vtx.tools.common.plots import COLORS, GREY, draw, headline
+from vtx.tools.evaluation.coverage import CoveragePoint
 from vtx.tools.evaluation.report import COSTS, Evaluation, FigureInterval
 
 COST_NAMES = {"flops": "FLOPs", "kv_bytes": "KV bytes", "first_token_ms": "time to first token"}
@@ -55,6 +56,11 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
         heads = [f"{task.main} by kind of answer", *(f"{kind} ({of.questions})" for kind, of in kinds.items())]
         rows = [[m.name, *(_figure(m.kinds[kind], task.factor) for kind in kinds)] for m in report.methods]
         parts.append(WideTable("", heads, rows))
+    for method in report.methods:
+        if method.coverage:
+            rows = [[f"{p.threshold:g}", f"{p.coverage:.1%}", f"{p.accepted:,}", _accuracy(p)] for p in method.coverage]
+            heads = [f"{method.name}: accepted from", "coverage", "answers", "accuracy, %"]
+            parts.append(WideTable("", heads, rows))
     fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
     return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
 
@@ -64,6 +70,12 @@ def _figure(figure: FigureInterval, factor: int, sign: str = "") -> str:
         None if v is None else f"{factor * v:{sign}.1f}" for v in (figure.value, figure.low, figure.high)
     )
     return f"{value} ({low} to {high})" if low and high else f"{value}"
+
+
+def _accuracy(point: CoveragePoint) -> str:
+    if point.accuracy is None:
+        return "-"
+    return _figure(FigureInterval(point.accuracy, point.low, point.high), 100)
 
 
 def draw_report(report: Evaluation, path: Path) -> None:

@@ -18,6 +18,7 @@
 
 namespace {
 
+constexpr int kIncomplete = 3;  // the exit status after an answer that was cut before its form was complete
 constexpr char kHelp[] =
     "Usage: vtx-cpp-run [OPTIONS] --bundle DIR IMAGE|FRAMES QUESTION [QUESTION ...]\n\n"
     "  Answer one or more questions about an image, or a folder of a video's frames, which is encoded once.\n\n"
@@ -30,6 +31,8 @@ constexpr char kHelp[] =
     "  --about TEXT            Select image tokens by this text instead of the question (cdpruner, dart:k=0).\n"
     "  --json-schema JSON      Constrain the answer to JSON of this schema.\n"
     "  --choices A,B,...       Constrain the answer to one of these; a JSON list is also accepted.\n"
+    "  --accept P|card         With --choices: the probability that an answer must have; below it the answer is unsure.\n"
+    "                          card: the threshold of the bundle's card (vtx-eval --coverage).\n"
     "  --regex REGEX           Constrain the answer to this regular expression.\n"
     "  --grammar TEXT          Constrain the answer to this grammar (llguidance's Lark syntax).\n"
     "  --gate-threshold P      With --k auto: withdraw when a gate's probability exceeds this [default: 0.5].\n"
@@ -123,6 +126,16 @@ std::string json_text(const std::string& text) {
   return out + '"';
 }
 
+// Refuses a question that is the name of a picture.
+void check_question(const std::string& question) {
+  std::string ending = std::filesystem::path(question).extension().string();
+  std::transform(ending.begin(), ending.end(), ending.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  bool picture = ending == ".png" || ending == ".jpg" || ending == ".jpeg";
+  if (picture && question.find(' ') == std::string::npos)
+    usage("'" + question + "' is a picture, not a question; use --image " + question);
+}
+
 Arguments parse(int count, char** values) {
   Arguments out;
   if (const char* bundle = std::getenv("VTX_BUNDLE")) out.bundle = bundle;
@@ -154,6 +167,8 @@ Arguments parse(int count, char** values) {
       out.ask.rest = next();
     else if (word == "--reduce")
       out.ask.reduce = next();
+    else if (word == "--accept")
+      out.ask.accept = next();
     else if (word == "--about")
       out.ask.about = next();
     else if (word == "--json-schema" || word == "--choices" || word == "--regex" || word == "--grammar") {
@@ -243,6 +258,7 @@ Arguments parse(int count, char** values) {
     out.images.insert(out.images.begin(), out.words.front());
     out.words.erase(out.words.begin());
   }
+  for (const std::string& question : out.words) check_question(question);
   if (out.words.empty()) usage("no question given: vtx-cpp-run --bundle DIR image.jpg \"question\"");
   return out;
 }
@@ -317,8 +333,8 @@ void print_json(const Arguments& arguments, const std::string& question, const v
             << std::flush;
 }
 
-// What follows the text of an answer: how probable its choices are, and whether it was cut.
-void print_end(const Arguments& arguments, const vtx::Answer& answer) {
+// What follows the text of an answer: how probable its choices are, and why it is unsure.
+void print_end(const vtx::Answer& answer) {
   std::cout << std::endl;
   std::vector<std::pair<std::string, double>> choices = answer.choices();
   std::stable_sort(choices.begin(), choices.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
@@ -329,8 +345,7 @@ void print_end(const Arguments& arguments, const vtx::Answer& answer) {
     line += (line.empty() ? "" : ", ") + choice + share;
   }
   if (!line.empty()) std::cerr << line << "\n";
-  if (arguments.ask.guide && answer.stopped() != "end")
-    std::cerr << "the answer was cut before its form was complete; raise --max-new-tokens\n";
+  if (std::optional<std::string> reason = answer.unsure()) std::cerr << "unsure: " << *reason << "\n";
 }
 
 // The picture files of a folder, in the order of their names, as a video.
@@ -352,7 +367,9 @@ vtx::Image video_of(const std::string& folder, const Arguments& arguments) {
   return vtx::Image::video(std::move(frames), arguments.fps, arguments.frames);
 }
 
-void run(const Arguments& arguments) {
+// False if an answer was cut before its form was complete.
+bool run(const Arguments& arguments) {
+  bool complete = true;
   std::string input;  // of an image that is read from stdin
   std::vector<vtx::Image> images;
   bool videos = !arguments.videos.empty();
@@ -379,14 +396,16 @@ void run(const Arguments& arguments) {
     for (const std::string& question : arguments.words) {
       vtx::Answer answer = arguments.chat ? conversation.chat(question, arguments.ask, show)
                                           : conversation.ask(question, arguments.ask, show);
+      complete = complete && !(arguments.ask.guide && answer.stopped() != "end");
       if (arguments.json)
         print_json(arguments, question, answer);
       else
-        print_end(arguments, answer);
+        print_end(answer);
     }
     if (arguments.chat) conversation.restart_chat();
   }
   if (arguments.wait) std::cin.ignore(std::numeric_limits<std::streamsize>::max());
+  return complete;
 }
 
 }  // namespace
@@ -394,8 +413,13 @@ void run(const Arguments& arguments) {
 int main(int count, char** values) {
   try {
     Arguments arguments = parse(count, values);
-    arguments.act.empty() ? run(arguments) : act(arguments);
-    return 0;
+    if (!arguments.act.empty()) {
+      act(arguments);
+      return 0;
+    }
+    if (run(arguments)) return 0;
+    std::cerr << "an answer was cut before its form was complete; raise --max-new-tokens, or bound the form's fields\n";
+    return kIncomplete;
   } catch (const std::exception& error) {
     std::cerr << "Error: " << error.what() << "\n";
     return 1;

@@ -137,6 +137,9 @@ def read_request(
     if guide is not None:
         with naming(form):
             options = replace(options, guide=guide)
+    if fields.accept is not None:
+        with naming("accept"):
+            options = replace(options, accept=fields.accept)
     messages = with_tools(messages, [] if guide is None else guide.listed_tools)
     with naming("stream_options"):
         if fields.stream_options is not None and not fields.stream:
@@ -219,7 +222,15 @@ def _guide(fields: ChatFields, present: Mapping[str, Any]) -> tuple[str | None, 
         raise Refusal(
             400, f"{names} are given, each a form of the answer; give one", code="invalid_value", param=forms[1][0]
         )
-    return forms[0] if forms else (None, None)
+    form, guide = forms[0] if forms else (None, None)
+    for way in ("schema_in_prompt", "fill"):
+        with naming(way):
+            if getattr(fields, way) and guide is None:
+                raise RequestError(f"{way} is for a schema; give response_format or guided_json, or leave {way} out")
+            if getattr(fields, way) and guide is not None:
+                changes: dict[str, Any] = {way: True}
+                guide = replace(guide, **changes)
+    return form, guide
 
 
 def _tools(fields: ChatFields, present: Mapping[str, Any]) -> Guide | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sysconfig
@@ -90,6 +91,13 @@ def test_answers_have_the_ids_of_python(
         found, answer = both(model, loaded, picture, kind, value, temperature, seed)
         assert (found["token_ids"], found["text"]) == (list(answer.token_ids), answer.text)
         assert (found["stopped"], found["forced"]) == (answer.stopped, answer.stats.forced)
+        assert answer.stats.imposed is not None
+        imposed = dataclasses.asdict(answer.stats.imposed)
+        assert found["imposed"].keys() == imposed.keys()
+        for name, own in imposed.items():
+            assert found["imposed"][name] == (None if own is None else pytest.approx(own, rel=1e-4)), name
+        if kind == "choices":
+            assert found["choices_mass"] == pytest.approx(answer.choices_mass, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -225,6 +233,17 @@ def test_vtx_cpp_run_says_how_sure_it_is_and_that_an_answer_was_cut(
         done = run("run", *words, "--choices", choices)
         assert done.returncode == 0, done.stderr
         assert done.stdout.decode().strip() in ("red", "a,b", "", "a", "b")
+    cut = run("run", *words, "--json-schema", '{"type": "string", "minLength": 40}', "--max-new-tokens", "4", "--json")
+    assert cut.returncode == 3, cut.stderr
+    assert json.loads(cut.stdout)["incomplete"] is True
+    assert "cut before its form was complete; raise --max-new-tokens" in cut.stderr.decode()
+    unsure = run("run", *words, "--choices", "red,blue", "--accept", "1")
+    assert unsure.returncode == 0, unsure.stderr
+    assert "unsure: the model gives '" in unsure.stderr.decode()
+    for name in ("b.jpg", "c.PNG"):
+        second = run("run", *words, name)
+        assert second.returncode == 2
+        assert f"'{name}' is a picture, not a question; use --image {name}" in second.stderr.decode()
         shares = [float(share) for share in re.findall(r" ([0-9.]+)%", done.stderr.decode())]
         assert shares == sorted(shares, reverse=True)
         assert sum(shares) == pytest.approx(100, abs=0.2)

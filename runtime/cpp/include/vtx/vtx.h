@@ -188,6 +188,8 @@ typedef struct vtx_ask_options {
   const char* guide;      /* what gives that form; needs llguidance 1.7 or newer, which is found at run time; NULL: none */
   const char* rest; /* image tokens that stay from K on, those that the prompt's last token attends to most: a share,
                        "10%", or a number, "57"; NULL: the rest of the bundle's card with the card's K, else none */
+  const char* accept; /* with choices, the probability that the model must give to its answer, "0.8", or "card" for that of
+                         the bundle's card (vtx-eval --coverage): see vtx_answer_unsure; NULL: answers are not judged */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
@@ -224,6 +226,13 @@ VTX_API const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* cou
 /* Of an answer held to at most 64 choices: choice `index` of them, and how probable it is that the model answers with it, as
  * a share of all choices. NULL past the last, and where there are none. */
 VTX_API const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* probability);
+/* The probability that the model answers with one of these choices at all, before they are normalised; 0 without choices. */
+VTX_API double vtx_answer_choices_mass(const vtx_answer* answer);
+/* Why an answer is not to be acted on, if `accept` was given and its probability is below that; else NULL. */
+VTX_API const char* vtx_answer_unsure(const vtx_answer* answer);
+/* Of a guided answer: the number of tokens that its form imposed, because it left no other or did not allow the model's most
+ * likely one, and the mean and smallest log probability that the model gave to them, which may be NULL, 0 without any. Text that the model finds unlikely was not its own, and may be wrong: "imposed" of the JSON says so. */
+VTX_API int64_t vtx_answer_imposed(const vtx_answer* answer, double* mean_logprob, double* least_logprob);
 /* "end", "stop", "length", "context", "timeout" or "cancelled". */
 VTX_API const char* vtx_answer_stopped(const vtx_answer* answer);
 /* The object that vtx-run --json prints of an answer. */

@@ -71,6 +71,7 @@ struct AskOptions {
   std::optional<std::string> guide;
   std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
   std::optional<std::string> rest;   // image tokens that stay from K on, "10%" or "57"
+  std::optional<std::string> accept;  // with choices, the probability that an answer must have, "0.8" or "card"
 };
 
 // An image or a video that is about to be opened; what lies in memory must live until then.
@@ -146,6 +147,12 @@ class Answer {
     while (const char* choice = vtx_answer_choice(answer_.get(), out.size(), &probability))
       out.emplace_back(choice, probability);
     return out;
+  }
+  double choices_mass() const { return vtx_answer_choices_mass(answer_.get()); }
+  // Why the answer is not to be acted on; none if it is accepted, or `accept` was not given.
+  std::optional<std::string> unsure() const {
+    const char* reason = vtx_answer_unsure(answer_.get());
+    return reason ? std::optional<std::string>(reason) : std::nullopt;
   }
   // Of each segmentation token (LISA) the hidden state that chose it; a copy.
   std::vector<std::vector<float>> seg_states() const {
@@ -238,6 +245,7 @@ class Conversation {
     raw.guide_kind = text_of(options.guide_kind), raw.guide = options.guide ? text_of(*options.guide) : nullptr;
     raw.about = options.about ? text_of(*options.about) : nullptr;
     raw.rest = options.rest ? text_of(*options.rest) : nullptr;
+    raw.accept = options.accept ? text_of(*options.accept) : nullptr;
     std::vector<const char*> stop;
     for (const std::string& text : options.stop) stop.push_back(text_of(text));
     raw.stop = stop.data(), raw.stop_count = stop.size();

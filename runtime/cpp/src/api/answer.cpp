@@ -1,10 +1,13 @@
 #include "api/answer.hpp"
 
 #include <algorithm>
+#include <cstdio>
+#include <numeric>
 
 #include "api/model.hpp"
 #include "base/checks.hpp"
 #include "base/utf8.hpp"
+#include "bundle/names.hpp"
 
 namespace vtxcore {
 namespace {
@@ -87,7 +90,47 @@ Json timings_of(const Timings& t) {
                       {"decode_per_token", rounded_to(t.decode_per_token, 3)}};
 }
 
+// How probable the model found the tokens that the form imposed.
+Json imposed_of(const Doubles& logprobs) {
+  Imposed imposed = Imposed::of(logprobs);
+  bool any = imposed.tokens > 0;
+  return Json::Object{{"tokens", imposed.tokens},
+                      {"mean_logprob", any ? Json(imposed.mean) : Json()},
+                      {"least_logprob", any ? Json(imposed.least) : Json()},
+                      {"unlikely", any && imposed.mean < names::kUnlikely}};
+}
+
+// A number as Python's .3g writes it.
+std::string three_digits(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g", value);
+  return text;
+}
+
 }  // namespace
+
+Imposed Imposed::of(const Doubles& logprobs) {
+  if (logprobs.empty()) return {};
+  double sum = std::accumulate(logprobs.begin(), logprobs.end(), 0.0);
+  return {static_cast<int64_t>(logprobs.size()), sum / static_cast<double>(logprobs.size()),
+          *std::min_element(logprobs.begin(), logprobs.end())};
+}
+
+bool is_incomplete(const Answer& answer) { return answer.forced && answer.stopped != "end"; }
+
+void judge(Answer& answer) {
+  auto chosen = std::find_if(answer.choices.begin(), answer.choices.end(),
+                             [&](const auto& choice) { return choice.first == answer.text; });
+  if (chosen == answer.choices.end()) {
+    answer.unsure = "the answer was cut before it was one of the choices; raise max_new_tokens";
+    return;
+  }
+  double probability = chosen->second * answer.choices_mass;
+  if (probability >= *answer.threshold) return;
+  answer.unsure = cat("the model gives '", answer.text, "' a probability of ", three_digits(probability), " (",
+                      three_digits(chosen->second), " among the choices, which together have ",
+                      three_digits(answer.choices_mass), "); at least ", three_digits(*answer.threshold), " is accepted");
+}
 
 void check_stop_count(size_t count) {
   if (count > 16) fail(Kind::request, "stop holds ", count, " strings; at most 16 are allowed");
@@ -118,6 +161,12 @@ void Options::check() const {
     if (!stop.empty() || ignore_eos)
       fail(Kind::request, guide->kind, " determines where the answer ends; leave ", ignore_eos ? "ignore_eos" : "stop",
            " out");
+  }
+  if (accept) {
+    size_t count = guide ? guide->choices().size() : 0;
+    if (count == 0 || count > static_cast<size_t>(names::kMaxScored))
+      fail(Kind::request, "accept judges the probability of a choice, and ", grouped(static_cast<int64_t>(count)),
+           " choices are given; give 1 to ", names::kMaxScored, ", or leave accept out");
   }
   if (timeout != 0) check_number("timeout", timeout, "a number of seconds above 0 and at most 1e6", 1e-9, 1e6);
 }
@@ -164,7 +213,13 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
     out.emplace_back("seg_states", std::move(states));
   }
   if (answer.forced) out.emplace_back("forced", *answer.forced);
-  if (!answer.choices.empty()) out.emplace_back("choices", Json::Object(answer.choices.begin(), answer.choices.end()));
+  if (answer.imposed) out.emplace_back("imposed", imposed_of(*answer.imposed));
+  if (!answer.choices.empty()) {
+    out.emplace_back("choices", Json::Object(answer.choices.begin(), answer.choices.end()));
+    out.emplace_back("choices_mass", answer.choices_mass);
+  }
+  if (answer.threshold) out.emplace_back("unsure", answer.unsure ? Json(*answer.unsure) : Json());
+  if (is_incomplete(answer)) out.emplace_back("incomplete", true);
   if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));
   answer.json = out;
 }

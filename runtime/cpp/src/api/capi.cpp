@@ -151,6 +151,7 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0;
   if (o.about) out.about = o.about;
   if (o.rest) out.rest = o.rest;
+  if (o.accept) out.accept = o.accept;
   if (o.guide) out.guide = vtxcore::Guide{text_or(o.guide_kind, ""), o.guide};
   if (o.stop_count) require(o.stop, "stop");
   vtxcore::check_stop_count(o.stop_count);
@@ -443,6 +444,24 @@ const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* pr
   bool there = held && index < held->answer.choices.size();
   if (probability) *probability = there ? held->answer.choices[index].second : 0;
   return there ? held->answer.choices[index].first.c_str() : nullptr;
+}
+
+double vtx_answer_choices_mass(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held ? held->answer.choices_mass : 0;
+}
+
+const char* vtx_answer_unsure(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held && held->answer.unsure ? held->answer.unsure->c_str() : nullptr;
+}
+
+int64_t vtx_answer_imposed(const vtx_answer* answer, double* mean_logprob, double* least_logprob) {
+  auto held = found(answer);
+  vtxcore::Imposed imposed = held && held->answer.imposed ? vtxcore::Imposed::of(*held->answer.imposed) : vtxcore::Imposed{};
+  if (mean_logprob) *mean_logprob = imposed.mean;
+  if (least_logprob) *least_logprob = imposed.least;
+  return imposed.tokens;
 }
 
 const char* vtx_answer_stopped(const vtx_answer* answer) {

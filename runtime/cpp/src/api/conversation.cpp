@@ -257,6 +257,8 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   std::optional<GuidedAnswer> guided;
   if (options.guide) guided.emplace(model_->guided(*options.guide));
   Answer out;
+  if (options.accept) out.threshold = model_->threshold(*options.accept);
+  if (guided) out.imposed.emplace();
   out.timings.load = model_->load_ms();
   out.prompt_tokens = static_cast<int64_t>(turn.ids.size());
   start_ = std::chrono::steady_clock::now();
@@ -272,6 +274,7 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
     out.stopped = ended.stopped;
   }
   if (guided) out.forced = guided->forced();
+  if (out.threshold) judge(out);
   describe(out, *model_, policy, options.logprobs);
   return out;
 }
@@ -297,6 +300,7 @@ void Conversation::score_choices(Answer& answer, const std::vector<std::string>&
   }
   double best = *std::max_element(scores.begin(), scores.end()), total = 0;
   for (double& score : scores) total += score = std::exp(score - best);
+  answer.choices_mass = std::min(1.0, total * std::exp(best));
   for (size_t i = 0; i < choices.size(); ++i) answer.choices.emplace_back(choices[i], scores[i] / total);
 }
 
@@ -314,6 +318,7 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     Floats logits;
     if (!chosen) logits.assign(run.row(at), run.row(at) + run.width);
     int64_t token = chosen ? *chosen : sample(guided ? guided->mask(logits) : logits);
+    if (guided && guided->imposes()) answer.imposed->push_back(log_probability(logits, token));
     bool complete = guided && guided->push(token);
     if (model_->manifest().text.seg_token_id == token) {
       Floats state = model_->normed(host(take(session_.states(), {static_cast<int64_t>(at)})).data);

@@ -66,7 +66,7 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     card_ = reason.empty() ? "used" : "ignored: " + reason;
     if (reason.empty())
       device = name == "auto" ? card->device : device, how = fitted, default_k_ = card->k, default_reduce_ = card->reduce,
-      default_rest_ = card->rest, kinds_ = card->kinds;
+      default_rest_ = card->rest, kinds_ = card->kinds, accept_ = card->accept;
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
     if (reason.empty() && max_pixels == 0) max_pixels = card->max_pixels;
   }
@@ -237,6 +237,20 @@ Floats Model::normed(const Floats& state) const {
   Floats out(state.size());
   for (size_t i = 0; i < state.size(); ++i) out[i] = state[i] / scale * final_norm_[i];
   return out;
+}
+
+double Model::threshold(const std::string& accept) const {
+  static constexpr char kAllowed[] = "; it must be a probability from 0 to 1, or card";
+  if (accept == "card") {
+    if (accept_) return *accept_;
+    fail(Kind::request, "accept is card, and ", card_ == "used" ? "the card has no threshold" : "no card is in use",
+         "; run vtx-eval --coverage, or give a probability");
+  }
+  char* end = nullptr;
+  double value = std::strtod(accept.c_str(), &end);
+  if (accept.empty() || *end != 0) fail(Kind::request, "accept is '", accept.substr(0, 40), "'", kAllowed);
+  if (!(value >= 0 && value <= 1)) fail(Kind::request, "accept is ", accept.substr(0, 40), kAllowed);
+  return value;
 }
 
 GuidedAnswer Model::guided(const Guide& guide) const {

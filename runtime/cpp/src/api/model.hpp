@@ -67,6 +67,9 @@ class Model {
   Policy policy(const Options& options, const std::vector<PreparedImage>& images = {}) const;
   // A new answer in a form. Throws Error(device), Error(request).
   GuidedAnswer guided(const Guide& guide) const;
+  // The probability from which on an answer is accepted: `accept` as a number, or "card" for that of the card in use.
+  // Throws Error(request).
+  double threshold(const std::string& accept) const;
 
  private:
   std::string fixes(int64_t text, const std::vector<PreparedImage>& images) const;
@@ -77,6 +80,7 @@ class Model {
   std::string default_k_, default_reduce_, card_;
   std::optional<std::string> default_rest_;  // goes with `default_k_`
   std::vector<KindDepth> kinds_;             // of the card in use
+  std::optional<double> accept_;             // of the card in use
   std::string fit_;
   LayoutPtr layout_;
   VideoLayoutPtr video_layout_;  // null: the model, or libvtx, takes no videos

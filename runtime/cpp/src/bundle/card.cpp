@@ -31,6 +31,11 @@ std::vector<KindDepth> read_kinds(Fields& card) {
   return out;
 }
 
+std::optional<double> read_threshold(Fields& card) {
+  if (!card.has("accept") || card.get("accept").is_null()) return std::nullopt;
+  return Fields(card.get("accept"), cat(kCard, ": accept")).number("threshold");
+}
+
 }  // namespace
 
 std::optional<Card> read_card(const Bundle& bundle) {
@@ -54,7 +59,8 @@ std::optional<Card> read_card(const Bundle& bundle) {
               how.whole_or_null("max_tiles", 1).value_or(0),
               how.whole_or_null("max_pixels", 1).value_or(0),
               read_rest_of(how),
-              read_kinds(card)};
+              read_kinds(card),
+              read_threshold(card)};
 }
 
 }  // namespace vtxcore

@@ -22,6 +22,7 @@ struct Card {
   int64_t max_tiles = 0, max_pixels = 0;  // 0: no limit
   std::optional<std::string> rest;        // goes with `k`
   std::vector<KindDepth> kinds;           // for K = "card"; those that were measured
+  std::optional<double> accept;           // the probability from which on an answer to choices is accepted
 };
 
 // None where the bundle has no card. Throws Error(bundle) where it is damaged, was made for another manifest, or is not

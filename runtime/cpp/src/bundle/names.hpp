@@ -186,6 +186,7 @@ inline constexpr const char* kTowerPositions[] = {"table", "stretched", "nearest
 inline constexpr float kTauDefault = 2.0f;
 inline constexpr double kUsualRate = 24.0;
 inline constexpr double kLeastPenalty = 0.001;
+inline constexpr double kUnlikely = -5.0;
 inline constexpr double kWidest = 1e+30;
 
 }  // namespace vtxcore::names

@@ -201,7 +201,8 @@ MethodPtr make_exit(const std::string& k, const std::optional<Rest>& rest, const
   if (!digits) fail(Kind::request, "K is '", k.substr(0, 20), "'; give a number from 2 to ", m.model.layers, ", or none");
   int64_t number = std::stoll(k);
   if (number < 2 || number > m.model.layers)
-    fail(Kind::request, "K = ", number, " is outside 2..", m.model.layers, ": it is the first layer without vision tokens");
+    fail(Kind::request, "K = ", number, " is outside 2..", m.model.layers, ": it is the first layer without vision tokens; ",
+         "give another, or none");
   if (std::find(m.variants.begin(), m.variants.end(), number) == m.variants.end())
     fail(Kind::request, "K = ", number, " was not prebuilt, this bundle has ",
          m.variants.empty() ? "none at all" : listed(m.variants), "; use one of these, or export with --k ", number);

@@ -263,11 +263,15 @@ Floats GuidedAnswer::mask(const Floats& logits) {
   Floats out(logits.size(), -std::numeric_limits<float>::infinity());
   if (!forced_.empty()) {
     out[forced_[0]] = logits[forced_[0]];
+    imposes_ = true;
     return out;
   }
   if (library_.compute_mask(matcher_.get(), bits_.data(), bits_.size() * sizeof(uint32_t)) != 0) failed();
+  size_t allowed = 0;
   for (size_t i = 0; i < std::min(out.size(), bits_.size() * 32); ++i)
-    if (bits_[i / 32] >> (i % 32) & 1) out[i] = logits[i];
+    if (bits_[i / 32] >> (i % 32) & 1) out[i] = logits[i], ++allowed;
+  auto likeliest = static_cast<size_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+  imposes_ = allowed == 1 || likeliest / 32 >= bits_.size() || !(bits_[likeliest / 32] >> (likeliest % 32) & 1);
   return out;
 }
 

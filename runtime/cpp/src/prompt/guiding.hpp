@@ -32,6 +32,8 @@ class GuidedAnswer {
   bool push(int64_t token);
   // Tokens that are certain to follow, at most `most`, to run in the pass of the token last pushed.
   Ids draft(int64_t most);
+  // Of the last mask: the form left one token, or masked the model's most likely one.
+  bool imposes() const { return imposes_; }
   // Tokens that `draft` gave.
   int64_t forced() const { return drafted_; }
 
@@ -42,6 +44,7 @@ class GuidedAnswer {
   std::shared_ptr<void> matcher_;
   std::vector<uint32_t> forced_, bits_;
   int64_t tokens_ = 0, drafted_ = 0;
+  bool imposes_ = false;
 };
 
 // The forms that a bundle's tokenizer can hold answers to; safe for many threads.

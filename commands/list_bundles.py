@@ -1,0 +1,64 @@
+"""vtx-list: the bundles that commands here know. It parses, calls and prints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vtx.commands.shared.options import option, options
+from vtx.runtime.errors import VtxError
+from vtx.runtime.terminal.console import command, note, say_json, table
+from vtx.runtime.terminal.last import exported, remembered
+from vtx.runtime.units import size
+from vtx.tools.common import cache
+
+
+@command(epilog="vtx-list\nvtx-list vtx-*")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR ...]")
+@options(option("--json as_json", bool, "Print only JSON, one list."))
+def list_bundles(folders: tuple[Path, ...], as_json: bool) -> None:
+    """List bundles: those exported here, those that --model cached, and those in DIR.
+
+    The first is the one that commands use without --bundle: $VTX_BUNDLE, else the one exported last.
+    """
+    from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.card import read_card
+
+    default = Path(os.environ["VTX_BUNDLE"]) if os.environ.get("VTX_BUNDLE") else remembered()
+    known = [*([default] if default else []), *exported(), *(entry.folder for entry in cache.entries()), *folders]
+    records = list[dict[str, Any]]()
+    for folder in dict.fromkeys(path.absolute() for path in known):
+        if not os.path.isfile(folder / "vtx.json"):
+            continue
+        try:
+            bundle = Bundle.open(folder)
+            card = read_card(bundle)
+        except VtxError as e:
+            note(f"{folder}: {e}")
+            continue
+        manifest = bundle.manifest
+        records.append(
+            {
+                "bundle": str(folder), "default": default is not None and folder == default.absolute(),
+                "model": manifest.model.name, "precision": manifest.precision, "k": list(manifest.variants),
+                "bytes": sum(file.bytes for file in manifest.files.values()),
+                "card": None if card is None else card.chosen.configuration.name,
+            }
+        )  # fmt: skip
+    if as_json:
+        say_json(records)
+    elif not records:
+        note('no bundles yet; vtx-run image.jpg "question" exports the demo, vtx-export --model another model')
+    else:
+        rows = [
+            [
+                f"{record['bundle']}{' (default)' if record['default'] else ''}", str(record["model"]),
+                str(record["precision"]), ", ".join(map(str, record["k"])) or "none", size(record["bytes"]),
+                str(record["card"] or "-"),
+            ]
+            for record in records
+        ]  # fmt: skip
+        table("", ["bundle", "model", "precision", "K", "size", "card"], rows)
