@@ -30,7 +30,7 @@ NAMES: Mapping[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "", Any: "anything",
 }  # fmt: skip
 DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
-BLOCKS = (anthropic.Turn, anthropic.Tool, anthropic.Choice, anthropic.OutputConfig)
+BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig)
 ITEMS = (responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields)
 
 
@@ -61,7 +61,7 @@ def pages() -> dict[Path, str]:
         "these in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no\n"
         "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
         "may end with `:latest`.",
-        _objects((ollama.Message, ollama.ModelOptions)),
+        _objects((ollama.OllamaMessage, ollama.ModelOptions)),
         "## Unknown fields",
         "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",
         ", ".join(f"`{name}`" for name in sorted(NEVER_IGNORED)),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vtx.exporter.bundling.predict import QUESTION_TOKENS
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.bundle.spec.names import DIALECTS
@@ -19,6 +18,7 @@ from vtx.tools.data.items import Data, image_tokens
 from vtx.tools.fit.retain import Retain
 
 DEMO = "demo"
+QUESTION_TOKENS = 64  # of the golden prompt, without the image
 PRECISION = "fp16"  # unless another is named
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from vtx.exporter.bundling.options import QUESTION_TOKENS, ExportOptions
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import vision_tensors
@@ -26,12 +26,8 @@ from vtx.runtime.units import size
 from vtx.tools.model.decoder import PER_LAYER
 from vtx.tools.model.towers.joined.convnext import STEM
 
-if TYPE_CHECKING:
-    from vtx.exporter.bundling.options import ExportOptions
-
 EXPORT_BASE = 385 << 20  # bytes: Python, PyTorch, transformers and onnx_ir, before any weight is touched
 GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whether or not there is one
-QUESTION_TOKENS = 64  # of the golden prompt, without the image
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
 MATRIX_BYTES = 4 + 2 + 4  # of each number of a matrix that the reference multiplies: stored, as float32, and packed

@@ -69,7 +69,7 @@ NO_EXTRAS = Extras()
 
 
 @dataclass(slots=True)
-class _Tower:
+class _TowerGraph:
     """The tower under construction: its hidden states [images, tokens, hidden], the embeddings first.
 
     `query` and `key` are the last used block's; `merged` is set if windows merge, `grid` if images have native
@@ -128,21 +128,21 @@ def build_vision(b: Builder, c: ModelConfig, extras: Extras = NO_EXTRAS) -> None
         _output_tower_tokens(b, c, tower, 1 if extras.merges else "images")
 
 
-def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tower:
+def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _TowerGraph:
     """The hidden states of pixels in float32; of a tower without equal blocks the last ones in place of all."""
     v = c.vision
     if v.towers:
-        return _Tower([build_joined(b, v, pixels)] * 2)
+        return _TowerGraph([build_joined(b, v, pixels)] * 2)
     pixels = b.from_float32(pixels)
     if v.stage_blocks:
-        return _Tower([build_convolutional(b, v, pixels)] * 2)
+        return _TowerGraph([build_convolutional(b, v, pixels)] * 2)
     tau = b.input(names.TAU, FLOAT, [1]) if extras.merges else None
     grid: Grid | None = None
     if v.naflex:
         x, grid = naflex_embeddings(b, v, pixels)
     else:
         x = _embeddings(b, v, pixels)
-    tower, used = _Tower([x], grid=grid), max(c.feature_layers)
+    tower, used = _TowerGraph([x], grid=grid), max(c.feature_layers)
     for layer in range(used):
         name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
@@ -165,7 +165,7 @@ def _output_merged(b: Builder, c: ModelConfig, merged: Merged, count: int | str)
     b.output(_select(b, c, merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
 
 
-def _output_attention(b: Builder, c: ModelConfig, tower: _Tower, extras: Extras, tokens: int | str) -> None:
+def _output_attention(b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Extras, tokens: int | str) -> None:
     v = c.vision
     if extras.attention:
         attention = _select(b, c, tower.attention(b, v))
@@ -184,7 +184,7 @@ def _output_attention(b: Builder, c: ModelConfig, tower: _Tower, extras: Extras,
     b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [tokens, 2])
 
 
-def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _Tower, images: int | str) -> None:
+def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _TowerGraph, images: int | str) -> None:
     """Of each hidden state its features, its mean key over all heads, and the class token's attention to it."""
     v, size = c.vision, c.vision.hidden // c.vision.heads
     assert tower.key is not None
@@ -250,7 +250,7 @@ def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
     return b.op("Transpose", squares, perm=[0, 3, 1, 2, 4, 5] if v.shuffle_by_columns else [0, 1, 3, 2, 4, 5])
 
 
-def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir.Value]:
+def _last_block(b: Builder, c: ModelConfig, tower: _TowerGraph) -> tuple[ir.Value, ir.Value]:
     """The q and k [images, tokens, hidden] of the tower's last block, which may be beyond the used ones."""
     v, x = c.vision, tower.states[-1]
     if max(c.feature_layers) == v.layers:
@@ -264,13 +264,13 @@ def _last_block(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[ir.Value, ir
     return q, k
 
 
-def _shape(b: Builder, c: ModelConfig, tower: _Tower) -> tuple[int, int, int]:
+def _shape(b: Builder, c: ModelConfig, tower: _TowerGraph) -> tuple[int, int, int]:
     """The shape of the tower's hidden states, with -1 for a size known only at run time."""
     removed = (tower.merged is not None and b.dialect.sizes_from_values) or c.vision.naflex
     return (1, -1, c.vision.hidden) if removed else (-1, c.vision.states, c.vision.hidden)
 
 
-def _seen(tower: _Tower) -> ir.Value | None:
+def _seen(tower: _TowerGraph) -> ir.Value | None:
     """The tokens that the next block may attend to, [1, 1, 1, tokens] bool, or None for all."""
     return tower.merged.seen if tower.merged else None
 

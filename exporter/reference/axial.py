@@ -14,7 +14,7 @@ from vtx.tools.model.vision import VisionConfig
 BASE = 100.0
 
 
-class AxialTower:
+class AxialReference:
     """The tower by the model's functions: weights by canonical name, and activations, in float32."""
 
     def __init__(

@@ -13,7 +13,7 @@ PLAIN = 3  # stages without attention
 HEAD = 32
 
 
-class ConvolutionalTower:
+class ConvolutionalReference:
     """The tower by the model's functions: weights by canonical name, norms and products, in float32."""
 
     def __init__(

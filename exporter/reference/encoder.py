@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.reference.layers import activate, rms
-from vtx.exporter.reference.parts import Parts
+from vtx.exporter.reference.parts import TowerWeights
 from vtx.tools.model.towers.encoder import LAYER_SCALES
 from vtx.tools.model.vision import MERGED, VisionConfig
 
 
-class EncoderTower:
+class EncoderReference:
     """A tower whose weights' names begin with `name`, of which the `used` first blocks run."""
 
-    def __init__(self, vision: VisionConfig, parts: Parts, name: str, used: int) -> None:
+    def __init__(self, vision: VisionConfig, parts: TowerWeights, name: str, used: int) -> None:
         self._v, self._parts, self._name, self._used = vision, parts, name, used
 
     def states(self, pixels: Tensor) -> tuple[list[Tensor], tuple[int, int]]:

@@ -14,7 +14,7 @@ BASE = 10_000.0
 Function = Callable[[Tensor, str], Tensor]
 
 
-class NativeTower:
+class NativeReference:
     """The tower by the model's functions: weights by canonical name, activations, norms and products, in float32."""
 
     def __init__(

@@ -14,7 +14,7 @@ Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TowerWeights:
     """The weights of a tower, which `names` lists, and its epsilon."""
 
     read: Read

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.reference.axial import AxialTower
-from vtx.exporter.reference.convolutional import ConvolutionalTower
-from vtx.exporter.reference.encoder import EncoderTower
+from vtx.exporter.reference.axial import AxialReference
+from vtx.exporter.reference.convolutional import ConvolutionalReference
+from vtx.exporter.reference.encoder import EncoderReference
 from vtx.exporter.reference.joined import JoinedTowers
 from vtx.exporter.reference.layers import activate
-from vtx.exporter.reference.native import NativeTower
-from vtx.exporter.reference.parts import Parts, Read
+from vtx.exporter.reference.native import NativeReference
+from vtx.exporter.reference.parts import Read, TowerWeights
 from vtx.tools.model.towers import vision_shapes
 from vtx.tools.model.towers.encoder import POST_NORM, TOWER
 from vtx.tools.model.towers.paired import BESIDE
@@ -27,12 +27,12 @@ See = Callable[[Tensor], list[Tensor]]  # views to their tokens [tokens, hidden]
 def make_tower(config: ModelConfig, read: Read) -> See:
     """Views [views, 3, height, width] to their tokens and the tower's maps for the decoder."""
     names = {name for name, _ in vision_shapes(config, config.text.hidden)}
-    parts = Parts(read, names, config.vision.eps)
+    parts = TowerWeights(read, names, config.vision.eps)
     return _MAKE[config.vision.kind](config, parts)
 
 
-def _axial(c: ModelConfig, parts: Parts) -> See:
-    tower = AxialTower(c.vision, parts.read, activate)
+def _axial(c: ModelConfig, parts: TowerWeights) -> See:
+    tower = AxialReference(c.vision, parts.read, activate)
 
     def see(pixels: Tensor) -> list[Tensor]:
         return [parts.linear(torch.cat([tower.states(image) for image in pixels]), "projector.linear_1")]
@@ -40,8 +40,8 @@ def _axial(c: ModelConfig, parts: Parts) -> See:
     return see
 
 
-def _native(c: ModelConfig, parts: Parts) -> See:
-    tower = NativeTower(c.vision, parts.read, activate, parts.norm, parts.linear)
+def _native(c: ModelConfig, parts: TowerWeights) -> See:
+    tower = NativeReference(c.vision, parts.read, activate, parts.norm, parts.linear)
 
     def see(pixels: Tensor) -> list[Tensor]:
         return [*map(torch.cat, zip(*map(tower.tokens, pixels), strict=True))]
@@ -49,19 +49,19 @@ def _native(c: ModelConfig, parts: Parts) -> See:
     return see
 
 
-def _convolutional(c: ModelConfig, parts: Parts) -> See:
-    tower = ConvolutionalTower(c.vision, parts.read, parts.norm, parts.linear)
+def _convolutional(c: ModelConfig, parts: TowerWeights) -> See:
+    tower = ConvolutionalReference(c.vision, parts.read, parts.norm, parts.linear)
     return lambda pixels: [_projected(c, parts, tower.states(pixels))]
 
 
-def _joined(c: ModelConfig, parts: Parts) -> See:
+def _joined(c: ModelConfig, parts: TowerWeights) -> See:
     tower = JoinedTowers(c.vision, parts.read, activate)
     return lambda pixels: [_projected(c, parts, tower.states(pixels))]
 
 
-def _encoder(c: ModelConfig, parts: Parts) -> See:
+def _encoder(c: ModelConfig, parts: TowerWeights) -> See:
     v = c.vision
-    tower = EncoderTower(v, parts, TOWER, max(c.feature_layers))
+    tower = EncoderReference(v, parts, TOWER, max(c.feature_layers))
 
     def see(pixels: Tensor) -> list[Tensor]:
         states, grid = tower.states(pixels)
@@ -75,10 +75,10 @@ def _encoder(c: ModelConfig, parts: Parts) -> See:
     return see
 
 
-def _beside(v: VisionConfig, parts: Parts, pixels: Tensor) -> Tensor:
+def _beside(v: VisionConfig, parts: TowerWeights, pixels: Tensor) -> Tensor:
     """The features of a second tower, which reads the pixels in its own way."""
     scale, shift = (torch.tensor(part)[:, None, None] for part in (v.pixel_scale, v.pixel_shift))
-    states, _ = EncoderTower(v, parts, BESIDE, v.layers - 1).states(pixels * scale + shift)
+    states, _ = EncoderReference(v, parts, BESIDE, v.layers - 1).states(pixels * scale + shift)
     return states[-1]
 
 
@@ -98,7 +98,7 @@ def _grouped(v: VisionConfig, features: Tensor, high: int, wide: int) -> Tensor:
     return features
 
 
-def _projected(c: ModelConfig, parts: Parts, features: Tensor) -> Tensor:
+def _projected(c: ModelConfig, parts: TowerWeights, features: Tensor) -> Tensor:
     if c.projector_norm_eps is not None:
         features = parts.norm(features, "projector.norm", c.projector_norm_eps)
     for number, matrix in enumerate(c.projector_matrices):
@@ -107,7 +107,7 @@ def _projected(c: ModelConfig, parts: Parts, features: Tensor) -> Tensor:
     return features.flatten(0, 1)
 
 
-_MAKE: Mapping[str, Callable[[ModelConfig, Parts], See]] = {
+_MAKE: Mapping[str, Callable[[ModelConfig, TowerWeights], See]] = {
     "axial": _axial, "convolutional": _convolutional, "encoder": _encoder, "joined": _joined, "naflex": _encoder,
     "native": _native, "paired": _encoder,
 }  # fmt: skip

@@ -86,7 +86,7 @@ class ResultBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MessageTurn:
     """A message."""
 
     role: Literal["user", "assistant"]
@@ -106,7 +106,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CallChoice:
     """The calls that are allowed: of the tool `name` for "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -115,7 +115,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class OutputFormat:
     """The form of the answer."""
 
     type: Literal["json_schema"]
@@ -126,7 +126,7 @@ class Format:
 class OutputConfig:
     """The field `output_config`."""
 
-    format: Format | None = optional(None)
+    format: OutputFormat | None = optional(None)
 
 
 def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     fields = dict(body)
     check_absent(fields, ABSENT)
     if "messages" in fields:
-        turns = reader.value(tuple[Turn, ...], fields["messages"], at("messages"))
+        turns = reader.value(tuple[MessageTurn, ...], fields["messages"], at("messages"))
         fields["messages"] = [message for turn in turns for message in _messages(turn)]
     if "system" in fields:
         system = reader.value(str | tuple[TextBlock, ...], fields.pop("system"), at("system"))
@@ -143,7 +143,7 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
         tools = reader.value(tuple[Tool, ...], fields["tools"], at("tools"))
         fields["tools"] = [_tool(tool) for tool in tools]
     if "tool_choice" in fields:
-        choice = reader.value(Choice, fields["tool_choice"], at("tool_choice"))
+        choice = reader.value(CallChoice, fields["tool_choice"], at("tool_choice"))
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -180,7 +180,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
 
 
-def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
+def _messages(turn: MessageTurn) -> Iterator[dict[str, Any]]:
     """A turn as messages of chat completions: results of calls come before what else the user says."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
@@ -276,7 +276,7 @@ class MessageObjects(Objects):
         return {**facts, "content": blocks, **ending, "usage": usage}
 
     def _ending(self, answer: Answer) -> Event:
-        """Why an answer ended; the stop sequence only where there is one, since the text does not have it."""
+        """The reason for the end of an answer; the stop sequence only where there is one: the text does not have it."""
         stops = self.request.options.stop
         only = stops[0] if answer.stopped == "stop" and len(stops) == 1 else None
         called = answer.tool_calls and answer.stopped == "end"

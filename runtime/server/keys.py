@@ -44,7 +44,7 @@ class Tenant:
 
 @dataclass(slots=True)
 class Usage:
-    """What a key has used since the server's start, and `today` all tokens of the `day`, counted from 1970."""
+    """Requests and tokens of a key since the server's start, and `today` all tokens of the `day`, counted from 1970."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -128,7 +128,7 @@ class Keys:
             usage.today += prompt_tokens + completion_tokens
 
     def usage(self, tenant: Tenant) -> dict[str, Any]:
-        """What a tenant has used since the server's start, with its limits: the reply of /v1/usage."""
+        """The reply of /v1/usage: requests and tokens of a tenant since the server's start, and its limits."""
         with self._lock:
             usage = self._used[tenant.name]
             usage.begin_day(int(self._date() // DAY))

@@ -20,7 +20,7 @@ from vtx.runtime.server.openai.fields import WHERE, FieldReader
 
 
 class Listing:
-    """What a server has, for its clients."""
+    """Addresses about a server, for its clients."""
 
     def __init__(self, engines: Engines, keys: Keys, limits: Limits) -> None:
         self._engines, self._keys, self._limits = engines, keys, limits

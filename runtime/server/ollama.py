@@ -31,7 +31,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class OllamaFunction:
     """The function of a call; `index` and `description` have no effect."""
 
     name: str
@@ -41,22 +41,22 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OllamaCall:
     """A call of an answer."""
 
-    function: Function
+    function: OllamaFunction
     id: str = optional("")
     type: Literal["function"] = optional("function")
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class OllamaMessage:
     """A message; its `images` are base64, and stand before its text. `tool_name` has no effect."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = optional("")
     images: tuple[str, ...] = optional(())
-    tool_calls: tuple[Call, ...] = optional(())
+    tool_calls: tuple[OllamaCall, ...] = optional(())
     tool_name: str = optional("")
     tool_call_id: str = optional("")
 
@@ -91,7 +91,7 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /api/chat."""
     fields = _common_fields(body, reader)
     if "messages" in fields:
-        messages = reader.value(tuple[Message, ...], fields["messages"], at("messages"))
+        messages = reader.value(tuple[OllamaMessage, ...], fields["messages"], at("messages"))
         fields["messages"] = [_message(message) for message in messages]
     return fields
 
@@ -107,8 +107,8 @@ def generate_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]
         if images or system:
             raise Refusal(400, "a raw prompt has no images and no system text; leave out raw", param="raw")
         return fields | {"messages": RawPrompt(prompt)}
-    turns = [Message("system", system)] if system else []
-    return fields | {"messages": [_message(turn) for turn in (*turns, Message("user", prompt, images))]}
+    turns = [OllamaMessage("system", system)] if system else []
+    return fields | {"messages": [_message(turn) for turn in (*turns, OllamaMessage("user", prompt, images))]}
 
 
 def refused(refusal: Refusal) -> Event:
@@ -156,7 +156,7 @@ def _common_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     return fields
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: OllamaMessage) -> dict[str, Any]:
     images = [{"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}} for data in message.images]
     content = [*images, {"type": "text", "text": message.content}] if images else message.content
     calls = [asdict(call) for call in message.tool_calls]

@@ -12,8 +12,7 @@ from PIL import Image
 from tests.support.exported import Checkpoints
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.tiny import Tiny, random_image
-from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.bundling.predict import QUESTION_TOKENS
+from vtx.exporter.bundling.options import QUESTION_TOKENS, ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.reference.model import Reference
