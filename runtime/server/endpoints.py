@@ -137,7 +137,7 @@ class _Admitted:
 
     @property
     def state(self) -> str:
-        """How far it is: its images are read, it waits for its turn, its prompt is computed, or its answer."""
+        """The step it is at: its images are read, it waits for its turn, its prompt is computed, or its answer."""
         if not self.place.jobs:
             return "reading"
         if self.place.waits:
