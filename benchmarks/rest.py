@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from benchmarks.common import markdown
 from benchmarks.rest_passages import Passage, passages
-from benchmarks.rest_tables import Row, raw_table, read_rows, shown, table, write_tables
+from benchmarks.rest_tables import KEPT, Row, kept_table, raw_table, read_rows, shown, table, write_tables
 from torch import Tensor
 
 from vtx.runtime.vision.tokens import share
@@ -282,6 +282,7 @@ def main() -> None:
     cells = [*table(name, rows, caption)]
     if args.write:
         write_tables({name: cells, f"{name}-rows": [*raw_table(f"{name}-rows", rows)]})
+        write_tables({KEPT: [*kept_table()]})
     print(markdown([cells[0]["columns"], *([shown(cell) for cell in line["row"]] for line in cells[1:])]))
 
 

@@ -16,6 +16,15 @@ from vtx.tools.data.intervals import ShareInterval, grouped_share
 RESULTS = Path(__file__).parents[1] / "docs/measurements/results/rest.jsonl"
 
 
+KEPT = "kept"
+SAME, RIGHT = 6, 7  # columns of a model's table
+KEPT_COLUMNS = (  # the title, the rest, how it is chosen, the kind of question, the share
+    ("no rest", "0%", "last", "fact", SAME), ("5%", "5%", "last", "fact", SAME), ("10%", "10%", "last", "fact", SAME),
+    ("20%", "20%", "last", "fact", SAME), ("10% at random", "10%", "random", "fact", SAME),
+    ("10% by the mean", "10%", "mean", "fact", SAME), ("yes or no, no rest", "0%", "last", "yes-no", RIGHT),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A question under a cell: the share of layer-tokens run, KL of the first token, and its answer."""
@@ -68,6 +77,22 @@ def raw_table(name: str, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         groups[row.question, row.kind].append(facts)
     for (question, kind), cells in groups.items():
         yield {"table": name, "row": [str(question), kind, "; ".join(cells)]}
+
+
+def kept_table() -> Iterator[dict[str, Any]]:
+    """The table of the page: what each model of the results keeps at K in the third quarter of its cost."""
+    yield {
+        "table": KEPT, "columns": ["", *(title for title, *_ in KEPT_COLUMNS)],
+        "align": ["---", *["---:"] * len(KEPT_COLUMNS)],
+    }  # fmt: skip
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    names = {line["table"]: line.get("caption", "").partition(" ")[0] for line in lines if "columns" in line}
+    for model in (name for name in names if f"{name}-rows" in names):
+        rows = {tuple(line["row"][:4]): line["row"] for line in lines if line["table"] == model and "row" in line}
+        for k in dict.fromkeys(place[0] for place in rows if place[0] != "none"):
+            if 70 < float(rows[k, "0%", "last", "fact"][5]) < 90:
+                cells = [rows[k, rest, choice, kind][share][0] for _, rest, choice, kind, share in KEPT_COLUMNS]
+                yield {"table": KEPT, "row": [f"{names[model]}, K = {k}", *cells]}
 
 
 def write_tables(tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:

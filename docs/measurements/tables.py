@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- results: (?P<file>[\w-]+)/(?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
 WEIGHTS = "bf16"  # of the chart: those that most others run
 CHART = ("installed", "as-installed", ROOT / "docs/images/installed.svg")
-CURVES = ("rest", ("qwen2.5-coder-0.5b",), ROOT / "docs/images/rest.svg")
+CURVES = ("rest", ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"), ROOT / "docs/images/rest.svg")
 
 
 def pages() -> dict[Path, str]:
