@@ -65,9 +65,9 @@ WIDENED = "floats are widened to float32 and computed in it"
 class EngineSpec:
     """An engine that computes on a device.
 
-    `title`: its name in messages. `module`: what must be importable, installed by `extra` in `package`. `dialect`: of
-    the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float in memory.
-    `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
+    `title`: its name in messages. `module`: what must be importable, if it is one, installed by `extra` in `package`.
+    `dialect`: of the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float
+    in memory. `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
     """
 
     title: str
@@ -104,7 +104,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
         {"f16": KEPT, "f32": EXPANDED}, "ort.cuda:OrtCudaBackend", {"ort-cuda": EngineCost(blocks=True)}, gpu=True,
     ),
     "tensorrt": EngineSpec(
-        "TensorRT", "cuda", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
+        "TensorRT", "", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
         # K/V are read, joined to the new token's in other memory, and read there
         dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.messages import only_in_cpp
 
 LIBRARIES = "libvtx opens the libraries of engines itself; Python imports packages"
+ROOTS = "root directories without Python are libvtx's"
 CALLERS = "only the C interface takes buffers and token ids"
 BUILT = "libvtx may lack it; Python has it"
 PROMPT = "libvtx reads tokenizer.json itself and has another engine for templates; Python has libraries for both"
@@ -27,13 +28,16 @@ ONLY_CPP = {
     "{} frame of {}x{} has an odd side; crop it to even ones": CALLERS,
     "{} is not built into libvtx, which has {}; use one of these, or Python": BUILT,
     "{} needs {}, which this libvtx was built without; install its headers and build again, or give the pixels": BUILT,
+    "libvtx does not run engines of TensorRT-RTX; run them with vtx in Python, or build engines of TensorRT on this "
+    "machine": BUILT,
+    "onnxruntime needs /proc, which this container or chroot lacks; mount it: mount -t proc proc /proc": ROOTS,
     "videos in the layout {} are not built into libvtx; give frames of it as images, or ask Python": BUILT,
     "tokenizer.json is damaged: {}; export the bundle again": PROMPT,
     "the tokenizer has {}, which libvtx does not know: {}": PROMPT,
     "the text becomes the special token {} once it is normalized; leave it out": PROMPT,
     "libvtx cannot render this chat template as the export did ({}); give token ids instead": PROMPT,
 }
-MOST, MOST_OF_PROMPTS = 16, 4
+MOST, MOST_OF_PROMPTS = 18, 4
 
 
 def test_what_libvtx_says_python_says_in_the_same_words() -> None:

@@ -69,8 +69,8 @@ struct AskOptions {
   bool ignore_eos = false, logprobs = false;
   std::string guide_kind;  // the form of the answer, as in vtx.h
   std::optional<std::string> guide;
-  std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
-  std::optional<std::string> rest;   // image tokens that stay from K on, "10%" or "57"
+  std::optional<std::string> about;   // text by which image tokens are chosen in place of the question
+  std::optional<std::string> rest;    // image tokens that stay from K on, "10%" or "57"
   std::optional<std::string> accept;  // with choices, the probability that an answer must have, "0.8" or "card"
 };
 

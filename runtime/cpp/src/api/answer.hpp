@@ -28,10 +28,10 @@ struct Options {
   std::vector<std::string> stop;
   double timeout = 0;  // seconds from the question to the answer's end; 0: no limit
   OnToken on_token;
-  std::optional<std::string> rest;   // image tokens that stay from K on, "10%" or "57"; none: the default with that K
+  std::optional<std::string> rest;    // image tokens that stay from K on, "10%" or "57"; none: the default with that K
   std::optional<std::string> accept;  // with choices, the probability that an answer must have, or "card"; none: any
-  std::optional<std::string> about;  // text by which image tokens are chosen in place of the question
-  std::optional<Guide> guide;        // the form that the answer is held to
+  std::optional<std::string> about;   // text by which image tokens are chosen in place of the question
+  std::optional<Guide> guide;         // the form that the answer is held to
 
   void check() const;  // throws Error(request)
 };
@@ -56,7 +56,7 @@ struct Answer {
   std::vector<std::pair<std::string, double>> choices;  // the probability of each, normalised over them
   double choices_mass = 0;                              // the probability that the answer is one of the choices at all
   std::optional<int64_t> forced;                        // of a guided answer: tokens that ran in an earlier one's pass
-  std::optional<Doubles> imposed;  // of a guided answer: log probabilities of the tokens that its form left no choice of
+  std::optional<Doubles> imposed;     // of a guided answer: log probabilities of the tokens that its form left no choice of
   std::optional<double> threshold;    // what `accept` asks for
   std::optional<std::string> unsure;  // why the answer is not accepted
   Rows seg_states;  // of each segmentation token the state [hidden] that chose it, behind the decoder's last norm

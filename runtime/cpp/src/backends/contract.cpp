@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backends/loading.hpp"
 #include "base/errors.hpp"
 
 namespace vtxcore {
@@ -89,21 +90,22 @@ std::string one_line(const std::string& text) {
 
 void load_failure(const std::string& engine, const std::string& graph, const std::string& reason) {
   if (lacks_memory(reason))
-    fail(Kind::device, "not enough memory to load ", graph,
-         "; end other programs, use a smaller precision or a machine with more");
+    fail(Kind::device, "not enough memory to load ", graph, " (", memory_in_words(),
+         "); vtx-inspect shows the bundle's size; end other programs, raise the limit, or export with a smaller "
+         "--precision, e.g. int4");
   fail(Kind::bundle, engine, " cannot load ", graph, ": ", one_line(reason), "; export the bundle again");
 }
 
 void run_failure(const std::string& engine, const std::string& graph, const std::string& reason) {
   if (lacks_memory(reason))
-    fail(Kind::device, "not enough memory to run ", graph,
-         "; end other programs, ask about fewer images or with a shorter question, or export with a smaller --precision");
+    fail(Kind::device, "not enough memory to run ", graph, " (", memory_in_words(),
+         "); end other programs, ask about fewer images or with a shorter question, or export with a smaller --precision");
   fail(Kind::device, engine, " failed in ", graph, ": ", one_line(reason), "; check the bundle with vtx-doctor");
 }
 
 void cache_failure(size_t capacity) {
-  fail(Kind::device, "not enough memory for a KV cache of ", capacity,
-       " slots; end other programs, or export with a smaller --max-context");
+  fail(Kind::device, "not enough memory for a KV cache of ", capacity, " slots (", memory_in_words(),
+       "); end other programs, or export with a smaller --max-context");
 }
 
 }  // namespace vtxcore

@@ -3,10 +3,13 @@
 #include <dlfcn.h>
 #include <glob.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <fstream>
@@ -39,6 +42,27 @@ std::optional<int64_t> available_memory() {
   while (file >> word)
     if (word == "MemAvailable:" && file >> count) return count * 1024;
   return std::nullopt;
+}
+
+std::string size_text(int64_t count) {
+  static const char* const kUnits[] = {"kB", "MB", "GB", "TB"};
+  if (count < 1000) return std::to_string(count) + " B";
+  auto power = std::min<size_t>(4, (std::to_string(count).size() - 1) / 3);
+  char text[40];
+  std::snprintf(text, sizeof text, "%.3g %s", static_cast<double>(count) / std::pow(1000.0, static_cast<double>(power)),
+                kUnits[power - 1]);
+  return text;
+}
+
+std::string memory_in_words() {
+  std::string words;
+  if (std::optional<int64_t> free = available_memory()) words = size_text(*free) + " free";
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    if (!words.empty()) words += ", ";
+    words += "limit of this process " + size_text(static_cast<int64_t>(limit.rlim_cur));
+  }
+  return words.empty() ? "free memory unknown" : words;
 }
 
 bool is_roomy(const Manifest& m, const std::string& compute) {

@@ -14,6 +14,12 @@ namespace vtxcore {
 // Bytes of memory that a new program could take; none if the system does not say.
 std::optional<int64_t> available_memory();
 
+// Bytes with three figures: 9.41 MB.
+std::string size_text(int64_t count);
+
+// The memory that is free, and the limit of this process if it has one, for messages about too little of it.
+std::string memory_in_words();
+
 // Whether a load may take memory to be quicker: graphs side by side. So it is with small bundles, and where twice what the
 // weights take in `compute` arithmetic is free: on onnxruntime each graph holds them twice while they are packed.
 bool is_roomy(const Manifest& m, const std::string& compute);

@@ -48,7 +48,8 @@ class OpenvinoBackend : public HostBackend {
     for (const char* name : rotary) context_.rope[name] = std::move(tables.at(name));
     for (const StageSpec& spec : m_.stages)
       for (int64_t layer : spec.cached)
-        if (context_.kv == Type::u8) context_.key_scales[layer] = std::move(tables.at(names::kKeyScaleOf + std::to_string(layer)));
+        if (context_.kv == Type::u8)
+          context_.key_scales[layer] = std::move(tables.at(names::kKeyScaleOf + std::to_string(layer)));
     stages_.resize(m_.stages.size());
     load_graphs(is_roomy(m_, compute) ? threads : 1);
     context_.score = score();

@@ -18,7 +18,7 @@ struct OpenvinoCacheContext {
   bool half_keys;     // whether the score graph takes keys in float16
   std::map<std::string, Floats> rope;
   HostGraph* score = nullptr;
-  size_t most_rows = 0;  // of one run; 0: any number
+  size_t most_rows = 0;                       // of one run; 0: any number
   std::map<int64_t, Floats> key_scales = {};  // [kv_heads, head_dim] by layer: keys in u8 are divided by them
 
   size_t element_bytes() const;

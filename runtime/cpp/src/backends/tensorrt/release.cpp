@@ -12,6 +12,7 @@ namespace vtxcore {
 namespace {
 
 constexpr char kCheckDriver[] = "see nvidia-smi, or use --device cpu";
+constexpr char kTensorrt[] = "TensorRT";
 constexpr char kMajorSymbol[] = "getInferLibMajorVersion";
 const char* const kVersionSymbols[] = {kMajorSymbol, "getInferLibMinorVersion", "getInferLibPatchVersion",
                                        "getInferLibBuildVersion"};
@@ -47,7 +48,7 @@ void* Release::plugin() const {
     const char* problem = ::dlerror();
     plugin_failure(path, problem ? problem : "", "TensorRT");
   }
-  fail(Kind::device, "TensorRT ", version("0.0.0"), " is here (", where(), "), but ", folder,
+  fail(Kind::device, kTensorrt, " ", version("0.0.0"), " is here (", where(), "), but ", folder,
        " has no plug-in of libvtx for it; build libvtx with its headers: cmake -DVTX_TENSORRT_INCLUDES=DIR");
 }
 
@@ -59,7 +60,7 @@ std::unique_ptr<tensorrt::Runtime> Release::runtime() const {
   if (interface == nullptr || make == nullptr || interface() != tensorrt::kPluginInterface)
     plugin_failure("TensorRT", kOtherLibvtx, "TensorRT");
   std::unique_ptr<tensorrt::Runtime> runtime(create ? make(create) : nullptr);
-  if (!runtime) fail(Kind::device, "TensorRT in ", where(), " does not start: ", kCheckDriver);
+  if (!runtime) fail(Kind::device, kTensorrt, " in ", where(), " does not start: ", kCheckDriver);
   return runtime;
 }
 
