@@ -104,7 +104,7 @@ def candidates(manifest: Manifest, *, always: bool) -> tuple[str, ...]:
     """
     engine = ENGINES[DEVICE]
     chosen = merit_on_cpu(manifest, openvino=True)[0] > merit_on_cpu(manifest, openvino=False)[0]
-    if find_spec(engine.module) is None or engine.dialect not in manifest.dialects or not (chosen or always):
+    if find_spec(engine.modules[0]) is None or engine.dialect not in manifest.dialects or not (chosen or always):
         return ()
     bits = PRECISIONS[manifest.precision].bits
     integers = bits is not None and (bits == 8 or always)

@@ -120,7 +120,7 @@ def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) 
 def engine_on_cpu(precision: str, hidden: int, options: ExportOptions) -> str:
     """The engine that `auto` takes for such a decoder on the CPU of this machine."""
     openvino = ENGINES["openvino"]
-    there = openvino.dialect in options.dialects and find_spec(openvino.module) is not None
+    there = openvino.dialect in options.dialects and find_spec(openvino.modules[0]) is not None
     return "openvino" if there and hidden >= PRECISIONS[precision].openvino_hidden else "cpu"
 
 

@@ -146,8 +146,8 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
             f"{name} reads graphs of the {engine.dialect!r} dialect and this bundle holds none; "
             f"export it with --dialect ort,{engine.dialect}"
         )
-    if engine.module and find_spec(engine.module) is None:
-        return f"{engine.module} is not installed; {install(engine.extra)}"
+    if not any(map(find_spec, engine.modules)):
+        return f"{engine.modules[0]} is not installed; {install(engine.extra)}"
     if compute is not None and (missing := missing_instructions(compute)):
         return missing
     if number and (shown := len(find_gpus())) <= number:

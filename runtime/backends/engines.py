@@ -65,13 +65,13 @@ WIDENED = "floats are widened to float32 and computed in it"
 class EngineSpec:
     """An engine that computes on a device.
 
-    `title`: its name in messages. `module`: what must be importable, if it is one, installed by `extra` in `package`.
+    `title`: its name in messages. `modules`: one of them must be importable, installed by `extra` in `package`.
     `dialect`: of the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float
     in memory. `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
     """
 
     title: str
-    module: str
+    modules: tuple[str, ...]
     extra: str
     package: str
     dialect: str
@@ -89,22 +89,22 @@ class EngineSpec:
 
 ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
     "cpu": EngineSpec(
-        "onnxruntime", "onnxruntime", "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
+        "onnxruntime", ("onnxruntime",), "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
         {"ort": EngineCost(EXPANDED, wide=True, apart=True, packing=True,
                            note=f"{WIDENED}, K/V grow with the tokens")},
     ),
     "openvino": EngineSpec(
-        "OpenVINO", "openvino", "openvino", "openvino", "plain",
+        "OpenVINO", ("openvino",), "openvino", "openvino", "plain",
         {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
         # 105 MB of libraries, 115 to 130 of the graphs of two models of 42 and 52 layers
         {"plain": EngineCost(KEPT, wide=True, base=220 << 20, apart=True)},
     ),
     "cuda": EngineSpec(
-        "onnxruntime's CUDA provider", "onnxruntime", "gpu", "onnxruntime-gpu", "ort-cuda",
+        "onnxruntime's CUDA provider", ("onnxruntime",), "gpu", "onnxruntime-gpu", "ort-cuda",
         {"f16": KEPT, "f32": EXPANDED}, "ort.cuda:OrtCudaBackend", {"ort-cuda": EngineCost(blocks=True)}, gpu=True,
     ),
     "tensorrt": EngineSpec(
-        "TensorRT", "", "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
+        "TensorRT", ("tensorrt", "tensorrt_rtx"), "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
         # K/V are read, joined to the new token's in other memory, and read there
         dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST)),

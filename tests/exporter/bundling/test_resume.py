@@ -63,9 +63,9 @@ def quantised_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that are quantised from now on."""
     real, seen = writing.quantise, list[str]()
 
-    def count(rows: Any, scheme: Any, name: str) -> Any:
+    def count(rows: Any, scheme: Any, name: str, *rest: Any) -> Any:
         seen.append(name)
-        return real(rows, scheme, name)
+        return real(rows, scheme, name, *rest)
 
     monkeypatch.setattr(writing, "quantise", count)
     return seen

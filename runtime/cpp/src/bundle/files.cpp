@@ -146,7 +146,7 @@ std::string Folder::read(const std::string& name, int64_t limit, bool links) con
 
 std::string read_named(const std::string& path, int64_t limit, Kind kind) {
   int found = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  if (found < 0) fail(kind, "cannot read ", path, ": ", std::strerror(errno));
+  if (found < 0) fail(kind, "cannot read ", path, ": ", std::strerror(errno), "; check the path");
   File file(found, path, kind);
   if (file.size() > limit)
     fail(kind, path, " holds ", grouped(file.size()), " bytes, the limit for such a file is ", grouped(limit));
