@@ -67,6 +67,7 @@ class BoundedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn = self._bounded = BoundedConnection()
         self.idle_since = self.loop.time()
+        self.settled = False  # what had arrived with it has been read
         self._header: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
 
@@ -85,11 +86,18 @@ class BoundedProtocol(H11Protocol):
         self._await_header()
         if len(self.connections) > 2 * CONNECTIONS:
             self._bound_idle()
-        else:  # of many clients at once, requests have arrived that are not read yet
-            self.loop.call_later(ARRIVAL_SECONDS, self._bound_idle)
+        else:  # of many clients at once, requests have arrived that are not read yet, on a busy machine for long
+            self.loop.call_later(ARRIVAL_SECONDS, self.loop.call_later, 0, self._settle)
+
+    def _settle(self) -> None:
+        """Count it if it is idle from now on: since it could be read, the loop has polled."""
+        self.settled = True
+        self._bound_idle()
 
     def _bound_idle(self) -> None:
-        idle = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.idle]
+        many = len(self.connections) > 2 * CONNECTIONS
+        bounded = [c for c in self.connections if isinstance(c, BoundedProtocol)]
+        idle = [c for c in bounded if c.idle and (c.settled or many)]
         idle.sort(key=lambda connection: connection.idle_since)
         own = [c for c in idle if c.network == self.network]
         for connections, most in ((own, MAX_IDLE_PER_CLIENT), (idle, MAX_IDLE)):

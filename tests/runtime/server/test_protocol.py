@@ -235,6 +235,21 @@ def test_other_clients_keep_their_connections() -> None:
         assert other.open
 
 
+def test_requests_that_a_busy_machine_reads_late_are_answered() -> None:
+    async def test(server: Server) -> None:
+        peers = [server.peer("192.0.2.1") for _ in range(200)]
+
+        def read() -> None:
+            for peer in peers:
+                peer.send(HEAD + b"Content-Length: 2\r\n\r\nab")
+
+        asyncio.get_running_loop().call_later(ARRIVAL_SECONDS, read)
+        await asyncio.sleep(2 * ARRIVAL_SECONDS)
+        assert all(peer.open for peer in peers)
+
+    serve(test)
+
+
 def test_requests_of_many_clients_behind_one_address_at_once_are_all_read() -> None:
     async def test(server: Server) -> None:
         peers = [server.peer("192.0.2.1") for _ in range(200)]
