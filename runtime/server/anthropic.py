@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, at, check_absent, check_no_thoughts
+from vtx.runtime.server.openai.fields import FieldReader, at, check_absent, check_no_thoughts, image_part
 from vtx.runtime.server.openai.objects import Event, Objects, call_id
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
@@ -209,7 +209,7 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    return image_part(url)
 
 
 @dataclass(frozen=True, slots=True)

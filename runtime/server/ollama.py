@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, RawPrompt, at, check_absent, check_no_thoughts
+from vtx.runtime.server.openai.fields import FieldReader, RawPrompt, at, check_absent, check_no_thoughts, image_part
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
@@ -157,7 +157,7 @@ def _common_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
-    images = [{"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}} for data in message.images]
+    images = [image_part(f"data:image/any;base64,{data}") for data in message.images]
     content = [*images, {"type": "text", "text": message.content}] if images else message.content
     calls = [asdict(call) for call in message.tool_calls]
     for call in calls:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vtx.runtime.api.loaded import LoadedBundle
-from vtx.runtime.server.openai.fields import WHERE, FieldReader
+from vtx.runtime.server.openai.fields import WHERE, FieldReader, image_part
 from vtx.runtime.server.openai.request import ChatRequest
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.session.encoded_images import PreparedImage
@@ -38,7 +38,7 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
         raise Refusal(
             400, "input must be an image as a data URL, or a list of these", code="invalid_value", param="input"
         )
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    parts = list(map(image_part, urls))
     content = [*parts, {"type": "text", "text": "?"}]
     return {"model": fields.model, "messages": [{"role": "user", "content": content}]}
 

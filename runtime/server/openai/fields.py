@@ -284,6 +284,11 @@ def at(name: str) -> str:
     return f"{WHERE}: {name}"
 
 
+def image_part(url: str) -> dict[str, Any]:
+    """The part of a message with the image of this data URL or address, as `ImagePart` reads it."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def check_absent(fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise Refusal for fields of a chat completion that another address does not have."""
     for name in names:

@@ -17,6 +17,7 @@ from vtx.runtime.server.openai.fields import (
     Role,
     at,
     check_absent,
+    image_part,
     tool_of,
 )
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
@@ -170,7 +171,7 @@ def _content(content: str | Sequence[TextInput | ImageInput]) -> Any:
 
 
 def _image(source: ImageUrl | str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": source if isinstance(source, str) else source.url}}
+    return image_part(source if isinstance(source, str) else source.url)
 
 
 @dataclass(frozen=True, slots=True)
