@@ -5,14 +5,19 @@
     python benchmarks/rest_cost.py build/llava-1b-int8 --device cpu
 
 Measured in turn, in one process: each K of the bundle and none, and the last K with a rest of 10%. Every round begins a
-new conversation and asks twice; the picture's encoding is not counted. Choosing: prefills at the last K with a rest of
-one token and without one. One token more in the layers from K on is next to nothing, so the difference is the queries
-of layer K - 1, its score and the choice.
+new conversation and asks twice; the picture's encoding is not counted.
+
+Choosing, in processor time: questions at the last K without a rest, without one but with the image's hidden states at
+K held, and with a rest of one token. Where nothing is to be held, an engine may leave out the feed-forward of layer
+K - 1 for the image: the second and the first differ by that. The third and the second differ by the queries of layer
+K - 1, its score and the choice, as one token more in the layers from K on is next to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,13 +26,14 @@ from PIL import Image
 
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.policies.base import Policy
+from vtx.runtime.session.caches import PrefixCaches
 from vtx.tools.bench.series import shown, spread
 
 QUESTIONS = "What is written on the sign beside the door, and who is named below it?", "Which colour is the sign?"
 REST = "10%"
 TOKENS = 17
-ORDERS = (0, 1), (1, 0)
-CHOOSING = None, 1  # rests
+PLAIN, HELD, RESTED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +62,37 @@ def pairs(variants: Sequence[int | None]) -> list[tuple[int | None, str | None]]
     return [(None, None), *((k, None) for k in ks), (ks[-1], REST)]
 
 
-def choosing(model: Model, picture: Image.Image, k: int) -> list[float]:
-    """Prefills at `k` without a rest and with a rest of one token, each the mean of both orders."""
-    times = [0.0, 0.0]
-    for side in (side for order in ORDERS for side in order):
-        with model.open(picture) as conversation:
-            stats = conversation.ask(QUESTIONS[0], k, rest=CHOOSING[side], max_new_tokens=1).stats
-        times[side] += stats.timings_ms["prefill"] / len(ORDERS)
+@contextmanager
+def held() -> Iterator[None]:
+    """Questions within hold the image's hidden states at their K, as a rest needs them."""
+    prepare = PrefixCaches.prepare
+
+    def holding(caches: PrefixCaches, policy: Policy) -> None:
+        caches._holding |= {number for number, stage in enumerate(caches.stages) if stage.first == policy.exit}
+        prepare(caches, policy)
+
+    PrefixCaches.prepare = holding  # type: ignore[method-assign, assignment]
+    yield
+    PrefixCaches.prepare = prepare  # type: ignore[method-assign]
+
+
+def question_time(model: Model, picture: Image.Image, k: int, rest: int | None) -> float:
+    """Processor milliseconds of a question in a new conversation, with the picture's encoding, to its first token."""
+    with model.open(picture) as conversation:
+        begin = time.process_time()
+        conversation.ask(QUESTIONS[0], k, rest=rest, max_new_tokens=1)
+        return 1e3 * (time.process_time() - begin)
+
+
+def choosing(model: Model, picture: Image.Image, k: int, number: int) -> list[float]:
+    """The times of round `number` by PLAIN, HELD and RESTED; every second round goes through them backwards."""
+    times = [0.0, 0.0, 0.0]
+    for side in (PLAIN, HELD, RESTED)[:: 1 if number % 2 else -1]:
+        if side == HELD:
+            with held():
+                times[side] = question_time(model, picture, k, None)
+        else:
+            times[side] = question_time(model, picture, k, 1 if side == RESTED else None)
     return times
 
 
@@ -76,7 +106,7 @@ def main() -> None:
         measured = pairs(model.manifest.variants)
         rounds = [[ask_twice(model, picture, k, rest) for k, rest in measured] for _ in range(options.rounds + 1)][1:]
         deepest = measured[-1][0]
-        sides = [choosing(model, picture, deepest) for _ in range(options.rounds)] if deepest else []
+        sides = [choosing(model, picture, deepest, number) for number in range(options.rounds)] if deepest else []
         compute = model.backend.compute
     table, figures = (
         [["K", "rest", "first token, ms", "token, ms", "second question, ms", "K and V, MB"]],
@@ -88,10 +118,13 @@ def main() -> None:
         row = [str(k or "none"), rest or "", *map(shown, spreads), f"{times[0].kv_bytes / 1e6:.1f}"]
         table.append(row)
         figures.append({"k": k, "rest": rest, "spreads": spreads, "kv_bytes": times[0].kv_bytes})
-    cost = spread([100 * (rested / without - 1) for without, rested in sides])
+    holding = spread([100 * (times[HELD] / times[PLAIN] - 1) for times in sides])
+    choice = spread([100 * (times[RESTED] / times[HELD] - 1) for times in sides])
     about = {"device": options.device, "threads": options.threads, "compute": compute}
-    report({**about, "pairs": figures, "choosing_percent": cost}, table, options.json)
-    print(f"\nchoosing adds {shown(cost)}% to a prefill at K = {deepest}, in {compute}")
+    report({**about, "pairs": figures, "holding_percent": holding, "choosing_percent": choice}, table, options.json)
+    print(
+        f"\nat K = {deepest}, in {compute}: the image's hidden states add {shown(holding)}%, choosing {shown(choice)}%"
+    )
 
 
 if __name__ == "__main__":

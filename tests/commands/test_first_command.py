@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from tests.support.hub import ask_here, serving_hub
 from tests.support.published.build import build, reason_absent
@@ -50,6 +51,16 @@ def answer(result: Result) -> dict[str, Any]:
     return found
 
 
+def lower_logits(checkpoint: Path) -> None:
+    """Make the last norm a quarter: with 4 bits, an export refuses the far logits of random weights."""
+    for file in checkpoint.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if re.search(r"(model|language_model)\.norm\.weight$", name):
+                tensors[name] = tensors[name] / 4
+        save_file(tensors, file, {"format": "pt"})
+
+
 def test_the_models_of_the_pages_are_those_that_are_tried() -> None:
     assert named() == {*FILES}
 
@@ -65,6 +76,8 @@ def test_the_first_command_downloads_resumes_exports_answers_and_needs_no_hub_ag
     if reason := reason_absent(source):
         pytest.skip(f"{FILES[name]}: {reason}")
     checkpoint = build(source, tmp_path / "checkpoint")
+    if name in INT4:
+        lower_logits(checkpoint)
     for variable in ("VTX_BUNDLE", "VTX_CACHE_LIMIT"):
         monkeypatch.delenv(variable, raising=False)
     for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
