@@ -22,14 +22,6 @@ from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
-from vtx.exporter.tuning import gates, write
-from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
-from vtx.exporter.tuning.judge import judge
-from vtx.exporter.tuning.options import TuneOptions, check_tunable
-from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, pack, read_questions
-from vtx.exporter.tuning.state import StateFile, seconds_of_steps
-from vtx.exporter.tuning.train import ImageEncoder, Trainer
-from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.installing import install, pip_install
@@ -40,6 +32,14 @@ from vtx.tools.common.memory import peak
 from vtx.tools.data.items import SCENES, Item, check_skipped, image_key, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.estimate.sizes import ModelSize
+from vtx_tune import gates, write
+from vtx_tune.decoder import WithdrawingDecoder, load_text_model
+from vtx_tune.judge import judge
+from vtx_tune.options import TuneOptions, check_tunable
+from vtx_tune.packing import Ids, Row, TuningQuestion, pack, read_questions
+from vtx_tune.state import StateFile, seconds_of_steps
+from vtx_tune.train import ImageEncoder, Trainer
+from vtx_tune.write import Changed, model_card
 
 MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight

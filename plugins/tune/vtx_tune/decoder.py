@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.options import Learning
-from vtx.exporter.tuning.packing import Row, visible
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.errors import UnsupportedModelError
+from vtx_tune.options import Learning
+from vtx_tune.packing import Row, visible
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER = "default"

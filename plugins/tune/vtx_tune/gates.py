@@ -14,14 +14,14 @@ from vtx.exporter.gates.fit import FitOptions, all_odds, held_out_of, write_gate
 from vtx.exporter.gates.train import gates_of
 from vtx.exporter.gates.workdir import MeasureOptions
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.judge import deployed
-from vtx.exporter.tuning.options import TuneOptions
-from vtx.exporter.tuning.write import Changed, write_merged
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import Progress
 from vtx.tools.calibration.gates import THRESHOLDS, HeldOut, exits
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import Item
+from vtx_tune.judge import deployed
+from vtx_tune.options import TuneOptions
+from vtx_tune.write import Changed, write_merged
 
 GATES, HALFWAY, CHOSEN = "gates.safetensors", "halfway", "chosen.json"
 FITTED = FitOptions(alpha=math.inf)  # labels by the answer alone: a cross-entropy near 0 is bounded by noise

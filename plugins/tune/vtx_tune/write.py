@@ -21,13 +21,13 @@ from torch import Tensor
 from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
-from vtx.exporter.tuning.judge import TuningComparison
-from vtx.exporter.tuning.options import Learning, TuneOptions
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, open_data, write_safetensors
 from vtx.runtime.errors import CheckpointError, ExportError
+from vtx_tune.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
+from vtx_tune.judge import TuningComparison
+from vtx_tune.options import Learning, TuneOptions
 
 ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")

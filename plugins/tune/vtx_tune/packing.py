@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.reference.prompts import Source, answer_ids, prompt_ids
-from vtx.exporter.tuning.options import Packing
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource
 from vtx.tools.data.items import Item, image_key
+from vtx_tune.options import Packing
 
 Ids = NDArray[np.int64]
 

@@ -69,8 +69,8 @@ def tune(
     """
     end_on_sigterm()
     need_exporter()
-    from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-    from vtx.exporter.tuning.tune import is_main_process, open_workspace, run
+    from vtx_tune.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+    from vtx_tune.tune import is_main_process, open_workspace, run
 
     options = TuneOptions(
         Depths.parse(k), model, data, images, items, held_out, full_share,

@@ -22,10 +22,6 @@ from torch import Tensor
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.training import learning_rate_factor
-from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
-from vtx.exporter.tuning.options import LossWeights, TuneOptions
-from vtx.exporter.tuning.packing import Row
-from vtx.exporter.tuning.state import Log, StateFile
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.errors import RequestError
@@ -33,6 +29,10 @@ from vtx.runtime.policies.base import Entry
 from vtx.runtime.vision.image import ImageSource
 from vtx.runtime.vision.tokens import ImageTokens
 from vtx.tools.data.items import image_key
+from vtx_tune.decoder import WithdrawingDecoder, tensors_of
+from vtx_tune.options import LossWeights, TuneOptions
+from vtx_tune.packing import Row
+from vtx_tune.state import Log, StateFile
 
 TERMS = ("kl", "ce", "hidden")
 MAX_NORM = 1.0
