@@ -131,7 +131,8 @@ def _ceilings(bench: Bench) -> Ceilings | None:
     from vtx.tools.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
     from vtx.tools.bench.ceilings.products import DEVICES, Kind
 
-    backend, manifest = bench.model.backend, bench.model.manifest
+    backend = bench.model.backend
+    manifest = bench.model.manifest
     if backend.device not in DEVICES:
         note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
         return None

@@ -96,9 +96,11 @@ def evaluate(
     named = make_methods(ks or (None,), reduces or ("none",), rests) if ks or reduces else ()
     folder = data if data.is_dir() else data.parent
     source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
-    form, metric = FORMATS[task], METRICS[task]
+    form = FORMATS[task]
+    metric = METRICS[task]
     if protocol == "lmms-eval":
-        form, metric = formats.LMMS_EVAL.get(task, form), metrics.LMMS_EVAL.get(task, metric)
+        form = formats.LMMS_EVAL.get(task, form)
+        metric = metrics.LMMS_EVAL.get(task, metric)
     suffix = form.instruction if instruction is None else instruction
     questions = read_questions(form, source, instruction=suffix, samples=samples, seed=seed)
     for line in questions.skipped:
@@ -108,7 +110,8 @@ def evaluate(
     with ExitStack() as held:
         if cluster is None:
             model = held.enter_context(loading.load(path))
-            by, manifest = Evaluated.of(model, named, parallel), model.manifest
+            by = Evaluated.of(model, named, parallel)
+            manifest = model.manifest
         else:
             by = on_workers(cluster, path, loading, parallel)
             manifest = by.bundle.manifest

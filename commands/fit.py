@@ -118,7 +118,8 @@ def fit(
     limits = [usable, None if memory is None else int(memory * 1e9)]
     most = min((limit for limit in limits if limit is not None), default=None)
     reference, settings = find_settings(engines, most, cache(asked.sizes))
-    target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
+    target = out or Path(f"vtx-fit-{opened[0].folder.name}")
+    machine = describe()
     identity = {
         "model": reference.on.digest, "--max-new-tokens": max_new_tokens, "--threads": threads, "machine": machine.cpu,
         "set of packages": dict(machine.versions),

@@ -79,7 +79,8 @@ def watch(
             note(line)
         logging.getLogger("vtx").setLevel(logging.INFO)
         with ExitStack() as closing:
-            page, at = None, None
+            page = None
+            at = None
             if port is not None:
                 from vtx.tools.watch.live_page import Page, serving
 

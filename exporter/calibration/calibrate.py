@@ -81,7 +81,8 @@ def predict_memory(source: OpenedModel, items: Sequence[PreparedItem], options: 
     if source.engine is not None:
         backend = source.engine.backend
         return export_base() + needed_memory(source.engine.bundle, ENGINES[backend.device].compute[backend.compute])
-    size, text = model_size(source.config, source.name), source.config.text
+    size = model_size(source.config, source.name)
+    text = source.config.text
     image_token = source.config.image_token_id
     longest = max(len(prepared.ids) for prepared in items) + options.max_new_tokens
     longest_text = max(int((prepared.ids != image_token).sum()) for prepared in items) + options.max_new_tokens
@@ -151,17 +152,22 @@ class BatchMeasurer:
         self, source: OpenedModel, reference: Reference | EngineReference, answerer: Reference | EngineReference | None,
         ks: tuple[int, ...], options: CalibrationOptions,
     ) -> None:  # fmt: skip
-        self.reference, self.answerer, self._source = reference, answerer, source
+        self.reference = reference
+        self.answerer = answerer
+        self._source = source
         self._ks, self._options, self._end_ids = ks, options, torch.tensor(source.text.settings.end_ids)
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
-        image, ends = self._source.image, self._source.text.settings.end_ids
+        image = self._source.image
+        ends = self._source.text.settings.end_ids
         features = [self.reference.encode(prepared.item.images, image) for prepared in batch]
-        answers, texts = list[list[int]](), list[str | None]()  # the full model's own
+        answers = list[list[int]]()  # the full model's own
+        texts = list[str | None]()
         for prepared, encoded in zip(batch, features, strict=True):
-            answer, text = list[int](), None
+            answer = list[int]()
+            text = None
             if self.answerer is not None:
                 own_images = self.answerer is self.reference
                 asked = encoded if own_images else self.answerer.encode(prepared.item.images, image)
@@ -173,7 +179,8 @@ class BatchMeasurer:
         own = [np.array(ids, np.int64) for ids in answers]
         forced: dict[int, NDArray[np.int64]] = {}
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
-            whole, expected = text if len(own[i]) and own[i][-1] in ends else None, prepared.item.answer
+            whole = text if len(own[i]) and own[i][-1] in ends else None
+            expected = prepared.item.answer
             correct = whole is not None and expected is not None and plain(whole) == plain(expected)
             if prepared.answer_ids is not None and not correct:
                 forced[i] = prepared.answer_ids
@@ -206,7 +213,8 @@ class BatchMeasurer:
         """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""
         logits = torch.cat([part.double() for part in self._logits(self._stack(hidden)[:, 0])])
         logs = logits.log_softmax(-1)
-        full, withdrawn = logs[:1], logs[1:]
+        full = logs[:1]
+        withdrawn = logs[1:]
         kl = (withdrawn.exp() * (withdrawn - full)).sum(-1).clamp(min=0)
         reverse = (full.exp() * (full - withdrawn)).sum(-1).clamp(min=0)
         top1 = withdrawn.argmax(-1) == full.argmax(-1)
@@ -216,7 +224,8 @@ class BatchMeasurer:
 
     def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> tuple[bool, ...]:
         """For none and every K, True if greedy decoding gives `tokens`; all end tokens count as equal."""
-        expected, states = torch.from_numpy(tokens), self._stack(hidden)
+        expected = torch.from_numpy(tokens)
+        states = self._stack(hidden)
         likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))])
         likeliest = likeliest.reshape(states.shape[:2])
         ends = torch.isin(likeliest, self._end_ids) & torch.isin(expected, self._end_ids)

@@ -82,7 +82,8 @@ def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: b
             model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
         )
     except Exception as cause:  # also errors of its HTTP library and of the disk
-        access, errors = "ask for access on its page on the hub, then run: hf auth login", huggingface_hub.errors
+        access = "ask for access on its page on the hub, then run: hf auth login"
+        errors = huggingface_hub.errors
         unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
         answers = (getattr(error, "response", None) for error in (cause, cause.__cause__))
         if isinstance(cause, errors.GatedRepoError):

@@ -30,7 +30,8 @@ _QUESTION = "What is this? {} 123 {}"
 
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
     """The tokenizer.json and text settings of the files in `folder`; `name` is for messages, `end_ids` may be None."""
-    folder, image = Path(request["folder"]), request["image_token_id"]
+    folder = Path(request["folder"])
+    image = request["image_token_id"]
     published = published_tokens(folder)  # refuses wrong types before transformers fails on them
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
@@ -45,7 +46,8 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     ends = request["end_ids"]
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
-    video, seg = request["video_token_id"], request.get("seg_token")
+    video = request["video_token_id"]
+    seg = request.get("seg_token")
     check_ids(published, tokenizer, request["vocab"], {image, video}, ends)
     adds = not request.get("whole")
     encoding = encode(tokenizer, "a", add_special_tokens=adds)

@@ -62,18 +62,21 @@ class TextConfig(Decoder):
     @property
     def head_order(self) -> list[int]:
         """The numbers of a query's or key's head in an order whose halves rotate together; empty: as they are."""
-        turned, half = sum(rate > 0 for rate in self.rope.frequencies), self.head_dim // 2
+        turned = sum(rate > 0 for rate in self.rope.frequencies)
+        half = self.head_dim // 2
         if not self.rotates_first or turned == half:
             return []
         still = range(2 * turned, self.head_dim)
-        first, second = still[: half - turned], still[half - turned :]
+        first = still[: half - turned]
+        second = still[half - turned :]
         return [*range(turned), *first, *range(turned, 2 * turned), *second]
 
 
 def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     """`three_part`: positions have three parts if the text model can have them."""
     config = parsed.text_config
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = size(config, "num_key_value_heads")
     if heads % kv_heads:
@@ -85,7 +88,8 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     kind = type(config).model_type  # the class's: some configurations name another one, which transformers ignores
     family = THREE_PART.get(kind, kind)
     positions = size(config, "max_position_embeddings", MAX_POSITIONS)
-    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
     kinds = {STATE_KINDS[family], "full_attention"} if family in STATE_KINDS else ATTENTION_KINDS
     if unknown := sorted({*map(str, layer_types or ())} - kinds):
         raise UnsupportedModelError(
@@ -94,16 +98,19 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)  # attention is full up to here
     positions = min(positions, original_positions(config) or positions)
-    layers, ffn = size(config, "num_hidden_layers", MAX_LAYERS), size(config, "intermediate_size")
+    layers = size(config, "num_hidden_layers", MAX_LAYERS)
+    ffn = size(config, "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
-    factors, more = tuple[tuple[str, float], ...](), dict[str, Any]()
+    factors = tuple[tuple[str, float], ...]()
+    more = dict[str, Any]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
     if family == "lfm2":
         ffn, more = _lfm2(config, layers, ffn)
     if family == "qwen3_5":
         more = _qwen3_5(config, layers)
-    biases, gemma = family in ("llama", "granite", "gemma"), family == "gemma"
+    biases = family in ("llama", "granite", "gemma")
+    gemma = family == "gemma"
     shifts = ((GEMMA_NORMS, 1.0),) if gemma else ((QWEN_NORMS, 1.0),) if family == "qwen3_5" else ()
     return TextConfig(
         family=family, layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -126,7 +133,8 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
 def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
     """The width of LFM2's MLP, and its convolutions."""
     if config.block_auto_adjust_ff_dim:
-        ffn, multiple = int(2 * ffn / 3), size(config, "block_multiple_of")
+        ffn = int(2 * ffn / 3)
+        multiple = size(config, "block_multiple_of")
         if config.block_ffn_dim_multiplier is not None:
             ffn = int(number(vars(config), "block_ffn_dim_multiplier") * ffn)
         ffn = -(-ffn // multiple) * multiple
@@ -178,8 +186,10 @@ def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple
     names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     embedding, attention, residual, logits = (number(vars(config), name) for name in names)
     added = residual / embedding
-    least, most = 1e-3, 1e3  # weights times these are still well within half precision
-    scale, out = attention * head_dim**0.5, 1 / logits
+    least = 1e-3  # weights times these are still well within half precision
+    most = 1e3
+    scale = attention * head_dim**0.5
+    out = 1 / logits
     for name, factor in (("attention_multiplier", scale), ("residual_multiplier", added), ("logits_scaling", out)):
         if not least <= factor <= most:
             raise UnsupportedModelError(

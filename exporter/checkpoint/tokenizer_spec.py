@@ -27,7 +27,8 @@ def check_spec(spec: Any) -> None:
     """Raise `CheckpointError` if a tokenizer.json exceeds a bound; its loader finds other faults."""
     if not isinstance(spec, dict):
         raise CheckpointError(f"tokenizer.json is a JSON {type(spec).__name__}, not an object; {_FIX}")
-    model, added = spec.get("model"), _added(spec)
+    model = spec.get("model")
+    added = _added(spec)
     vocab = model.get("vocab") if isinstance(model, dict) else None
     listed = vocab.items() if isinstance(vocab, dict) else ()
     for token, id in (*listed, *((token.get("content"), token.get("id")) for token in added)):
@@ -91,7 +92,9 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthBound | None:
     """The most characters of a token, to refuse long text unread; None if they may vanish or share without limit."""
-    added, model, vocab = spec["added_tokens"], spec["model"], spec["model"]["vocab"]
+    added = spec["added_tokens"]
+    model = spec["model"]
+    vocab = spec["model"]["vocab"]
     tokens = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
     splitters = _sequence(spec.get("pre_tokenizer"), "pretokenizers")
     normalizers = _sequence(spec.get("normalizer"), "normalizers")

@@ -64,7 +64,8 @@ class Measurer:
     """A model opened once, that measures shards."""
 
     def __init__(self, source: OpenedModel, options: MeasureOptions) -> None:
-        self._source, self._options = source, options
+        self._source = source
+        self._options = options
         self._reference = source.reference()
         if source.cuts not in (None, self.ks):
             raise RequestError(
@@ -95,7 +96,8 @@ class Measurer:
         the share of the answer's tokens that are the most likely ones; `cross_entropy`, their mean. Held-out items add:
         `same`, 1 if the answer is the full model's own; `right`, 1 if it is the data's, 2 if the data have none.
         """
-        items, skipped = list[_GateItem](), list[str]()
+        items = list[_GateItem]()
+        skipped = list[str]()
         for number, item in zip(shard.numbers, shard.items, strict=True):
             try:
                 items.append(self._prepare(number, item))
@@ -173,7 +175,8 @@ class Measurer:
         by_sample = self._reference.hidden(samples, ks, watch=watch)
         hidden = torch.cat([torch.cat([by_k[k] for k in ks]) for by_k in by_sample])
         targets = torch.cat([torch.tensor(ids).repeat(len(ks)) for _, ids in jobs])
-        hits, losses = list[Tensor](), list[Tensor]()
+        hits = list[Tensor]()
+        losses = list[Tensor]()
         for states, expected in zip(torch.split(hidden, HEAD_TOKENS), torch.split(targets, HEAD_TOKENS), strict=True):
             logits = self._reference.head(states)
             hits.append(logits.argmax(-1) == expected)

@@ -104,7 +104,8 @@ def gates_of(
     shards = make_shards(learn, measuring.batch, held_out=False)
     shards += make_shards(held_out, measuring.batch, held_out=True, first=len(learn))
     work = WorkDirectory(folder, source, measuring, shards)
-    missing, text = sum(len(shard.items) for shard in work.missing()), source.config.text
+    missing = sum(len(shard.items) for shard in work.missing())
+    text = source.config.text
     needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
     check_disk(folder, needed, purpose="measuring", fix="name another folder, or use fewer --items")
     measured_by(measurer, work, counter(report, "items", missing))

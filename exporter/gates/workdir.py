@@ -107,7 +107,8 @@ class WorkDirectory:
         metadata = {"fingerprint": self.fingerprint, "skipped": json.dumps(list(skipped))}
         write_safetensors(self.folder / shard.name, dict(sorted(tensors.items())), metadata)
         self.skipped[shard.name] = list(skipped)
-        total, lines = sum(len(shard.items) for shard in self.shards), self.all_skipped
+        total = sum(len(shard.items) for shard in self.shards)
+        lines = self.all_skipped
         if len(lines) > MAX_SKIPPED * total:
             raise RequestError(
                 f"{len(lines)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; fix the data. "

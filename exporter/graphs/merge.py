@@ -58,7 +58,9 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     cosine = b.op("Div", b.op("Sub", crossed, own), b.constant(np.array(PAIRS, np.float32)))
     alike = b.op("GreaterOrEqual", cosine, tau)
 
-    window_of, member, first = np.zeros(v.states, np.int64), np.zeros(v.states, bool), np.ones(v.states, bool)
+    window_of = np.zeros(v.states, np.int64)
+    member = np.zeros(v.states, bool)
+    first = np.ones(v.states, bool)
     window_of[windows] = np.arange(len(windows))[:, None]
     member[windows], first[windows[:, 1:]] = True, False
     of_window = b.constant(window_of)

@@ -82,7 +82,8 @@ class WeightEntry:
 
     def stored(self, file: str) -> StoredTensor:
         """Its location in `file`."""
-        weights, shape = self.parts[0], self.source.shape
+        weights = self.parts[0]
+        shape = self.source.shape
         others = [StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape) for part in self.parts[1:]]
         return StoredTensor(file, weights.offset, weights.nbytes, self.form.dtype, shape, *others)
 
@@ -130,7 +131,8 @@ def plan_weights(
     for name, shape in needed:
         info = checkpoint.require(name, shape)
         by_source.setdefault(info.file, []).append((name, info))
-    files, stored = [], dict[str, StoredTensor]()
+    files = []
+    stored = dict[str, StoredTensor]()
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]

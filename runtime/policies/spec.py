@@ -133,7 +133,8 @@ def _parse_part(text: str) -> Reduction:
 
 def _value(hint: Any, text: str, where: str) -> Any:
     """`text` as the type that an option has."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is typing.Literal:
         if text not in args:
             raise RequestError(f"{where} is {text[:40]!r}; it is one of {', '.join(args)}")

@@ -61,7 +61,8 @@ class MachineReport:
         return usable[-1] if usable else None
 
     def to_dict(self) -> dict[str, Any]:
-        machine, devices = {fact.name: fact.value for fact in self.facts}, [asdict(state) for state in self.devices]
+        machine = {fact.name: fact.value for fact in self.facts}
+        devices = [asdict(state) for state in self.devices]
         problems = list(self.problems)
         return {"machine": machine, "profile": self.device.profile, "devices": devices, "problems": problems}
 
@@ -78,7 +79,8 @@ class BundleReport:
 
     @classmethod
     def of(cls, model: Model, checks: Iterable[Check]) -> BundleReport:
-        bundle, files = str(model.bundle.folder), len(model.manifest.files)
+        bundle = str(model.bundle.folder)
+        files = len(model.manifest.files)
         return cls(bundle, files, model.backend.device, model.backend.compute, tuple(checks))
 
     @property
@@ -92,7 +94,8 @@ class BundleReport:
 def look_at_machine(device: Device | None = None) -> MachineReport:
     """All facts that matter to vtx here; `device` is the result of `recognise` unless it is passed."""
     device = device or recognise()
-    free, swapped = available_memory(), swap()
+    free = available_memory()
+    swapped = swap()
     swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -122,7 +125,8 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
         for number, g in enumerate(device.gpus):
             value = f"{g.name} ({g.sm}), {size(g.memory)}, its driver supports CUDA {g.cuda[0]}.{g.cuda[1]}, {profile}"
             facts.append(MachineFact("GPU" if len(device.gpus) == 1 else f"GPU {number}", value))
-    cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
+    cpu = version("onnxruntime")
+    gpu = version("onnxruntime-gpu")
     if cpu and gpu:  # they overwrite each other's files
         fix = f'pip uninstall -y onnxruntime onnxruntime-gpu, then {install("cpu")} or "vtx-edge[gpu]"'
         both = f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}"

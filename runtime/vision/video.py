@@ -38,7 +38,8 @@ T = TypeVar("T")
 HEAD_BYTES = 32
 MAX_RATE = 1000  # frames a second
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
-CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
+CHILD = "vtx.runtime.vision.video_child:frames_of"
+LIBRARIES = ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
 PICTURES = (  # brands of images in MP4's container
     b"avif", b"avis", b"heic", b"heim", b"heis", b"heix", b"hevc", b"hevm", b"hevs", b"hevx", b"mif1", b"msf1", b"crx ",
@@ -222,7 +223,8 @@ def _decoded(
                 return damaged(reason[:200])
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
-            whole, seconds = all(type(value) is int for value in values), frame.get("seconds")
+            whole = all(type(value) is int for value in values)
+            seconds = frame.get("seconds")
             if not whole or min(width, height) < 1 or 3 * width * height != len(pixels):
                 raise _broken(name)
             stored = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)

@@ -36,7 +36,9 @@ def frames_of(request: dict[str, Any]) -> Frames:
 
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
-    file, sampling, number = _File(request), FrameSampling(**request["sampling"]), request["wanted"]
+    file = _File(request)
+    sampling = FrameSampling(**request["sampling"])
+    number = request["wanted"]
     count = file.count()
     wanted = sampling.numbers(count, file.rate, number)
     frames = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
@@ -67,7 +69,9 @@ class _File:
         self._av: Any = av
         self._name, self._kind = str(request["name"]), str(request["container"])
         self._codecs = tuple(request["codecs"])
-        self._seconds, self._frames, self._pixels = request["seconds"], request["frames"], request["pixels"]
+        self._seconds = request["seconds"]
+        self._frames = request["frames"]
+        self._pixels = request["pixels"]
         self.rate = USUAL_RATE  # frames a second
 
     def count(self) -> int:
@@ -87,7 +91,8 @@ class _File:
                     f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
                 )
             self._check_pixels(context.width, context.height)
-            count, timed = 0, list[tuple[int, int]]()  # when a frame begins and ends
+            count = 0  # when a frame begins and ends
+            timed = list[tuple[int, int]]()
             for packet in container.demux(stream):
                 count += bool(packet.size)
                 if packet.size and packet.pts is not None:
@@ -138,7 +143,8 @@ class _File:
                 self._check_pixels(*size)
                 if number in wanted:
                     mirrored, turns = orientation(frame)
-                    plane, line = frame.reformat(format="rgb24").planes[0], 3 * size[0]
+                    plane = frame.reformat(format="rgb24").planes[0]
+                    line = 3 * size[0]
                     pixels = memoryview(plane)
                     lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
                     lines = [pixels[: line * size[1]]] if plane.line_size == line else lines

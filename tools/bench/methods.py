@@ -66,7 +66,8 @@ def short(part: Reduction) -> str:
     start = []
     for name, preset in part.presets.items():
         if all(getattr(part, key) == value for key, value in preset.items()):
-            start, keys = [name], [key for key in values if values[key] != defaults[key] and key not in preset]
+            start = [name]
+            keys = [key for key in values if values[key] != defaults[key] and key not in preset]
             break
     return f"{part.name}:{','.join([*start, *(f'{key}={values[key]}' for key in keys)])}"
 

@@ -147,7 +147,9 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
     """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
     at = np.arange(len(columns)), columns
-    known, ks, flops = held.right[:, 0] != UNKNOWN, (*held.ks, None), list[int]()
+    known = held.right[:, 0] != UNKNOWN
+    ks = (*held.ks, None)
+    flops = list[int]()
     for column, (text, vision) in zip(columns, held.tokens.tolist(), strict=True):
         schedule = withdrawal_schedule(held.layers, ks[column], text=text, vision=vision)
         flops.append(total_flops(size.decoder, schedule, size.seeing(vision).vision, size.views(vision)))

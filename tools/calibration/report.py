@@ -183,7 +183,8 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     report = read_json_object(path, MAX_REPORT, error=RequestError)
     if report.get("format") != FORMAT:
         raise RequestError(f"{path} is not a report of vtx-calibrate")
-    strict, choices = Strict(RequestError, "calibrate again"), report.get("choices")
+    strict = Strict(RequestError, "calibrate again")
+    choices = report.get("choices")
     model = strict.read(CalibratedModel, report.get("model"), f"{path.name}: model")
     if model.fingerprint != fingerprint:
         if modes := other_downsampling(model.fingerprint, fingerprint):
@@ -200,7 +201,8 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
     last = choices[-1] if isinstance(choices, list) and choices else None
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
-    k, curve = report.get("k"), report.get("curve")
+    k = report.get("k")
+    curve = report.get("curve")
     points = [point for point in curve if isinstance(point, dict)] if isinstance(curve, list) else []
     at = [strict.read(Point, point, f"{path.name}: K = {k} of the curve") for point in points if point.get("k") == k]
     return _recorded(k, choice, data, at)

@@ -63,7 +63,8 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
     if tower is not None:
         side = round((tower.patches / tower.view_tokens) ** 0.5)
-        class_token, several = tower.model.vision.class_token, tower.model.vision.several
+        class_token = tower.model.vision.class_token
+        several = tower.model.vision.several
         for part in parts:
             check_patches(part, side, class_token=class_token, two_towers=several)
     if model.layout is not None:
@@ -134,7 +135,8 @@ def latency(
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
-        own, action = model.action.beside(size), model.action
+        own = model.action.beside(size)
+        action = model.action
         del work["decode_per_token"]
         layers = weights.stored_bytes(weights.layer_weights(size), precisions, wide=wide)
         work["prefill"] = 2 * flops.decoder_macs(size, schedule) + again, layers + cache  # without the output matrix
@@ -312,7 +314,8 @@ def make_plan(
                 f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
                 f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
             )
-        withdrawn, stays = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision), 0
+        withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
+        stays = 0
         if k is not None:
             stays = WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
             withdrawn = (*withdrawn[: k - 1], *(count + stays for count in withdrawn[k - 1 :]))
@@ -395,12 +398,15 @@ def largest_activation_bytes(
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
     block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
     """
-    size, encode, ends = model.decoder, 0, 0
+    size = model.decoder
+    encode = 0
+    ends = 0
     prefill = max(tokens) * (2 * size.hidden + max(_attention_values(model), 3 * size.ffn))
     if model.vision is not None:
         encode = views * model.vision.widest
     if largest is not None:
-        encode, ends = largest.widest, largest.ends
+        encode = largest.widest
+        ends = largest.ends
     return element_bytes * max(prefill, encode) + 4 * (ends + size.vocab)
 
 
@@ -410,7 +416,9 @@ def summed_activation_bytes(model: ModelSize, tokens: Sequence[int], views: int,
     Those of a layer's attention and its feed-forward block, of the tower, of a stage that sees the image and of one
     that does not, each with its hidden states in fp32.
     """
-    size, vision, stages = model.decoder, model.vision, sum({max(tokens), min(tokens)})
+    size = model.decoder
+    vision = model.vision
+    stages = sum({max(tokens), min(tokens)})
     values = stages * (2 * size.hidden + _attention_values(model) + 3 * size.ffn)
     ends = stages * 2 * size.hidden
     if vision is not None and views:

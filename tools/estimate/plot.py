@@ -42,7 +42,8 @@ def plot_plan(plan: CostPlan, path: Path) -> None:
         work.legend()
         figure.legend(*memory.get_legend_handles_labels(), loc="outside right center")
         prompt = f"a prompt of {plan.workload.text} text and {plan.workload.vision} image tokens"
-        model, mode = plan.model.name, f"; {profile.power_mode}" if profile else ""
+        model = plan.model.name
+        mode = f"; {profile.power_mode}" if profile else ""
         title = f"{model} on {profile.name}" if profile else f"{model}, no device named"
         headline(figure, title, f"calculated, not measured; {prompt}{mode}")
 

@@ -133,7 +133,8 @@ def ask_all(
     """
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
     questions, skipped = data.questions, dict[int, str]()
-    kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
+    kept = list[TaskQuestion]()
+    replies = list[tuple[CostedAnswer, ...]]()
     identity = {
         "model": sha256(by.bundle.folder / "vtx.json"), "device": [by.device, by.compute],
         "--max-new-tokens": max_new_tokens, "--fit": by.fit,
@@ -159,7 +160,8 @@ def ask_all(
             check_skipped(data.source, len(keys), [*data.skipped, *skipped.values()], "questions")
 
         left = [n for n in range(len(keys)) if missing(n)]
-        start, done = time.monotonic(), len(keys) - len(left)
+        start = time.monotonic()
+        done = len(keys) - len(left)
         alone = [n for n in left if timed and n % step == 0]
         asker = by.alone(options) if by.alone and alone else None
         for turn, n in enumerate(alone):
@@ -172,7 +174,8 @@ def ask_all(
                 skip(n, e)
             if turn == 0:
                 predict((time.monotonic() - start) * len(left))
-        rest, first = dict[int, list[Method]](), set[str]()  # a question that is in the data twice is asked once
+        rest = dict[int, list[Method]]()  # a question that is in the data twice is asked once
+        first = set[str]()
         for n in sorted({*left} - {*alone}):
             rest[n] = [method for method, key in missing(n).items() if key not in first]
             first.update(keys[n])
@@ -201,7 +204,8 @@ def _settings(model: Model, question: TaskQuestion, method: Method, options: Opt
 
 
 def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> CostedAnswer:
-    stats, kept = answer.stats, answer.stats.vision_tokens_kept
+    stats = answer.stats
+    kept = answer.stats.vision_tokens_kept
     return CostedAnswer(
         text=answer.text, first_token_ms=first_token_ms, kv_bytes=stats.kv_bytes, flops=flops,
         vision_tokens=fmean((*kept[1:], kept[-1])), full_layers=sum(tokens > 0 for tokens in kept),
@@ -220,7 +224,8 @@ class Asker:
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
-        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
+        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
     def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:
@@ -249,7 +254,8 @@ class SideBySide:
 
     def __init__(self, model: Model, options: Options, parallel: int) -> None:
         backend, self._calls = timed(model.backend, caches=False)
-        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
+        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self._capacity = Capacity(parallel, parallel, kept=parallel)
         self._encoded: dict[str, int] = {}  # FLOPs of the tower, by the image, of the prompt that is computed

@@ -23,7 +23,9 @@ KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
 
 def in_tables(report: Evaluation) -> list[str | WideTable]:
     """The report as paragraphs and tables: machine, model and data, the methods, the groups of questions, the front."""
-    model, task, first = report.model, report.task, report.methods[0]
+    model = report.model
+    task = report.task
+    first = report.methods[0]
     skipped = f", {len(task.skipped)} skipped" if task.skipped else ""
     factors = {name: 100 if name in task.shares else 1 for name in first.figures}
     heads = [
@@ -80,7 +82,9 @@ def _accuracy(point: CoveragePoint) -> str:
 
 def draw_report(report: Evaluation, path: Path) -> None:
     """Draw an evaluation into `path`. Raises as `draw` does."""
-    model, task, methods = report.model, report.task, report.methods
+    model = report.model
+    task = report.task
+    methods = report.methods
 
     def fill(figure: Any) -> None:
         panels = figure.subplots(1, len(report.front), sharey=True, squeeze=False)[0]

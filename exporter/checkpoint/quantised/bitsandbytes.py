@@ -16,8 +16,10 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.strict import Strict, optional
 from vtx.tools.common.files import json_object
 
-SCALES, OUTER = ".weight.absmax", ".weight.nested_absmax"
-TABLE, OUTER_TABLE = ".weight.quant_map", ".weight.nested_quant_map"
+SCALES = ".weight.absmax"
+OUTER = ".weight.nested_absmax"
+TABLE = ".weight.quant_map"
+OUTER_TABLE = ".weight.nested_quant_map"
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE = 4096  # bytes; published ones have 150
 F32 = ("F32",)
@@ -66,7 +68,8 @@ def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
         outer_table = read_bits(parts.need(OUTER_TABLE, F32, (256,)))
 
     def part(first: int, last: int) -> Rows:
-        begin, end = first * width, last * width
+        begin = first * width
+        end = last * width
         octets = read_bits(codes, slice(begin // 2, end // 2))
         of_rows = slice(begin // block, -(-end // block))
         steps = read_bits(scales, of_rows)

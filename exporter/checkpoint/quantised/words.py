@@ -42,13 +42,15 @@ def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], 
         info = parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
         return replace(info, shape=(rows, columns), transposed=layout.turned)
 
-    groups, tall = -(-width // group), -(-height // each)
+    groups = -(-width // group)
+    tall = -(-height // each)
     even = np.arange(width) // group
     order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
     in_turn = width % group == 0 and np.array_equal(order, even)
     columns = slice(None) if in_turn else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
-    scales, zeros = need(layout.scales, FLOATS, height, groups), None
+    scales = need(layout.scales, FLOATS, height, groups)
+    zeros = None
     if layout.zeroed or layout.zeros in parts.tensors:
         zeros = need(layout.zeros, WORDS, tall, groups)
 

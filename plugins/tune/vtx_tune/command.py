@@ -105,7 +105,8 @@ def _show(report: dict[str, Any]) -> None:
         return
 
     def cells(point: dict[str, Any]) -> list[str]:
-        share, kl = point["right"], point["kl"]
+        share = point["right"]
+        kl = point["kl"]
         right = "-" if share is None else f"{share['share']:.1%} ({share['low']:.0%}..{share['high']:.0%})"
         return [right, f"{kl['mean']:.2g}"]
 

@@ -41,7 +41,11 @@ from vtx_tune.state import StateFile, seconds_of_steps
 from vtx_tune.train import ImageEncoder, Trainer
 from vtx_tune.write import Changed, model_card
 
-MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
+MERGED = "merged"
+ADAPTER = "adapter"
+JUDGED = "judged"
+REPORT = "report.json"
+ANSWERS = "answers.jsonl"
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
 ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
 IN_4_BITS = 0.5 + 4 / 64  # bytes of a weight, a scale of float32 for 64 of them
@@ -77,7 +81,8 @@ def run(
     `say` a line, both on the main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
     """
     text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning, work.mesh)
-    seed, again = options.schedule.seed, options.checkpointing
+    seed = options.schedule.seed
+    again = options.checkpointing
     decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
     encoder = ImageEncoder(work.source, work.accelerator.device, options.entry(work.source.config))
     own = _teacher_answers(work, decoder, encoder, options, out, report)
@@ -118,7 +123,8 @@ def run(
         work.accelerator.wait_for_everyone()
         trainer.follow(gates.chosen(out, len(work.questions)))
     trainer.run(state, out, trained)
-    main, steps = work.accelerator.is_main_process, trainer.order.steps
+    main = work.accelerator.is_main_process
+    steps = trainer.order.steps
     work.accelerator.end_training()
     return _finish(options, work, decoder, rows, steps, out, report) if main else {}
 
@@ -155,9 +161,11 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     options.depths.within(source.config.text.layers)
     options.learning.chosen(source.config.text.layers)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
-    learn, held_out = list(data.items), list[Item]()
+    learn = list(data.items)
+    held_out = list[Item]()
     if options.held_out:
-        seed, shuffle = options.schedule.seed, options.data != SCENES
+        seed = options.schedule.seed
+        shuffle = options.data != SCENES
         learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
     questions, skipped = read_questions(source, learn, options.packing)
     if options.full_share == 1 and (not options.weights.ce or all(question.answer is None for question in questions)):
@@ -196,7 +204,9 @@ def _teacher_answers(
     identity = {"model": [work.source.fingerprint, str(work.dtype)], "length": options.packing.max_new_tokens}
     digests = {n: work.questions[n].item.digest() for n in missing}
     if work.accelerator.is_main_process:
-        device, ends, done = decoder.device, work.source.text.settings.end_ids, 0
+        device = decoder.device
+        ends = work.source.text.settings.end_ids
+        done = 0
         groups: dict[tuple[Any, ...], list[int]] = {}  # questions that share a prefix, and so its computation
         with ResultJournal(out / ANSWERS, identity) as journal:
             for n, digest in digests.items():
@@ -243,8 +253,10 @@ def predict_memory(
 
     `holders` processes share the layers' weights, but for those of the layer that runs.
     """
-    d, learns = model.decoder, len(options.learning.chosen(model.decoder.layers))
-    longest, answer = max(map(len, rows)), max(len(row.at) for row in rows)
+    d = model.decoder
+    learns = len(options.learning.chosen(model.decoder.layers))
+    longest = max(map(len, rows))
+    answer = max(len(row.at) for row in rows)
     kept = longest * (KEPT * d.hidden + 3 * d.ffn)
     hidden = longest * d.hidden * d.layers + kept if options.checkpointing else kept * d.layers
     base = element * d.parameters
@@ -257,10 +269,12 @@ def predict_memory(
 
 
 def learning_weights(model: ModelSize, options: TuneOptions) -> int:
-    d, layers = model.decoder, len(options.learning.chosen(model.decoder.layers))
+    d = model.decoder
+    layers = len(options.learning.chosen(model.decoder.layers))
     if options.learning.full:
         return layers * (d.layer_macs + d.small_parameters // d.layers)
-    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    q = d.heads * d.head_dim
+    kv = d.kv_heads * d.head_dim
     sides = 2 * (d.hidden + q) + 2 * (d.hidden + kv) + 3 * (d.hidden + d.ffn)
     return layers * options.learning.rank * sides
 

@@ -83,7 +83,8 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        folder, tensors = source.checkpoint.folder, source.checkpoint.tensors.items()
+        folder = source.checkpoint.folder
+        tensors = source.checkpoint.tensors.items()
         settings = checkpoint_files(folder)
         for name in sorted({path.name for pattern in SETTINGS for path in folder.glob(pattern)}):
             (partial / name).write_bytes(settings.read(name, MAX_INDEX if name == INDEX else 1 << 28))
@@ -170,7 +171,9 @@ def versions() -> dict[str, str]:
 
 
 def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: TuningComparison | None) -> str:
-    d, w, learning = options.depths, options.weights, options.learning
+    d = options.depths
+    w = options.weights
+    learning = options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
     trained = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"

@@ -50,7 +50,9 @@ class OrtStage:
     """
 
     def __init__(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> None:
-        self.context, self.graph, self.spec = context, graph, spec
+        self.context = context
+        self.graph = graph
+        self.spec = spec
         model = context.model
         self.key_scale = context.kv_scales.get(names.key_scale(spec.last))
         self.constants, self.kv_names = dict(context.rope), list[tuple[str, str | None]]()
@@ -75,7 +77,8 @@ class OrtStage:
 
         `inputs` may hold rotary tables of these tokens alone.
         """
-        binding, value = self.graph.session.io_binding(), self.context.value
+        binding = self.graph.session.io_binding()
+        value = self.context.value
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, value(array))
         for name, array in outputs.items():
@@ -105,7 +108,9 @@ class OrtStageCache(SlotCounter):
     def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
         sliding = stage.context.model.sliding
         super().__init__(capacity, None if sliding is None else sliding.window, stage.new_states())
-        self.stage, self._context, self._pool = stage, stage.context, pool
+        self.stage = stage
+        self._context = stage.context
+        self._pool = pool
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
@@ -152,7 +157,8 @@ class OrtStageCache(SlotCounter):
         return kv, [self._context.value(part) for layer in kv for part in layer]
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        hidden, count = tokens.hidden, len(tokens.hidden)
+        hidden = tokens.hidden
+        count = len(tokens.hidden)
         self._count(count)
         own = {names.HIDDEN: hidden}
         for name in self.stage.spec.inputs:
@@ -170,7 +176,8 @@ class OrtStageCache(SlotCounter):
                 row[:] = own[name]
             made = None
             if self.states is not None:
-                given, made = self.states.before(self.length), self.states.room(1)
+                given = self.states.before(self.length)
+                made = self.states.room(1)
                 self.row_binding.bind_ortvalue_input(names.STATE, self._context.value(given))
                 self.row_binding.bind_ortvalue_output(names.STATE_OUT, self._context.value(made))
             self._run_row()
@@ -178,14 +185,16 @@ class OrtStageCache(SlotCounter):
                 self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        out, inputs = self._output(count), {names.POSITIONS: positions[None].copy(), **self._slots}
+        out = self._output(count)
+        inputs = {names.POSITIONS: positions[None].copy(), **self._slots}
         if self._row_seen:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         if self._row_first:
             inputs[names.FIRST_SLOT] = self._first_slots(positions)[None]
         for name, array in own.items():
             inputs[name] = self._input(array)
-        outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
+        outputs = {names.HIDDEN_OUT: out}
+        ends = np.zeros(0, np.int64)
         if self.states is not None:
             ends = self.states.ends(self.length, count)
             inputs |= {names.STATE: self.states.before(self.length), names.STATE_ENDS: ends}
@@ -219,7 +228,8 @@ class OrtStageCache(SlotCounter):
         self._last[0], self._total[0] = self.length + tokens - 1, self.length + tokens
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        score, value = self._context.score, self._context.value
+        score = self._context.score
+        value = self._context.value
         assert score is not None
         query = self.query[-1:] if last_only else self.query
         binding = score.session.io_binding()

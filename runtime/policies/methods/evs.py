@@ -52,7 +52,10 @@ class Evs(Clip):
             numbers = np.concatenate([kept, count + np.arange(change.size)])
             changes = np.concatenate([changes, change.ravel()])
             stays = highest(changes, max(each, self.number_kept(frames * each, 1)))
-            kept, changes, before, count = numbers[stays], changes[stays], wide[-1:].copy(), count + change.size
+            kept = numbers[stays]
+            changes = changes[stays]
+            before = wide[-1:].copy()
+            count = count + change.size
             return kept
 
         return choose

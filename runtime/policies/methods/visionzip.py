@@ -86,7 +86,8 @@ class VisionZip(Reduction, Entry):
 
     def _of_view(self, view: int, columns: int, keys: Floats, attention: Floats) -> list[_Token]:
         """The tokens of a view: keys [n, size] and the class token's attention [n], its own first."""
-        count, tiled = len(attention) - 1, view > 0
+        count = len(attention) - 1
+        tiled = view > 0
         dominant, contextual = self._numbers(count)
         looked_at = highest(attention[1:], dominant - 1)
         left = np.flatnonzero(~looked_at)

@@ -14,7 +14,10 @@ from vtx.runtime.vision.files.container import Container, DamagedError, exif_ori
 from vtx.runtime.vision.limits import MAX_PARTS, MAX_SCAN_BLOCKS, MAX_SCANS
 
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")  # zero follows a data byte of 255; D0 to D7 restart within a scan
-_START, _END, _SCAN, _LINES = 0xD8, 0xD9, 0xDA, 0xDC
+_START = 0xD8
+_END = 0xD9
+_SCAN = 0xDA
+_LINES = 0xDC
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _METADATA = frozenset([*range(0xE1, 0xEE), 0xEF, 0xFE])  # all but JFIF (E0) and Adobe (EE), which tell the colours
 _STANDALONE = (0x01, _START, _END)
@@ -26,7 +29,8 @@ def read_jpeg(name: str, content: bytes) -> Container:
 
     Raises ImageError beyond `MAX_PARTS`, `MAX_SCANS` or `MAX_SCAN_BLOCKS`.
     """
-    view, pieces = memoryview(content), []
+    view = memoryview(content)
+    pieces = []
     blocks: dict[int, int] = {}  # of 8x8 pixels, by component
     width = height = 0
     exif = xmp = None
@@ -35,7 +39,8 @@ def read_jpeg(name: str, content: bytes) -> Container:
         marker = _MARKER.search(content, end)
         if marker is None or marker[1][0] == _END:
             break
-        code, start = marker[1][0], marker.end() - 2
+        code = marker[1][0]
+        start = marker.end() - 2
         if code in _STANDALONE:
             end = start + 2
         else:
@@ -55,7 +60,8 @@ def read_jpeg(name: str, content: bytes) -> Container:
             _, height, width, count = struct.unpack_from(">BHHB", segment)
             if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
                 raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
-            across, down = [byte >> 4 for byte in segment[7::3]], [byte & 15 for byte in segment[7::3]]
+            across = [byte >> 4 for byte in segment[7::3]]
+            down = [byte & 15 for byte in segment[7::3]]
             if not 1 <= min(across + down) <= max(across + down) <= 4:
                 raise DamagedError("a component's sampling factor is not from 1 to 4")
             units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
