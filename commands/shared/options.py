@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vtx.tools.common.cluster import Cluster
 
 Declare = Callable[[Callable[..., None]], Callable[..., None]]
-PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 PRECISION = click.Choice(list(PRECISIONS), case_sensitive=False)
 Depth = int | str | None  # K, "auto" for the gates, "card" for the card's by kind of answer, None for no withdrawal
 

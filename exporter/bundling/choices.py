@@ -162,7 +162,8 @@ def _image_settings(checkpoint: Checkpoint, config: ModelConfig, family: Family)
 
 def _of_side(settings: ImageSettings, config: ModelConfig, kind: str) -> ImageSettings:
     """The settings, which must give images of the tower's size."""
-    side, (height, width) = config.vision.image, settings.sides
+    side = config.vision.image
+    height, width = settings.sides
     if (height, width) != (side, side) and not (settings.own_size and (config.vision.native or config.vision.naflex)):
         raise UnsupportedModelError(
             f"the {kind} processor gives {height} x {width} pixels, the tower needs {side} x {side}; "

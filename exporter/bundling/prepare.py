@@ -83,7 +83,8 @@ class Plan:
     @property
     def parameters(self) -> int:
         """The weights of the model: a tied head that is stored beside its table counts once."""
-        text, stored = self.config.text, self.weights.stored
+        text = self.config.text
+        stored = self.weights.stored
         return self.weights.parameters - text.tied * (HEAD in stored) * text.vocab * text.hidden
 
     def source(self) -> Source:
@@ -110,10 +111,12 @@ class Plan:
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
-        queries, shared = self.scored, self.config.text.shared
+        queries = self.scored
+        shared = self.config.text.shared
         cuts = sorted({*self.reductions.cuts(self.ks), *([] if shared is None else [shared])})
         spans = self._parts(pairwise([1, *cuts, self.config.text.layers + 1]))
-        stages, inputs = list[StageSpec](), self.config.token_inputs
+        stages = list[StageSpec]()
+        inputs = self.config.token_inputs
         for first, after in spans:
             read = tuple(inputs[n].name for n in inputs if first <= n < after)
             convolved = self.config.text.conv_layers
@@ -129,7 +132,8 @@ class Plan:
 
         Layers that read K and V of others stay one stage.
         """
-        most, shared = self.options.stage_layers or self.config.text.layers, self.config.text.shared
+        most = self.options.stage_layers or self.config.text.layers
+        shared = self.config.text.shared
         for first, after in spans:
             count = 1 if first == shared else -(-(after - first) // most)
             ends = [first + (after - first) * number // count for number in range(count + 1)]
@@ -137,7 +141,8 @@ class Plan:
 
     @property
     def dialects(self) -> dict[str, Graphs]:
-        needs, made = self.reductions.needs, dict[str, Graphs]()
+        needs = self.reductions.needs
+        made = dict[str, Graphs]()
         for dialect in self.options.dialects:
             if dialect == CUDA and self.config.text.sliding is not None:
                 continue  # as a warning says

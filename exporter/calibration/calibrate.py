@@ -155,7 +155,9 @@ class BatchMeasurer:
         self.reference = reference
         self.answerer = answerer
         self._source = source
-        self._ks, self._options, self._end_ids = ks, options, torch.tensor(source.text.settings.end_ids)
+        self._ks = ks
+        self._options = options
+        self._end_ids = torch.tensor(source.text.settings.end_ids)
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:

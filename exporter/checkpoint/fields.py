@@ -193,7 +193,8 @@ def _yarn(
     A pair is fast with `beta_fast` turns or more within the original context, slow with fewer than `beta_slow` turns.
     """
     factor, context = (number(parameters, n) for n in ("factor", "original_max_position_embeddings"))
-    fast, slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
+    fast = number(parameters, "beta_fast", 32.0)
+    slow = number(parameters, "beta_slow", 1.0)
     if theta <= 1 or fast <= slow:
         raise CheckpointError(
             f"config.json: rope_theta {theta} must be above 1, and beta_fast {fast} above beta_slow {slow}"

@@ -162,7 +162,8 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
 
 def _convolved(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:
     """The layers with a convolution, and the tokens that one spans, by a `setting`."""
-    kinds, taps = config.layer_types, getattr(config, setting)
+    kinds = config.layer_types
+    taps = getattr(config, setting)
     if len(kinds) != layers:
         raise CheckpointError(
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers {layers}; correct config.json"

@@ -75,7 +75,8 @@ class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options. Raises RequestError."""
 
     def __init__(self, folder: Path, source: OpenedModel, options: MeasureOptions, shards: Sequence[Shard]) -> None:
-        self.folder, self.shards = folder, tuple(shards)
+        self.folder = folder
+        self.shards = tuple(shards)
         self.skipped: dict[str, list[str]] = {}
         identity = {
             "model": _digest(source.identity),

@@ -103,7 +103,8 @@ def _rotation(b: Builder, v: VisionConfig, sizes: list[ir.Value], axis: int) -> 
 
 def _rotated(b: Builder, x: ir.Value, turns: list[tuple[ir.Value, ir.Value]], width: int) -> ir.Value:
     """Heads [patches, heads, width], each half turned by its own axis."""
-    quarter, parts = width // 4, list[ir.Value]()
+    quarter = width // 4
+    parts = list[ir.Value]()
     for half, (cos, sin) in enumerate(turns):
         first, second = (
             b.op("Slice", x, b.constant([start]), b.constant([start + quarter]), b.constant([2]))

@@ -61,7 +61,8 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value
 
 def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
     """Rows of a stored table [rows, width]; of one that is larger than a tensor may be, from parts of it."""
-    (rows, width), largest = b.location(table).shape, b.dialect.largest
+    rows, width = b.location(table).shape
+    largest = b.dialect.largest
     if largest is None or rows * width <= largest:
         return b.op("Gather", b.stored(table), ids)
     each = largest // width

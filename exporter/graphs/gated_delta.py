@@ -147,7 +147,8 @@ def _many(
         return after, out, written, b.op("Identity", before)
 
     _, out, written, begins = b.scan(step, matrices, (*system, kept, b.op("Exp", last)))
-    chunk, place = b.op("Div", ends, size), b.op("Mod", ends, size)
+    chunk = b.op("Div", ends, size)
+    place = b.op("Mod", ends, size)
     k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
     at_ends = _at_ends(b, k, passed, written, begins, place, size)
     # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded

@@ -300,7 +300,8 @@ def _rotation(b: Builder, v: VisionConfig, side: int) -> tuple[ir.Value, ir.Valu
 
 def _rotated(b: Builder, v: VisionConfig, x: ir.Value, side: int, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
     """Queries or keys as [windows, patches, hidden], each pair of neighbouring numbers turned."""
-    pairs, (cos, sin) = b.reshape(x, -1, side**2, v.heads, v.hidden // v.heads // 2, 2), turn
+    pairs = b.reshape(x, -1, side**2, v.heads, v.hidden // v.heads // 2, 2)
+    cos, sin = turn
     first, second = (
         b.op("Slice", pairs, b.constant([number]), b.constant([number + 1]), b.constant([4])) for number in (0, 1)
     )

@@ -75,7 +75,8 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     patch_index = b.constant(np.arange(v.states, dtype=np.int64) - v.class_token)  # raster order; the class token: -1
     if not b.dialect.sizes_from_values:
         merged = b.op("Where", kept, merged, b.constant(np.array(-1)))
-        hidden, seen = b.op("Unsqueeze", hidden, b.constant([0])), b.reshape(kept, 1, 1, 1, v.states)
+        hidden = b.op("Unsqueeze", hidden, b.constant([0]))
+        seen = b.reshape(kept, 1, 1, 1, v.states)
         return Merged(hidden, b.op("Identity", patch_index), merged, similarity, seen)
     indices = b.op("Squeeze", b.op("NonZero", kept), b.constant([0]))
     hidden, patch_index, merged, similarity = (

@@ -105,10 +105,13 @@ def _merge(b: Builder, c: ModelConfig, squares: ir.Value, name: str) -> ir.Value
 
 def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Value]:
     """Cos and sin [1, patches, 1, head_dim / 2]: half of the angles by a patch's row, the others by its column."""
-    (rows, columns), quarter, side = grid, v.hidden // v.heads // 4, v.shuffle
+    rows, columns = grid
+    quarter = v.hidden // v.heads // 4
+    side = v.shuffle
     rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
     everywhere = b.op("Concat", rows, columns, b.constant([side, side, quarter]), axis=0)
-    one, sides = b.constant([1]), b.constant([side])
+    one = b.constant([1])
+    sides = b.constant([side])
 
     def angles(count: ir.Value, *shape: ir.Value) -> ir.Value:
         along = b.op("Cast", _count(b, b.op("Mul", count, sides)), to=FLOAT.value)
@@ -157,7 +160,9 @@ def _attention(
     b: Builder, v: VisionConfig, x: ir.Value, name: str, turn: tuple[ir.Value, ir.Value], within: _Windows | None
 ) -> ir.Value:
     """Attention of hidden states [patches, hidden] to all others, or to those in their window."""
-    together, (cos, sin), half = b.linear(x, f"{name}.qkv", bias=True), turn, v.hidden // v.heads // 2
+    together = b.linear(x, f"{name}.qkv", bias=True)
+    cos, sin = turn
+    half = v.hidden // v.heads // 2
     parts = [
         b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
         for start in range(0, 3 * v.hidden, v.hidden)

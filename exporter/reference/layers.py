@@ -140,7 +140,8 @@ def _delta_rule(
 
     `cache` holds what was convolved of earlier tokens, and the matrices behind them.
     """
-    d, (batch, count, _) = c.delta, x.shape
+    d = c.delta
+    batch, count, _ = x.shape
     assert d is not None
     columns = F.pad(linear(x, "linear_attn.in_proj_qkv").transpose(1, 2), (c.conv_taps - 1, 0))
     matrices = x.new_zeros(batch, d.value_heads, d.key_dim, d.value_dim)
@@ -154,7 +155,8 @@ def _delta_rule(
         return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
 
     q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
-    q, k = heads(q), heads(k)
+    q = heads(q)
+    k = heads(k)
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
     v = v.reshape(batch, count, d.value_heads, d.value_dim)
     rates = linear(x, "linear_attn.in_proj_b").sigmoid()

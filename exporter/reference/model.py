@@ -234,7 +234,9 @@ class Reference:
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
         layer and its inputs [n, in], also without withdrawal.
         """
-        text, streams, depths = self.config.text, self._enter(samples), sorted(k for k in ks if k is not None)
+        text = self.config.text
+        streams = self._enter(samples)
+        depths = sorted(k for k in ks if k is not None)
         rested = [list[_Streams]() for _ in samples]
         received = [Tensor() for _ in samples]
 
@@ -292,7 +294,8 @@ class Reference:
         self, sample: Sample, ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None
     ) -> dict[int | None, list[tuple[Tensor, Tensor]]]:
         """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim]."""
-        (stream,), depths = self._enter([sample]), sorted(k for k in ks if k is not None)
+        (stream,) = self._enter([sample])
+        depths = sorted(k for k in ks if k is not None)
         found: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]
         for layer in range(1, self.config.text.layers + 1):

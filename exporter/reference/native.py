@@ -94,5 +94,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Ten
 
 
 def rotated(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    (a, b), cos, sin = x.chunk(2, -1), angles.cos() * scale, angles.sin() * scale
+    a, b = x.chunk(2, -1)
+    cos = angles.cos() * scale
+    sin = angles.sin() * scale
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -225,7 +225,8 @@ _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # saved by ol
 
 def with_own_head(text: TextConfig, checkpoint: Checkpoint) -> TextConfig:
     """The decoder's configuration, not tied if the weights hold a head that differs from the embeddings."""
-    head, table = checkpoint.tensors.get(HEAD), checkpoint.tensors.get(EMBEDDING)
+    head = checkpoint.tensors.get(HEAD)
+    table = checkpoint.tensors.get(EMBEDDING)
     if not text.tied or head is None or table is None:
         return text
     same = (head.dtype, head.shape) == (table.dtype, table.shape) and len(head.shape) == 2

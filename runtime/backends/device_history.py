@@ -100,7 +100,8 @@ class DeviceStateHistory(StateHistory):
             self._hold(length + int(ends[0]), self._room)
             self._room = None
             return
-        (layers, numbers), count = self.shape, len(ends)
+        layers, numbers = self.shape
+        count = len(ends)
         row = FLOAT.itemsize * numbers
         for number, end in enumerate(ends):
             memory = self._taken()

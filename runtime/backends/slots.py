@@ -327,7 +327,8 @@ class StateHistory:
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
-        self.shape, held = (len(spec.stateful), model.state_numbers), HeldStates(model)
+        self.shape = (len(spec.stateful), model.state_numbers)
+        held = HeldStates(model)
         self.recent = held.recent
         self.tried = held.tried
         self.marks = set[int]()

@@ -32,7 +32,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     model = manifest.model
     sizes = {name: record.bytes for name, record in manifest.files.items()}
-    vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
+    vision = min(manifest.layout.max_tokens, manifest.max_context - 1)
+    height, width = manifest.image.sides
     rest = max(0, manifest.max_context - vision)
     views = read_layout(manifest.layout, model.tower).max_views
     aware = manifest.record.get("activation_aware")  # the questions by whose activations channels were scaled

@@ -96,7 +96,9 @@ class PrefixCaches:
 
         Raises ValueError for other sizes or types.
         """
-        slots, caches, stages = np.arange(prefix.size), dict[int, StageCache](), self.stages[: prefix.depth]
+        slots = np.arange(prefix.size)
+        caches = dict[int, StageCache]()
+        stages = self.stages[: prefix.depth]
         alike = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
         if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")

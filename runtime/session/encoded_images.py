@@ -169,7 +169,8 @@ def next_dropped(entries: Iterable[tuple[T, str, int]]) -> T:
 
     `entries` come with their tenant and bytes, the oldest first. So no tenant loses any of its equal share to others.
     """
-    entries, totals = list(entries), Counter[str]()
+    entries = list(entries)
+    totals = Counter[str]()
     for _, tenant, size in entries:
         totals[tenant] += size
     largest = max(totals, key=lambda tenant: totals[tenant])

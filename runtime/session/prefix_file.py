@@ -118,7 +118,9 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
 
 def _prefix(tensors: Tensors) -> Prefix:
     """The prefix of a file, which no prompt has by its key."""
-    hidden, is_vision, positions = tensors["hidden"], tensors["is_vision"].astype(bool), tensors["positions"]
+    hidden = tensors["hidden"]
+    is_vision = tensors["is_vision"].astype(bool)
+    positions = tensors["positions"]
     count = len(hidden)
     inputs = {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
     text = [tensors[f"text {number}"] for number in range(sum(name.startswith("text ") for name in tensors))]

@@ -112,7 +112,8 @@ class _Metered(BytesIO):
 
     def __init__(self, name: str, content: bytes) -> None:
         super().__init__(content)
-        self._name, self._end = name, time.thread_time() + MAX_DECODE_SECONDS
+        self._name = name
+        self._end = time.thread_time() + MAX_DECODE_SECONDS
 
     def read(self, size: int | None = -1, /) -> bytes:
         if time.thread_time() > self._end:

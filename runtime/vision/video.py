@@ -149,7 +149,8 @@ def load_frames(
         black = np.zeros_like(frames[0])
         shown = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
         return [shown[n] for n in places]
-    prepared, clips = dict[int, T](), list[SampledFrames]()
+    prepared = dict[int, T]()
+    clips = list[SampledFrames]()
 
     def receive(number: int, image: Image.Image, _: float, about: dict[str, Any]) -> bool:
         clip = _clip(about)

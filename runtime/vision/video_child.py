@@ -67,7 +67,8 @@ class _File:
         except ImportError as e:
             raise DeviceError(f"reading video files needs PyAV; {install('video')}") from e
         self._av: Any = av
-        self._name, self._kind = str(request["name"]), str(request["container"])
+        self._name = str(request["name"])
+        self._kind = str(request["container"])
         self._codecs = tuple(request["codecs"])
         self._seconds = request["seconds"]
         self._frames = request["frames"]

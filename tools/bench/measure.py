@@ -91,7 +91,9 @@ class Bench:
         loaded = memory.resident()
         description = machine.describe()
         backend, self._calls = timed(model.backend)
-        self.model, self.options, self.ks = Model(model.bundle, backend, model.loaded.load_ms), options, tuple(ks)
+        self.model = Model(model.bundle, backend, model.loaded.load_ms)
+        self.options = options
+        self.ks = tuple(ks)
         (self._image,) = self.model.loaded.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)

@@ -60,7 +60,8 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
 
 def short(part: Reduction) -> str:
     """A reduction's spec for tables: its preset, or what is not the default; thresholds, shares, `k` always."""
-    values, defaults = _options(part), _options(type(part)())
+    values = _options(part)
+    defaults = _options(type(part)())
     always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
     keys = [key for key in values if values[key] != defaults[key] or key in always]
     start = []

@@ -29,7 +29,8 @@ from vtx.tools.estimate.sizes import ModelSize, bundle_size
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
 SEEING = re.compile(r"vision|visual|video|clip|projector|tower|mlp1|connector")
-HEAD, EMBEDDING = re.compile(r"(head|output)\.weight"), re.compile(r"(embed_tokens|tok_embeddings)\.weight")
+HEAD = re.compile(r"(head|output)\.weight")
+EMBEDDING = re.compile(r"(embed_tokens|tok_embeddings)\.weight")
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,9 @@ def best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
 
 
 def _verdict(gates: GatesOutcome) -> str:
-    (low, high), (least, most), rival = gates.agreement_interval, gates.difference_interval, gates.fixed_at_equal_cost
+    low, high = gates.agreement_interval
+    least, most = gates.difference_interval
+    rival = gates.fixed_at_equal_cost
     end = "no difference beyond chance, and a fixed K needs no gates."
     end = "the gates are better here." if least > 0 else "a fixed K is better here." if most < 0 else end
     return (

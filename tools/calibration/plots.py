@@ -73,7 +73,8 @@ def _nats(interval: MeanInterval) -> tuple[float, float, float]:
 
 
 def _accuracy(figure: Any, report: CalibrationReport) -> None:
-    axes, (none, *points) = figure.subplots(), report.curve
+    axes = figure.subplots()
+    none, *points = report.curve
     shares = {
         "right answer": [p.right for p in points],
         "answer as without withdrawal": [p.agree for p in points],

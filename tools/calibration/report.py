@@ -137,7 +137,8 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
         mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results]), images)
         for name in ("kl", "kl_reverse")
     )
-    shares, lost = list[list[ShareInterval | None]](), list[MeanInterval | None]([None] * len(ks))
+    shares = list[list[ShareInterval | None]]()
+    lost = list[MeanInterval | None]([None] * len(ks))
     for name in ("top1", "agree", "right"):  # over the items that have the quantity
         known = [n for n, result in enumerate(measured.results) if getattr(result, name) is not None]
         if not known:

@@ -69,7 +69,9 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
             check_patches(part, side, class_token=class_token, two_towers=several)
     if model.layout is not None:
         check_layout(parts, model.layout)
-    counts, count, unknown = list[int](), vision, dict[str, None]()
+    counts = list[int]()
+    count = vision
+    unknown = dict[str, None]()
     for layer in range(1, model.decoder.layers + 1):
         for part in parts:
             if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
@@ -85,7 +87,8 @@ def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, vie
         "upper limit"
         for name in unknown
     )
-    size, full = model.decoder, flops.with_exit(model.decoder, [vision] * len(counts))
+    size = model.decoder
+    full = flops.with_exit(model.decoder, [vision] * len(counts))
     ahead = tuple(sorted(layer for part in parts for layer in part.needs().ahead))
     macs = flops.decoder_macs(size, flops.with_exit(size, counts)) + flops.ahead_flops(size, counts, ahead, text=0) // 2
     ratio = macs / max(1, flops.decoder_macs(size, full))
@@ -304,7 +307,8 @@ def make_plan(
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
     parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    size, depths = model.decoder, list[DepthCost]()
+    size = model.decoder
+    depths = list[DepthCost]()
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
     whole = flops.total_flops(size, full, model.vision, views)
     deepest = size.first_source or size.layers

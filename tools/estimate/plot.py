@@ -13,7 +13,8 @@ LAYERS = "layers that see the image (K - 1)"
 
 
 def plot_plan(plan: CostPlan, path: Path) -> None:
-    profile, depths = plan.profile, sorted(plan.depths, key=lambda depth: depth.full_layers)
+    profile = plan.profile
+    depths = sorted(plan.depths, key=lambda depth: depth.full_layers)
     full = [depth.full_layers for depth in depths]
 
     def each(of: Callable[[PrecisionCost], float]) -> dict[str, list[float]]:

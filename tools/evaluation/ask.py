@@ -132,7 +132,8 @@ def ask_all(
     RequestError for a journal of another bundle, or too many bad questions.
     """
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
-    questions, skipped = data.questions, dict[int, str]()
+    questions = data.questions
+    skipped = dict[int, str]()
     kept = list[TaskQuestion]()
     replies = list[tuple[CostedAnswer, ...]]()
     identity = {
@@ -300,7 +301,8 @@ class SideBySide:
         images: dict[int, tuple[PreparedImage, ...]],
     ) -> Iterator[tuple[tuple[int, Method], list[AnswerRequest] | Exception]]:  # fmt: skip
         """The requests, image by image, and of each first the methods that keep it longest, whose caches serve all."""
-        layers, groups = self._model.manifest.model.layers, dict[Any, list[int]]()
+        layers = self._model.manifest.model.layers
+        groups = dict[Any, list[int]]()
         for n in wanted:
             groups.setdefault((questions[n].images, questions[n].videos), []).append(n)
         for (pictures, videos), numbers in groups.items():

@@ -189,7 +189,8 @@ class KeptAnswers:
             self._models = {NO_LIMIT: Model(on.bundle, backend, 0.0)}
             self._on = on
         if limit not in self._models:
-            backend, (tiles, pixels) = self._models[NO_LIMIT].backend, limit
+            backend = self._models[NO_LIMIT].backend
+            tiles, pixels = limit
             self._models[limit] = Model(on.bundle, backend, 0.0, max_tiles=tiles, max_pixels=pixels)
         self.loading_s += time.monotonic() - start
         return self._models[limit]

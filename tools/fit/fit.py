@@ -108,7 +108,9 @@ def fit(
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
     answers.ask([reference, *finalists], held_out, "testing")
     used = answers.usable(held_out)
-    clocked, turns, quiet = used[:timed], range(1), True
+    clocked = used[:timed]
+    turns = range(1)
+    quiet = True
     if not estimated:
         several = [sum(answers.reply(s, n).per_token_ms is not None for n in clocked) for s in (reference, *finalists)]
         fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
@@ -177,7 +179,8 @@ def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Se
     """
 
     def times(by_turn: Sequence[Sequence[float]]) -> Times:
-        values, ends = [ms for turn in by_turn for ms in turn], [np.quantile(turn, LATE) for turn in by_turn if turn]
+        values = [ms for turn in by_turn for ms in turn]
+        ends = [np.quantile(turn, LATE) for turn in by_turn if turn]
         upper = None if setting.on.planned else quantile_upper(values, LATE)
         widened = None if upper is None else round(upper * float(max(ends) / min(ends)), 3)
         middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))

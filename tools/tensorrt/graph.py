@@ -88,7 +88,8 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
     except Exception:  # an opset newer than the onnx package; the operators are checked anyway
         inferred = model
     graph = inferred.graph
-    weights, nodes = {tensor.name for tensor in graph.initializer}, tuple(_nodes(graph))
+    weights = {tensor.name for tensor in graph.initializer}
+    nodes = tuple(_nodes(graph))
     constants = weights | {node.output[0] for node in nodes if node.op_type == "Constant"}
     types = {}
     shapes = {}

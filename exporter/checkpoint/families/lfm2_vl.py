@@ -46,7 +46,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 def _layout(tower: VisionConfig, sizes: Sequence[int], tolerance: float, thumbnail: object) -> NativeTiles:
     """The layout of images; `sizes` are those of `KEYS`."""
-    (fewest, most, tile, *tiles), area = sizes, (tower.patch * tower.shuffle) ** 2
+    fewest, most, tile, *tiles = sizes
+    area = (tower.patch * tower.shuffle) ** 2
     return NativeTiles(
         tower.patch, tower.shuffle, fewest * area, most * area, tile, tiles[0], tiles[1], tolerance, bool(thumbnail)
     )

@@ -55,14 +55,17 @@ def _state(parts: MatrixParts) -> State:
 
 
 def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
-    state, codes = _state(parts), parts.tensors.get(WEIGHT)
-    (rows, width), block = state.shape, state.blocksize
+    state = _state(parts)
+    codes = parts.tensors.get(WEIGHT)
+    rows, width = state.shape
+    block = state.blocksize
     if codes is None or 2 * codes.nbytes != rows * width:
         raise parts.error(WEIGHT, f"does not hold {rows} x {width} weights")
     nested = OUTER in parts.tensors
     codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
     blocks = -(-rows * width // block)
-    scales, table = parts.need(SCALES, ("U8",) if nested else F32, (blocks,)), read_bits(parts.need(TABLE, F32, (16,)))
+    scales = parts.need(SCALES, ("U8",) if nested else F32, (blocks,))
+    table = read_bits(parts.need(TABLE, F32, (16,)))
     if nested:
         largest = read_bits(parts.need(OUTER, F32, (-(-blocks // state.nested_blocksize),)))
         outer_table = read_bits(parts.need(OUTER_TABLE, F32, (256,)))

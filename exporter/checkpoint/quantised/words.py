@@ -36,7 +36,8 @@ class WordLayout:
 
 def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
     """The matrix of `shape` [out, in], with a scale for `group` weights of a row."""
-    (height, width), each = shape, 32 // bits
+    height, width = shape
+    each = 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
         info = parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))

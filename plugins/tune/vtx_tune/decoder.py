@@ -167,7 +167,9 @@ class WithdrawingDecoder(nn.Module):
 
     def _run(self, layers: Sequence[nn.Module], row: dict[str, Any], features: Tensor, k: int | None) -> Tensor:
         x = self._enter(row, features)
-        (text,), (image,), at = torch.where(~row["image"]), torch.where(row["image"]), row["at"]
+        (text,) = torch.where(~row["image"])
+        (image,) = torch.where(row["image"])
+        at = row["at"]
         mask = visible(row["blocks"])[None, None]
         rope = self._rope(row["positions"], x.dtype)
         for number, layer in enumerate(layers, 1):

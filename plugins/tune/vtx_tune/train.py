@@ -190,7 +190,8 @@ class ResidentWeights(CheckpointWeights):
 
     def __init__(self, source: Source, device: torch.device) -> None:
         super().__init__(source.checkpoint)
-        self._device, self._read = device, dict[str, Tensor]()
+        self._device = device
+        self._read = dict[str, Tensor]()
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
         if isinstance(rows, slice) and rows == EVERY:

@@ -115,7 +115,8 @@ class OpenvinoBackend(HostBackend):
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
         rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
-        self._score, most = score, most_tokens(m.precision, compute)
+        self._score = score
+        most = most_tokens(m.precision, compute)
         self._context = OpenvinoCacheContext(
             openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
         )

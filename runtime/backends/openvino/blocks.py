@@ -37,7 +37,8 @@ class BlockPool:
     ) -> None:
         self.kv = [zeros_in_small_pages((2, caches * blocks, *shape), dtype, reserved=reserved) for shape in shapes]
         self._users = np.zeros(caches * blocks, np.int32)  # of each block
-        self._free, self._lanes = list(range(caches * blocks)), list(range(caches))  # heaps: the lowest is taken first
+        self._free = list(range(caches * blocks))  # heaps: the lowest is taken first
+        self._lanes = list(range(caches))
         self._lock = threading.RLock()  # a cache that is collected meanwhile may give its blocks back within it
 
     @property

@@ -118,7 +118,9 @@ class OpenvinoStageCache(SlotCounter):
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
-        self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
+        self._past = np.zeros(1, np.int32)
+        self._begins = np.zeros(2, np.int32)
+        self._filled = np.array(0, np.int32)
         self._block_begins = np.zeros(2, np.int32)
         bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
         self._window = np.array(0, np.int32)
@@ -126,7 +128,8 @@ class OpenvinoStageCache(SlotCounter):
             bound_once[WINDOW] = self._window
         for name, array in (*context.rope.items(), *bound_once.items()):
             self._set(name, context.shared(array))
-        self._row_out, self._row_position = np.zeros((1, model.hidden), np.float32), np.zeros((1, 1), np.int64)
+        self._row_out = np.zeros((1, model.hidden), np.float32)
+        self._row_position = np.zeros((1, 1), np.int64)
         widths = {each.name: each.width for each in context.token_inputs}
         row_inputs = {name: np.zeros((1, widths[name]), np.float32) for name in spec.inputs}
         self._row = TokenStates(np.zeros((1, model.hidden), np.float32), row_inputs)

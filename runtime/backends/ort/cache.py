@@ -55,7 +55,8 @@ class OrtStage:
         self.spec = spec
         model = context.model
         self.key_scale = context.kv_scales.get(names.key_scale(spec.last))
-        self.constants, self.kv_names = dict(context.rope), list[tuple[str, str | None]]()
+        self.constants = dict(context.rope)
+        self.kv_names = list[tuple[str, str | None]]()
         self.sources = () if spec.keeps else model.sources(spec.first, spec.last)
         for layer in spec.cached or self.sources:
             for past, present in ((names.past_key, names.present_key), (names.past_value, names.present_value)):
@@ -122,7 +123,8 @@ class OrtStageCache(SlotCounter):
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
         self._row_seen = {names.SEEN_SLOTS: np.zeros((1, 1), np.int64)} if model.two_way else {}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
-        self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
+        self._row = dict[str, NDArray[np.float32]]()
+        self._row_position = np.zeros((1, 1), np.int64)
         self._row_first = {} if self.window is None else {names.FIRST_SLOT: np.zeros((1, 1), np.int64)}
         for name, width in stage.widths.items():
             self._row[name] = np.zeros((1, width), np.float32)

@@ -32,7 +32,8 @@ class OrtCudaStage(OrtStage):
         self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec, states: StatesPool, options: Any
     ) -> None:
         super().__init__(context, graph, spec)
-        self.states, self.kv_type = states, np.dtype(context.kv_dtype)
+        self.states = states
+        self.kv_type = np.dtype(context.kv_dtype)
         self.cuda = states.cuda
         self.pool = states.memory
         self.slot_bytes = context.model.head_dim * self.kv_type.itemsize  # of one slot of one head, K or V

@@ -27,8 +27,10 @@ class OrtCudaSteps:
         self._embed = embed
         self._head = head
         hidden = context.model.hidden
-        self._ids, self._best = np.zeros(1, np.int64), np.zeros(1, np.int32)
-        self._state, self._logits = np.zeros(hidden, np.float32), np.zeros(vocab, np.float32)
+        self._ids = np.zeros(1, np.int64)
+        self._best = np.zeros(1, np.int32)
+        self._state = np.zeros(hidden, np.float32)
+        self._logits = np.zeros(vocab, np.float32)
         self._buffers = dict[str, Buffer]()
         given = {names.HIDDEN: hidden}
         given |= {names.token_input(each.name): each.width for each in context.token_inputs if each.of_text}

@@ -60,7 +60,8 @@ class BoundStage:
         cuda = shared.cuda
         self._shared = shared
         self._spec = spec
-        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | Literal[False] | None]()
+        self.number = next(_numbers)
+        self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
         self.told: dict[str, NDArray[Any]] = {
             **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
             **{name: cuda.pinned((1,), np.int32) for name in slots},
@@ -104,7 +105,8 @@ class DeviceSlots(BoundStage):
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         cuda = shared.cuda
-        self.capacity, self._layout = capacity, shared.layout(spec)
+        self.capacity = capacity
+        self._layout = shared.layout(spec)
         purpose = f"the KV cache of layers {spec.first} to {spec.last}"
         self.kv = Buffer(cuda, max(1, self._layout.nbytes(capacity)), purpose)
         self.regions = self._layout.regions(self.kv.address, capacity)
@@ -199,7 +201,10 @@ class TensorrtStageCache(SlotCounter):
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         sliding = context.model.sliding
         super().__init__(capacity, None if sliding is None else sliding.window, context.new_states(spec))
-        self._context, self._spec, self._graph, self._layout = context, spec, graph, context.layout(spec)
+        self._context = context
+        self._spec = spec
+        self._graph = graph
+        self._layout = context.layout(spec)
         self._held: list[DeviceSlots] = []  # its memory, once it has any
         context.pool.give_back_with(self, spec.first, self._held)
 

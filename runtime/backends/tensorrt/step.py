@@ -47,8 +47,10 @@ class TokenSteps:
         engines = shared.engines
         hidden = shared.model.hidden
         self._shared = shared
-        self._ids, self._best = cuda.pinned((1,), np.int64), cuda.pinned((1,), np.int32)
-        self._state, self._logits = cuda.pinned((hidden,), np.float32), cuda.pinned((vocab,), np.float32)
+        self._ids = cuda.pinned((1,), np.int64)
+        self._best = cuda.pinned((1,), np.int32)
+        self._state = cuda.pinned((hidden,), np.float32)
+        self._logits = cuda.pinned((vocab,), np.float32)
         # the stages' token inputs that the embedding does not give, which are zeros for text
         self._zeros = {
             names.token_input(each.name): cuda.pinned((1, each.width), np.float32)

@@ -91,7 +91,8 @@ class VisionZip(Reduction, Entry):
         dominant, contextual = self._numbers(count)
         looked_at = highest(attention[1:], dominant - 1)
         left = np.flatnonzero(~looked_at)
-        side, (row, column) = math.isqrt(count), divmod(view - 1, columns) if tiled else (0, 0)
+        side = math.isqrt(count)
+        row, column = divmod(view - 1, columns) if tiled else (0, 0)
         tokens = [_Token((tiled, int(tiled), view, 0), view, CLASS_TOKEN, np.zeros(1, np.int64))]
         for patch in np.flatnonzero(looked_at).tolist():
             order = tiled, int(not tiled), row * side + patch // side, column * side + patch % side

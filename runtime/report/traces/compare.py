@@ -34,7 +34,8 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
             f"{ours.manifest[:12]}...); write them from this one"
         )
     choices = choices if ours.device != theirs.device else 0.0
-    wanted, tensors = read_tensors(expected, IMAGES), read_tensors(given, IMAGES)
+    wanted = read_tensors(expected, IMAGES)
+    tensors = read_tensors(given, IMAGES)
     if set(wanted) != set(tensors) or any(wanted[name].shape != tensors[name].shape for name in wanted):
         yield Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
     else:

@@ -144,7 +144,9 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
 
 class _Recorder:
     def __init__(self, model: Model, case: TraceCase) -> None:
-        self._model, self._case, self._backend = model, case, PositionedBackend(model.backend, model.manifest)
+        self._model = model
+        self._case = case
+        self._backend = PositionedBackend(model.backend, model.manifest)
         self._session = Session(cast(Backend, self._backend), model.manifest)
         self._selection: Selection | None = None
 

@@ -172,7 +172,8 @@ def _chunks(name: str, content: bytes, *, png: bool) -> Iterator[tuple[bytes, in
 
 def _read_gif(name: str, content: bytes) -> Container:
     """The screen, the first frame, and its transparency."""
-    view, (width, height, flags) = memoryview(content), struct.unpack_from("<HHB", content, 6)
+    view = memoryview(content)
+    width, height, flags = struct.unpack_from("<HHB", content, 6)
     at = 13 + _colours(flags)
     pieces: list[bytes | memoryview] = [view[:at]]
     blocks = 0

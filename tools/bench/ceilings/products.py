@@ -66,7 +66,9 @@ class Product:
 def make_graph(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """The product from the input "x" to the output "y", in the engine's dialect; INT4 weights are two to a byte."""
     onnx = load_onnx()
-    make, types, rng = onnx.helper, onnx.TensorProto, np.random.default_rng(0)
+    make = onnx.helper
+    types = onnx.TensorProto
+    rng = np.random.default_rng(0)
 
     def constant(name: str, dtype: int, shape: Sequence[int], values: np.typing.NDArray[Any]) -> Any:
         return make.make_tensor(name, dtype, shape, values.tobytes(), raw=True)
