@@ -130,8 +130,8 @@ def _options(settings: BenchSettings, threads: int) -> BenchOptions:
     if settings.video:
         picture = Video(settings.video, settings.frames)
     elif not picture:
-        drawn = golden_image()
-        picture = drawn.resize((max(drawn.size),) * 2)  # of which no crop cuts anything, so that no note says so
+        scene = golden_image()
+        picture = scene.resize((max(scene.size),) * 2)  # of which no crop cuts anything, so that no note says so
     question = QUESTION if settings.question is None else settings.question
     return BenchOptions(
         picture, question, settings.prompt_tokens, settings.new_tokens, settings.repeats, settings.warmup, threads,

@@ -136,24 +136,24 @@ def _check(bundle: Bundle, targets: list[Target], dialect: str | None, *, as_jso
     from vtx.runtime.errors import BundleError
     from vtx.tools.tensorrt.lint import lint_bundle
 
-    found = {}
+    report = {}
     for target in targets:
         written = dialect or target.release.dialect
         findings = lint_bundle(bundle, written, target.release)
-        found[target.name] = [asdict(finding) for finding in findings]
+        report[target.name] = [asdict(finding) for finding in findings]
         if as_json:
             continue
         title = f"{written} on {target.machine}, {target.release.name}"
         click.echo(title if findings else f"{title}: TensorRT reads every graph")
-        alike: dict[tuple[str, str, str], list[str]] = {}  # nodes with the same problem share a line
+        places: dict[tuple[str, str, str], list[str]] = {}  # nodes with the same problem share a line
         for f in findings:
-            alike.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
-        for (graph, rule, problem), nodes in alike.items():
-            more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-            click.echo(f"  {graph}{f', {nodes[0]}{more}' if nodes[0] else ''}: {problem} [{rule}]")
+            places.setdefault((f.graph, f.rule, f.problem), []).append(f.node)
+        for (graph, rule, problem), nodes in places.items():
+            rest = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+            click.echo(f"  {graph}{f', {nodes[0]}{rest}' if nodes[0] else ''}: {problem} [{rule}]")
         if findings:
             click.echo(f"  the {findings[0].dialect!r} dialect is written for {findings[0].release}")
     if as_json:
-        say_json({"bundle": str(bundle.folder), "findings": found})
-    if count := sum(map(len, found.values())):
+        say_json({"bundle": str(bundle.folder), "findings": report})
+    if count := sum(map(len, report.values())):
         raise BundleError(f"{count} findings, see above; build from the dialect named there")

@@ -232,15 +232,15 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
     retain = None if s.retain is None else Retain(s.retain, _questions(s, "--retain counts on", RETAIN_SAMPLES))
     aware = _questions(s, "--activation-aware measures", AWARE_SAMPLES) if s.activation_aware else None
     arithmetic = _arithmetic(s)
-    chosen = None
+    choice = None
     if s.calibration is not None and s.one_k:
         from vtx.commands.calibrate import calibrated
 
-        chosen = calibrated(
+        choice = calibrated(
             s.calibration, s.images, s.model, template, s.tower, allow_pickle=s.allow_pickle, downsample=s.downsample
         )
     return ExportOptions(
-        s.model, (chosen.k,) if chosen else s.ks, s.precision, s.max_context, template, s.gates, chosen, s.dialects,
+        s.model, (choice.k,) if choice else s.ks, s.precision, s.max_context, template, s.gates, choice, s.dialects,
         s.reductions, s.vision_precision, s.head_precision, s.kv_precision, retain, aware, s.text_tower, s.tower,
         s.allow_pickle, int(s.int4_block), s.allow_changed_answers, arithmetic, release, s.cameras, s.downsample,
         s.stage_layers,
@@ -434,7 +434,7 @@ def _of_hub(model: str, depths: Sequence[Depth], precision: str | None) -> Path:
 def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["auto"], precision: str | None) -> Path:
     """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
     out = cache.folder() / name
-    if (held := cache.hold(out)) is None:
+    if (lock := cache.hold(out)) is None:
         need_exporter()
         from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
         from vtx.exporter.bundling.prepare import plan_export
@@ -443,12 +443,12 @@ def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["
         measured = None if name == DEMO else MeasuredArithmetic()
         options = ExportOptions(model, ks, precision, arithmetic=measured)
         with cache.adding(out, note):
-            if (held := cache.hold(out)) is None:  # no other process made it meanwhile
+            if (lock := cache.hold(out)) is None:  # no other process made it meanwhile
                 plan = plan_export(options)
                 for removed in cache.trim(cache.limit(), plan.prediction.disk, out):
                     note(f"removed {removed} from the cache, which is limited by {cache.LIMIT}")
                 export_with_bar(plan, out, force=True)
-                held = cache.hold(out)
-    if held is not None:
-        click.get_current_context().call_on_close(partial(os.close, held))
+                lock = cache.hold(out)
+    if lock is not None:
+        click.get_current_context().call_on_close(partial(os.close, lock))
     return out

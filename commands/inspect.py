@@ -39,11 +39,11 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
         video = facts["video"]["parameters"]
         sampled = f"{video['a_second']:g} frames a second, at most " if "a_second" in video else ""
         say(f"videos: {sampled}{video['frames']} frames (--frames), {facts['video']['max_tokens']} tokens")
-    whole = size(facts["bytes"]["all"])
+    description = size(facts["bytes"]["all"])
     weights = size(facts["bytes"]["weights"])
     if KV_DTYPES[facts["kv_dtype"]].scaled:
         say(INT8_KV)
-    say(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+    say(f"context {facts['max_context']}; {description}, {weights} of it weights")
     if facts["activation_aware"]:
         say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
     for line in fidelity_lines(opened.manifest):

@@ -212,8 +212,8 @@ def _guide(
     *, schema_in_prompt: bool = False, fill: bool = False,
 ) -> Guide | None:  # fmt: skip
     """The form of answers that these options name, or None. Raises RequestError."""
-    for name, chosen in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
-        if chosen and json_schema is None:
+    for name, value in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
+        if value and json_schema is None:
             raise RequestError(f"{name} is for a schema; add --json-schema, or leave {name} out")
     if (json_schema, choices, regex, grammar) == (None, None, None, None):
         return None

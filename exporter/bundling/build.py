@@ -141,8 +141,8 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     write(graphs.vision, precisions.vision, partial(build_vision, c=plan.config, extras=extras))
     frames = plan.config.frames
     if graphs.video and frames is not None:
-        own = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}
-        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights={**weights, **own})
+        frame_weights = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}
+        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights={**weights, **frame_weights})
     if graphs.text_tower and tower is not None:
         write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
     if graphs.projector:

@@ -185,10 +185,10 @@ def _video(checkpoint: Checkpoint, config: ModelConfig, family: Family, chosen: 
         )
         settings = _of_side(settings, config, "video")
         if family.adjust_video is not None:
-            own = read_video_processor(checkpoint.folder)
+            processor = read_video_processor(checkpoint.folder)
             if not isinstance(layout, Pairs):
-                own = own or read_image_processor(checkpoint.folder)
-            layout = family.adjust_video(layout, {**own, **chosen})
+                processor = processor or read_image_processor(checkpoint.folder)
+            layout = family.adjust_video(layout, {**processor, **chosen})
         elif frames is not None:
             assert isinstance(layout, Frames)
             layout = replace(layout, frames=frames)

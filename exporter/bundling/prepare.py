@@ -118,13 +118,13 @@ class Plan:
         stages = list[StageSpec]()
         inputs = self.config.token_inputs
         for first, after in spans:
-            read = tuple(inputs[n].name for n in inputs if first <= n < after)
+            names = tuple(inputs[n].name for n in inputs if first <= n < after)
             convolved = self.config.text.conv_layers
             kinds = tuple(STATEFUL if layer in convolved else SLOTTED for layer in range(first, after))
             caches = kinds if STATEFUL in kinds else ()
             if first == shared:
                 caches = (UNCACHED,) * (after - first)
-            stages.append(StageSpec(first, after - 1, after - 1 in queries, read, caches))
+            stages.append(StageSpec(first, after - 1, after - 1 in queries, names, caches))
         return tuple(stages)
 
     def _parts(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -142,14 +142,14 @@ class Plan:
     @property
     def dialects(self) -> dict[str, Graphs]:
         needs = self.reductions.needs
-        made = dict[str, Graphs]()
+        graphs = dict[str, Graphs]()
         for dialect in self.options.dialects:
             if dialect == CUDA and self.config.text.sliding is not None:
                 continue  # as a warning says
             suffix = f"{dialect}.onnx"
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
-            made[dialect] = Graphs(
+            graphs[dialect] = Graphs(
                 f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates,
                 f"score.{suffix}" if self.scored else None,
                 vision_merges=needs.merging, vision_attention=needs.attention,
@@ -159,7 +159,7 @@ class Plan:
                 projector=f"projector.{suffix}" if needs.projector else None,
                 vision_received=max(needs.tower_layers, default=None),
             )  # fmt: skip
-        return made
+        return graphs
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -238,22 +238,22 @@ def _placed(
     """The plan of all weights, from their sources to their files, and the precisions."""
     precisions = options.precisions(own_precisions(checkpoint))
     tensors = dict(checkpoint.tensors)
-    needed = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
-    needed += config.text.tensors()
+    requirements = [*vision_tensors(config, last_attention=reductions.needs.last_attention), *video_tensors(config)]
+    requirements += config.text.tensors()
     if config.action is not None:
-        needed += expert_tensors(config.text, config.action)
+        requirements += expert_tensors(config.text, config.action)
     elif config.text.tied:
         shape = (config.text.vocab, config.text.hidden)
         table = checkpoint.require(EMBEDDING, shape)
         precisions = tied_head(precisions, options.head_precision, shape, table.dtype)
         if precisions.head_apart:
-            needed.append((HEAD, shape))
+            requirements.append((HEAD, shape))
             tensors[HEAD] = table
     if text_tower is not None:
-        needed += text_tower_tensors(text_tower.spec, config.vision.hidden)
+        requirements += text_tower_tensors(text_tower.spec, config.vision.hidden)
         tensors |= text_tower.checkpoint.tensors
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
-    return plan_weights(replace(checkpoint, tensors=tensors), needed, precisions, scaled), precisions
+    return plan_weights(replace(checkpoint, tensors=tensors), requirements, precisions, scaled), precisions
 
 
 def _graph_layers(config: ModelConfig, text_tower: TextTowerCheckpoint | None) -> int:

@@ -88,10 +88,10 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
             "from which none can be taken; use fastv, or dart after a layer"
         )
     if wrong := sorted(read & set(convolved)):
-        others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
+        attending = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
             f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
-            f"with attention: {', '.join(map(str, others))}"
+            f"with attention: {', '.join(map(str, attending))}"
         )
 
 
@@ -99,7 +99,7 @@ def _check_tower(part: Reduction, config: ModelConfig) -> None:
     """Raise UnsupportedModelError if a reduction needs what the tower does not have."""
     needs = part.needs()
     vision = config.vision
-    used = max(config.feature_layers)
+    blocks = max(config.feature_layers)
     side = max(vision.square, vision.pool)
     check_patches(part, side, class_token=vision.class_token, two_towers=vision.several)
     if vision.stage_blocks and (needs.tower_layers or needs.merging):
@@ -107,10 +107,10 @@ def _check_tower(part: Reduction, config: ModelConfig) -> None:
             f"{part.name} reads a transformer tower's blocks, but this model's tower is "
             "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
         )
-    if needs.tower_layers and max(needs.tower_layers) > used:
+    if needs.tower_layers and max(needs.tower_layers) > blocks:
         raise UnsupportedModelError(
-            f"{part.name} reads block {max(needs.tower_layers)} of the tower, but this model uses only {used} "
-            f"blocks; set layer to a number from 1 to {used}"
+            f"{part.name} reads block {max(needs.tower_layers)} of the tower, but this model uses only {blocks} "
+            f"blocks; set layer to a number from 1 to {blocks}"
         )
 
 

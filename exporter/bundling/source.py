@@ -123,11 +123,9 @@ def _downsampling(options: ExportOptions, family: Family) -> dict[str, str]:
     if options.downsample is None:
         return {}
     if options.downsample not in family.downsampling:
-        known = ", ".join(family.downsampling)
-        raise RequestError(
-            f"--downsample is {options.downsample!r:.40}; "
-            + (f"this model has {known}; use one of these" if known else "this model leaves no choice; leave it out")
-        )
+        names = ", ".join(family.downsampling)
+        fix = f"this model has {names}; use one of these" if names else "this model leaves no choice; leave it out"
+        raise RequestError(f"--downsample is {options.downsample!r:.40}; {fix}")
     return {DOWNSAMPLE: options.downsample}
 
 

@@ -8,7 +8,7 @@ Results are saved batch by batch, so that an interrupted measurement resumes whe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,21 +99,8 @@ def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once."""
-    if options.attention and source.config.text.two_way == "prompt":
-        raise UnsupportedModelError(
-            f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
-            "ones; leave out --attention"
-        )
+    ks = _measured_ks(source, options)
     askable, skipped = prepare(source, data, options.max_new_tokens)
-    ks = options.ks(source.config.text.layers, source.cuts)
-    if options.rest is not None:
-        if source.engine is not None:
-            raise RequestError(
-                "a rest is measured in float32; leave out --device, or measure the bundle with vtx-eval or vtx-fit"
-            )
-        ks = tuple(k for k in ks if not unscored(source.config.text, k - 1))
-        if not ks:
-            raise RequestError(f"{source.name} has no K from {options.k_from or 5} on at which a rest can be chosen")
     with contextlib.ExitStack() as stack:
         kept = {name: value for name, value in asdict(options).items() if name != "batch"}
         if options.rest is None:
@@ -135,14 +122,40 @@ def calibrate(
         for batch in batches:
             measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
-        numbers: dict[object, int] = {}
-        results = list[ItemResult]()
-        for digest, prepared in items.items():
-            result = read_result(journal.results[digest], len(ks))
-            image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
-            answer = prepared.item.answer or result.answer
-            results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
-        return Measurement(ks, tuple(results), tuple(skipped), tuple(items))
+        results = _results(journal, items, len(ks))
+    return Measurement(ks, results, tuple(skipped), tuple(items))
+
+
+def _measured_ks(source: OpenedModel, options: CalibrationOptions) -> tuple[int, ...]:
+    """The K to measure. Raises RequestError, UnsupportedModelError for what this model or engine does not give."""
+    if options.attention and source.config.text.two_way == "prompt":
+        raise UnsupportedModelError(
+            f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
+            "ones; leave out --attention"
+        )
+    ks = options.ks(source.config.text.layers, source.cuts)
+    if options.rest is None:
+        return ks
+    if source.engine is not None:
+        raise RequestError(
+            "a rest is measured in float32; leave out --device, or measure the bundle with vtx-eval or vtx-fit"
+        )
+    ks = tuple(k for k in ks if not unscored(source.config.text, k - 1))
+    if not ks:
+        raise RequestError(f"{source.name} has no K from {options.k_from or 5} on at which a rest can be chosen")
+    return ks
+
+
+def _results(journal: ResultJournal, items: Mapping[str, PreparedItem], ks: int) -> tuple[ItemResult, ...]:
+    """The result of each item, with the number of its image and its kind of answer."""
+    numbers: dict[object, int] = {}
+    results = list[ItemResult]()
+    for digest, prepared in items.items():
+        result = read_result(journal.results[digest], ks)
+        image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
+        answer = prepared.item.answer or result.answer
+        results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
+    return tuple(results)
 
 
 class BatchMeasurer:

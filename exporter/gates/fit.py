@@ -102,9 +102,9 @@ def fit_gate(inputs: NDArray[np.float32], targets: NDArray[np.int64], options: F
     steps = epochs * math.ceil(count / FIT_BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     for _ in range(epochs):
-        for chosen in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
+        for batch in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
             optimizer.zero_grad()
-            F.cross_entropy(gate_logits(x[chosen], first, second), y[chosen]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(gate_logits(x[batch], first, second), y[batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     return first.detach().numpy(), second.detach().numpy()

@@ -83,13 +83,13 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     }  # fmt: skip
     write_gates(out, gates, source.fingerprint, options.fit, training)
     skipped = (*data.skipped, *work.all_skipped)
-    made = GatesReport(source.name, training, skipped, judgement)
-    write_json(out.with_suffix(".json"), made.to_dict())
+    report_record = GatesReport(source.name, training, skipped, judgement)
+    write_json(out.with_suffix(".json"), report_record.to_dict())
     try:
         draw_judgement(judgement, out.with_suffix(".png"))
     except DeviceError as e:  # without matplotlib there is no plot
-        return replace(made, plot=str(e))
-    return made
+        return replace(report_record, plot=str(e))
+    return report_record
 
 
 def gates_of(

@@ -89,10 +89,10 @@ class WorkDirectory:
             folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(json.dumps(identity), encoding="utf-8")
-            held = read_json_object(path, MAX_WORK, error=RequestError)
+            record = read_json_object(path, MAX_WORK, error=RequestError)
         except (OSError, VtxError) as e:
             raise RequestError(f"cannot use {folder} as the work directory ({e}); name another --work") from e
-        different = [name for name, value in identity.items() if held.get(name) != value]
+        different = [name for name, value in identity.items() if record.get(name) != value]
         if different:
             raise RequestError(
                 f"{folder} holds measurements that differ in {' and '.join(different)}; "

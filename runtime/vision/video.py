@@ -129,26 +129,11 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
-
     most = given.frames or sampling.most
     if isinstance(given.source, np.ndarray):
-        frames = given.source
-        if frames.ndim == 4 and not len(frames):
-            raise ImageError("the given video has no frames; give at least one")
-        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
-            raise ImageError(
-                f"an array of shape {list(frames.shape)} and type {frames.dtype} is not a video; give uint8 "
-                "[frames, height, width, 3] RGB"
-            )
-        if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
-            raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
-        rate = float(given.fps or USUAL_RATE)
-        places = sampling.numbers(len(frames), rate, given.frames)
-        begun(SampledFrames(tuple(places), len(frames), rate))
-        black = np.zeros_like(frames[0])
-        shown = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
-        return [shown[n] for n in places]
+        clip = _clip_of(given.source, given, sampling)
+        begun(clip)
+        return _prepared(given.source, clip, prepare)
     prepared = dict[int, T]()
     clips = list[SampledFrames]()
 
@@ -171,6 +156,31 @@ def load_frames(
     if len(order) != most and (given.frames is not None or sampling.a_second is None):
         raise _broken(name)
     return [prepared[number] for number in order]
+
+
+def _clip_of(frames: NDArray[Any], video: Video, sampling: FrameSampling) -> SampledFrames:
+    """What is sampled of an array [frames, height, width, 3]. Raises ImageError if it is not a video."""
+    from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
+
+    if frames.ndim == 4 and not len(frames):
+        raise ImageError("the given video has no frames; give at least one")
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
+        raise ImageError(
+            f"an array of shape {list(frames.shape)} and type {frames.dtype} is not a video; give uint8 "
+            "[frames, height, width, 3] RGB"
+        )
+    _, height, width, _ = frames.shape
+    if height * width > MAX_FRAME_PIXELS:
+        raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
+    rate = float(video.fps or USUAL_RATE)
+    return SampledFrames(tuple(sampling.numbers(len(frames), rate, video.frames)), len(frames), rate)
+
+
+def _prepared(frames: NDArray[Any], clip: SampledFrames, prepare: Callable[[Image.Image], T]) -> list[T]:
+    """`prepare` of each sampled frame, once of those that are sampled twice; number -1 is a black one."""
+    black = np.zeros_like(frames[0])
+    images = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*clip.numbers})}
+    return [images[n] for n in clip.numbers]
 
 
 def _clip(about: dict[str, Any]) -> SampledFrames | None:

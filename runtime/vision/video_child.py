@@ -86,11 +86,7 @@ class _File:
             context = stream.codec_context
             if context is None:  # the file ends before it says how frames are coded
                 self._damaged(0)
-            codec = DECODERS.get(context.name, context.name)
-            if codec not in self._codecs:
-                raise ImageError(
-                    f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
-                )
+            self._check_codec(context.name)
             self._check_pixels(context.width, context.height)
             count = 0  # when a frame begins and ends
             timed = list[tuple[int, int]]()
@@ -113,6 +109,13 @@ class _File:
         if not count:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
+
+    def _check_codec(self, decoder: str) -> None:
+        codec = DECODERS.get(decoder, decoder)
+        if codec not in self._codecs:
+            raise ImageError(
+                f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
+            )
 
     def decode(
         self, wanted: Sequence[int], about: Mapping[str, Any] = MappingProxyType({}), *, whole: bool = True

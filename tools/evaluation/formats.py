@@ -112,10 +112,10 @@ def _mme(record: tuple[str, str, str], source: QuestionFiles) -> TaskQuestion:
     folders = [f"{category}/images", category]
     names = [f"{folder}/{stem}{ending}" for folder in folders for ending in IMAGE_ENDINGS]
     paths = [inside(source.images, name) for name in names]
-    found = next((path for path in paths if is_file(path)), None)
-    if found is None:
+    picture = next((path for path in paths if is_file(path)), None)
+    if picture is None:
         raise RequestError(f"no image {shown(stem)} in {category}")
-    return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
+    return TaskQuestion((picture,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
 
 
 def _science_problems(source: QuestionFiles) -> Iterator[Record]:
@@ -203,15 +203,15 @@ def _vqa_records(source: QuestionFiles) -> Iterator[Record]:
     """Each question with its annotation, from the two files of a release."""
     if source.annotations is None:
         raise RequestError("VQAv2's answers are in a separate file; give it with --annotations")
-    held = _object(source.data)
+    release = _object(source.data)
     answered = _object(source.annotations)
     notes = {
         note["question_id"]: note
         for note in _list(answered, "annotations", source.annotations)
         if isinstance(note, dict) and isinstance(note.get("question_id"), int)
     }
-    subtype = str(held.get("data_subtype", ""))
-    for number, question in enumerate(_list(held, "questions", source.data), 1):
+    subtype = str(release.get("data_subtype", ""))
+    for number, question in enumerate(_list(release, "questions", source.data), 1):
         known = isinstance(question, dict) and isinstance(question.get("question_id"), int)
         note = notes.get(question["question_id"]) if known else None
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}

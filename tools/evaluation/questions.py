@@ -128,13 +128,13 @@ def _drawn(questions: Sequence[TaskQuestion], samples: int, seed: int) -> list[T
     for question in questions:
         by_image[question.image] = by_image.get(question.image, 0) + 1
     images = list(by_image)
-    kept = set[str]()
+    selection = set[str]()
     room = samples
     random.Random(seed).shuffle(images)
     for image in images:
         if by_image[image] <= room:
-            kept.add(image)
+            selection.add(image)
             room -= by_image[image]
-    if not kept:
+    if not selection:
         raise RequestError(f"--samples is {samples}, but every image has more questions; raise it")
-    return [question for question in questions if question.image in kept]
+    return [question for question in questions if question.image in selection]

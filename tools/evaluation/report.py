@@ -138,7 +138,7 @@ def make_report(
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
         total = tally.counts.sum(0)
         replies = [replies[n] for replies in by_question]
-        known = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
+        times_ms = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
         figures = {name: _with_interval(tally, name, draws[n]) for name in tally.figures}
         value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
         by_group = partial(_by_group, metric, main, questions, scores[n])
@@ -149,7 +149,7 @@ def make_report(
                 vision_tokens=fmean(reply.vision_tokens for reply in replies),
                 full_layers=fmean(reply.full_layers for reply in replies),
                 new_tokens=fmean(reply.new_tokens for reply in replies),
-                first_token_ms=spread(known) if times and known else None,
+                first_token_ms=spread(times_ms) if times and times_ms else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
                 rest=method.rest, kinds=by_group(kinds, KINDS),

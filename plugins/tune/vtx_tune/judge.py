@@ -81,8 +81,8 @@ def judge(
     if precision is not None:
         models = {name: deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
     if any(item.answer is None for item in items):
-        own = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
-        texts = {digest: result.answer for digest, result in zip(own.items, own.results, strict=True)}
+        teacher = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
+        texts = {digest: result.answer for digest, result in zip(teacher.items, teacher.results, strict=True)}
         filled = [item if item.answer else replace(item, answer=texts.get(item.digest())) for item in items]
         answered = Data("items held out", tuple(filled))
     reports = dict[str, CalibrationReport]()
@@ -91,13 +91,13 @@ def judge(
         measured[name] = calibrate(source, answered, options, out / name, _phase(report, name))
         reports[name] = make_report(source.calibrated, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
-    made = compared(reports["before"], reports["after"])
+    comparison = compared(reports["before"], reports["after"])
     if gating is not None:
         held, asked = gating(models["after"], answered.items, out / "after" / "gates")
-        made = replace(made, gates=gated(held, asked, measured["before"], measured["after"]))
+        comparison = replace(comparison, gates=gated(held, asked, measured["before"], measured["after"]))
     for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
         shutil.rmtree(out / f".{name}")
-    return made
+    return comparison
 
 
 def deployed(model: OpenedModel, precision: str, folder: Path, report: Progress) -> OpenedModel:

@@ -140,18 +140,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
     if options.learning.qlora and find_spec("bitsandbytes") is None:
         raise DeviceError(f"--qlora needs bitsandbytes; {pip_install()} bitsandbytes, or leave --qlora out")
-    launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
-    [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
-    if any(others):
-        raise DeviceError(
-            f"accelerate was configured for {' and '.join(SHARDING[1:])}, by which vtx-tune does not share a model "
-            "among processes; launch it with --use_fsdp"
-        )
-    if shared and (options.learning.full or options.learning.qlora):
-        raise DeviceError(
-            "accelerate was configured for FSDP, and processes of vtx-tune share only weights that do not learn and "
-            "are not in 4 bits; leave out --full and --qlora, or launch it without --use_fsdp"
-        )
+    shared = _shares(options)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
     check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
@@ -168,13 +157,14 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         shuffle = options.data != SCENES
         learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
     questions, skipped = read_questions(source, learn, options.packing)
-    if options.full_share == 1 and (not options.weights.ce or all(question.answer is None for question in questions)):
+    bare = sum(question.answer is None for question in questions)
+    if options.full_share == 1 and (not options.weights.ce or bare == len(questions)):
         raise RequestError(
             "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
             "answers and a --ce-weight above 0"
         )
     check_skipped(data.source, len(questions), skipped, "items", "")
-    if shared and (bare := sum(question.answer is None for question in questions)):
+    if shared and bare:
         raise RequestError(
             f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
             "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
@@ -182,15 +172,32 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     make_folder(out)
     all_skipped = (*data.skipped, *skipped)
     if accelerator.is_main_process:
-        needed = sum(info.nbytes for info in source.checkpoint.tensors.values())
-        needed += 12 * learning_weights(model_size(source.config, source.name), options)
-        check_disk(out, needed, purpose="the tuned checkpoint", fix="or name another --out")
+        disk = sum(info.nbytes for info in source.checkpoint.tensors.values())
+        disk += 12 * learning_weights(model_size(source.config, source.name), options)
+        check_disk(out, disk, purpose="the tuned checkpoint", fix="or name another --out")
         for line in all_skipped:
             say(f"skipped {line}")
     bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,)) if shared else None
     return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype, mesh)
+
+
+def _shares(options: TuneOptions) -> bool:
+    """Return True if processes share the weights (FSDP). Raises DeviceError for a launch that does not fit."""
+    launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
+    [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
+    if any(others):
+        raise DeviceError(
+            f"accelerate was configured for {' and '.join(SHARDING[1:])}, by which vtx-tune does not share a model "
+            "among processes; launch it with --use_fsdp"
+        )
+    if shared and (options.learning.full or options.learning.qlora):
+        raise DeviceError(
+            "accelerate was configured for FSDP, and processes of vtx-tune share only weights that do not learn and "
+            "are not in 4 bits; leave out --full and --qlora, or launch it without --use_fsdp"
+        )
+    return shared
 
 
 def _teacher_answers(
@@ -306,7 +313,7 @@ def _finish(
             raise ExportError(f"cannot write {card} ({e.strerror}); free some space and run again") from e
     device = work.accelerator.device
     on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    made = {
+    result = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
@@ -316,8 +323,8 @@ def _finish(
         "versions": write.versions(),
         "judged": json_value(judged),
     }  # fmt: skip
-    write_json(out / REPORT, made)
-    return made
+    write_json(out / REPORT, result)
+    return result
 
 
 def is_main_process() -> bool:
