@@ -52,36 +52,46 @@ class Reduced:
     ahead: tuple[int, ...] = ()
 
 
+def _check_tower(parts: Sequence[Reduction], model: ModelSize) -> None:
+    """Raise RequestError, UnsupportedModelError for a reduction that the tower or the layout does not allow."""
+    tower = model.vision
+    if tower is None and parts:
+        raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
+    if tower is not None:
+        side = round((tower.patches / tower.view_tokens) ** 0.5)
+        shape = tower.model.vision
+        for part in parts:
+            check_patches(part, side, class_token=shape.class_token, two_towers=shape.several)
+    if model.layout is not None:
+        check_layout(parts, model.layout)
+
+
+def _token_counts(parts: Sequence[Reduction], layers: int, vision: int, views: int) -> tuple[list[int], list[str]]:
+    """The tokens in each layer, and the methods of which only the picture tells how many they drop."""
+    counts = list[int]()
+    count = vision
+    unknown = dict[str, None]()
+    for layer in range(1, layers + 1):
+        for part in parts:
+            if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
+                share = views if part.per_view else 1
+                number = part.number_kept((counts[0] if part.of_entered else count) // share, layer)
+                if number is None:
+                    unknown[part.name] = None
+                else:
+                    count = min(count, number * share)
+        counts.append(count)
+    return counts, [*unknown]
+
+
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
     """The tokens of one image of `vision` tokens, of `views` views, in each layer, in the runtime's order of methods.
 
     Raises RequestError, UnsupportedModelError.
     """
     check_depth(parts, model.decoder.layers)
-    tower = model.vision
-    if tower is None and parts:
-        raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
-    if tower is not None:
-        side = round((tower.patches / tower.view_tokens) ** 0.5)
-        class_token = tower.model.vision.class_token
-        several = tower.model.vision.several
-        for part in parts:
-            check_patches(part, side, class_token=class_token, two_towers=several)
-    if model.layout is not None:
-        check_layout(parts, model.layout)
-    counts = list[int]()
-    count = vision
-    unknown = dict[str, None]()
-    for layer in range(1, model.decoder.layers + 1):
-        for part in parts:
-            if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
-                each = views if part.per_view else 1
-                kept = part.number_kept((counts[0] if part.of_entered else count) // each, layer)
-                if kept is None:
-                    unknown[part.name] = None
-                else:
-                    count = min(count, kept * each)
-        counts.append(count)
+    _check_tower(parts, model)
+    counts, unknown = _token_counts(parts, model.decoder.layers, vision, views)
     assumed = tuple(
         f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
         "upper limit"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.files.container import Container, DamagedError, exif_orientation, too_many, xmp_orientation
@@ -44,10 +45,9 @@ def read_jpeg(name: str, content: bytes) -> Container:
         end = start + _length(content, code, start)
         segment = content[start + 4 : end]
         if code in _METADATA:
-            if code == 0xE1 and exif is None and segment.startswith(b"Exif\0\0"):
-                exif = exif_orientation(segment)
-            elif code == 0xE1 and xmp is None and segment.startswith(_XMP):
-                xmp = xmp_orientation(segment)
+            if code == 0xE1:
+                exif = _orientation(exif, segment, b"Exif\0\0", exif_orientation)
+                xmp = _orientation(xmp, segment, _XMP, xmp_orientation)
             continue
         if code in _FRAMES:
             if blocks:
@@ -70,6 +70,13 @@ def read_jpeg(name: str, content: bytes) -> Container:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
     return Container("JPEG", width, height, (*pieces, *closing), exif or xmp or 1)
+
+
+def _orientation(
+    first: int | None, segment: bytes, head: bytes, read: Callable[[bytes], int | None]
+) -> int | None:  # fmt: skip
+    """The `first` orientation, or that of a segment which begins with `head`."""
+    return read(segment) if first is None and segment.startswith(head) else first
 
 
 def _length(content: bytes, code: int, start: int) -> int:
