@@ -29,12 +29,8 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
-TOKENS = "tokens"
-IMAGES = "images"
-CAPACITY = "capacity"
-MAX_CONTEXT = "max_context"
-HEIGHT = graph_sizes.HEIGHT
-WIDTH = graph_sizes.WIDTH
+TOKENS, IMAGES, CAPACITY, MAX_CONTEXT = "tokens", "images", "capacity", "max_context"
+HEIGHT, WIDTH = graph_sizes.HEIGHT, graph_sizes.WIDTH
 SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
@@ -45,12 +41,10 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
-    slots = m.max_context
-    model = m.model
+    slots, model = m.max_context, m.model
     most = PREFILL_TOKENS if model.delta is None else graph_sizes.DELTA_RUN
     longest = slots if model.two_way == "prompt" else min(most, slots)
-    filled = min(slots - 1, m.layout.max_tokens + 64)
-    likely = min(longest, m.layout.max_tokens + 64)
+    filled, likely = min(slots - 1, m.layout.max_tokens + 64), min(longest, m.layout.max_tokens + 64)
     sources = model.sources(model.shared or 1, model.layers)  # whose slots a later stage reads
     table: dict[str, Range] = {MAX_CONTEXT: (slots,) * 3}
     table |= {f"{SLOTS}.{source}": (1, filled, slots) for source in sources}
@@ -92,8 +86,7 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
 
 
 def _own_size(m: Manifest) -> Profile:
-    unit = m.model.tower.patch * m.model.tower.square
-    sizes = m.layout.parameters
+    unit, sizes = m.model.tower.patch * m.model.tower.square, m.layout.parameters
     if "max_pixels" in sizes:
         most = int(sizes["max_pixels"])
     else:

@@ -12,14 +12,12 @@ RATES = (
     "linear_attn.in_proj_a.weight",
     "linear_attn.in_proj_b.weight",
 )  # one row a head: all that it forgets or learns
-EMBEDDING = "text.embed_tokens.weight"
-HEAD = "head.weight"
+EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
 BLOCK = 64
 BLOCKS = (64, 128, 32)  # weights of int4 that may share a scale, the default first
 ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
-SCALES = ".scales"  # ends of the names of a quantised matrix's scales and zero points
-ZEROS = ".zeros"
+SCALES, ZEROS = ".scales", ".zeros"  # ends of the names of a quantised matrix's scales and zero points
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 
 
