@@ -121,7 +121,7 @@ def _check(settings: BenchSettings) -> None:
 
 
 def _options(settings: BenchSettings, threads: int) -> BenchOptions:
-    """What is asked and how often; by default about a drawn scene."""
+    """The question and its repetitions; by default about a drawn scene."""
     from vtx.runtime.report.golden import QUESTION, golden_image
     from vtx.runtime.vision.video import Video
     from vtx.tools.bench.measure import BenchOptions

@@ -174,7 +174,7 @@ def _named_methods(settings: EvaluationSettings) -> tuple[Method, ...]:
 
 
 def _protocol(settings: EvaluationSettings) -> tuple[Format, Metric]:
-    """How the task's files are read and its answers judged."""
+    """The task's file format and its metric, in the chosen protocol."""
     from vtx.tools.evaluation import formats, metrics
 
     form = formats.FORMATS[settings.task]
@@ -187,7 +187,7 @@ def _protocol(settings: EvaluationSettings) -> tuple[Format, Metric]:
 def _answerer(
     settings: EvaluationSettings, path: Path, named: tuple[Method, ...], resources: ExitStack
 ) -> tuple[Evaluated, tuple[Method, ...]]:
-    """What answers, a model here or a cluster, and the methods: those `named`, else the bundle's."""
+    """A model here or a cluster, and the methods to ask: those `named`, else the bundle's."""
     from vtx.tools.bench.methods import find_methods
     from vtx.tools.evaluation.ask import Evaluated, make_methods
     from vtx.tools.evaluation.cluster import on_workers

@@ -84,7 +84,7 @@ class ExportSettings:
 
     @property
     def one_k(self) -> bool:
-        """Whether a calibration chooses K."""
+        """True if a calibration chooses K."""
         return self.ks == "auto" and self.gates is None
 
 
@@ -257,7 +257,7 @@ def _questions(settings: ExportSettings, purpose: str, samples: int) -> Data:
 
 
 def _arithmetic(settings: ExportSettings) -> MeasuredArithmetic | None:
-    """How narrower arithmetic is measured; None if it is not."""
+    """The measurement of narrower arithmetic; None if it is left out."""
     from vtx.exporter.bundling.fidelity import SAMPLES
     from vtx.exporter.bundling.options import MeasuredArithmetic
     from vtx.tools.data.items import read_data
@@ -322,7 +322,7 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
 
 
 def _say_prediction(plan: Plan) -> None:
-    """What is known of the checkpoint, and the disk and memory that the export and its bundle take."""
+    """Print remarks on the checkpoint, and the predicted disk and memory of export and bundle."""
     from vtx.runtime.backends.engines import ENGINES, EXPANDED
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
@@ -354,7 +354,7 @@ def _say_prediction(plan: Plan) -> None:
 
 
 def _say_measured(plan: Plan, bundle: Bundle, memory: int) -> None:
-    """What the export took beside its prediction, and how near the bundle is to its checkpoint."""
+    """Print the measured disk, memory and time beside their prediction, and the fidelity of the bundle."""
     import time
 
     from vtx.runtime.bundle.spec.names import UNTYPED

@@ -42,7 +42,7 @@ ASKED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the options choose for this model, checked against it. `context`: slots of the bundle."""
+    """The choices for one model, checked against it. `context`: slots of the bundle."""
 
     ks: tuple[int, ...]
     gates: Gates | None

@@ -220,7 +220,7 @@ def _predicted(
 
 
 def _disagreements(source: SourceModel, prompts: Prompts, weights: WeightPlan) -> tuple[str, ...]:
-    """What the checkpoint's files say against each other."""
+    """Warnings about files of the checkpoint that contradict each other."""
     checkpoint = source.checkpoint
     lines = [] if source.config.text.tied == source.stated_tied else [UNTIED]
     if unused := unused_weights(checkpoint, weights.stored, tied=source.config.text.tied):

@@ -40,7 +40,7 @@ class SourceModel:
 
     @property
     def text_folder(self) -> Path:
-        """Where the tokenizer is."""
+        """The folder of the tokenizer."""
         original = self.checkpoint.original
         return self.checkpoint.folder if original is None else original.text_folder
 

@@ -85,7 +85,7 @@ def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: b
 
 
 def _problem(cause: Exception, model: str, revision: str | None) -> str:
-    """What went wrong while a model was fetched from the hub, and what helps."""
+    """The message for a model that could not be fetched from the hub, with the fix."""
     from huggingface_hub import constants, errors
 
     access = "ask for access on its page on the hub, then run: hf auth login"

@@ -159,7 +159,7 @@ def load_frames(
 
 
 def _clip_of(frames: NDArray[Any], video: Video, sampling: FrameSampling) -> SampledFrames:
-    """What is sampled of an array [frames, height, width, 3]. Raises ImageError if it is not a video."""
+    """The frames to sample of an array [frames, height, width, 3]. Raises ImageError if it is not a video."""
     from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
 
     if frames.ndim == 4 and not len(frames):

@@ -138,14 +138,14 @@ def ask_all(
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }  # fmt: skip
     with ResultJournal(journal, identity) as results:
-        run = _Run(data, methods, results, report, 0 if by.alone is None else timed)
+        run = _Round(data, methods, results, report, 0 if by.alone is None else timed)
         if by.alone is not None and timed:
             run.ask_alone(by.alone(options), predict)
         run.ask_together(by.many(options))
         return run.answers()
 
 
-class _Run:
+class _Round:
     """Questions on their way into a journal. Each `step`-th of them is asked alone."""
 
     def __init__(
