@@ -39,14 +39,14 @@ help: ## this list
 
 setup: $(READY) ## make .venv with the package and all its tools, once
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml plugins/tune/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
 ifeq ($(LOCK),)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[$(EXTRAS)]" --editable plugins/tune
 else
 	$(BIN)/python -m pip install --no-deps --require-hashes --requirement $(LOCK)
-	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable . --editable plugins/tune
 endif
 	touch $@
 

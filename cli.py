@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vtx.runtime.terminal.console import Group
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _MODULES = {  # module of `commands/` by the function of each command
     "batch": "batch",
@@ -27,9 +30,9 @@ _MODULES = {  # module of `commands/` by the function of each command
     "run": "run",
     "serve": "serve",
     "train_gate": "calibrate",
-    "tune": "tune",
     "watch": "watch",
 }
+ENTRY_POINTS = "vtx.commands"  # of packages with further commands, by the function of each
 # Of commands that are not named like their function.
 _NAMES = {"evaluate": "eval", "list_bundles": "list", "train_gate": "train-gate"}
 
@@ -37,9 +40,19 @@ _NAMES = {"evaluate": "eval", "list_bundles": "list", "train_gate": "train-gate"
 def __getattr__(name: str) -> Any:
     if name == "main":
         return _main()
-    if name not in _MODULES:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"vtx.commands.{_MODULES[name]}"), name)
+    if name.startswith("_") or name not in _plugins():
         raise AttributeError(f"module 'vtx.cli' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vtx.commands.{_MODULES[name]}"), name)
+    return _plugins()[name].load()
+
+
+@functools.cache
+def _plugins() -> dict[str, EntryPoint]:
+    """The commands of other installed packages, by function."""
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 @functools.cache
@@ -54,6 +67,6 @@ def _main() -> click.Group:
         Each command also stands alone: vtx run is vtx-run.
         """
 
-    for name in _MODULES:
+    for name in (*_MODULES, *_plugins()):
         main.add_command(__getattr__(name), _NAMES.get(name, name))
     return main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,25 @@ if TYPE_CHECKING:
     from vtx.tools.common.cluster import Cluster
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """The options of vtx-batch."""
+
+    questions: Path
+    answers: Path
+    bundle: str | None
+    images: Path | None
+    k: Depth
+    rest: str | None
+    reduce: str
+    max_new_tokens: int
+    guide: Guide | None
+    max_bad: int
+    parallel: int
+    cluster: Cluster | None
+    loading: Loading
+
+
 @command(
     epilog="vtx-batch questions.jsonl answers.jsonl\nvtx-batch questions.jsonl answers.jsonl --images photos --k 16\n"
     "vtx-batch questions.jsonl answers.jsonl --bundle /shared/llava-7b --ray-address auto"
@@ -32,12 +52,9 @@ if TYPE_CHECKING:
     option("--parallel", 8, "Lines answered concurrently; each needs memory for its K and V.",
            type=click.IntRange(1)),
     "cluster", "device", "compute", "threads", "fit", "require_signature",
+    record=BatchSettings,
 )  # fmt: skip
-def batch(
-    questions: Path, answers: Path, bundle: str | None, images: Path | None, k: Depth,
-    rest: str | None, reduce: str, max_new_tokens: int, guide: Guide | None, max_bad: int, parallel: int,
-    cluster: Cluster | None, loading: Loading,
-) -> None:  # fmt: skip
+def batch(settings: BatchSettings) -> None:
     """Answer each line of QUESTIONS, {"image": NAME or list, "question": ...}, and write ANSWERS in the same order.
 
     A line may set its own "system" text, "k", "rest", "reduce", "about", sampling, "schema", "choices", "regex" or
@@ -53,26 +70,37 @@ def batch(
     from vtx.tools.common.files import check_folder
 
     end_on_sigterm()
-    asking = Asking(k, reduce, Options(max_new_tokens, guide=guide, rest=rest), max_bad, loading, parallel)
-    if answers.exists() and questions.exists() and answers.samefile(questions):
-        raise RequestError(f"{answers} holds the questions, which the answers would replace; name another file")
-    check_folder(answers)
-    if reduce != "default":
-        parse(reduce)
-    tasks = read_tasks(questions, images)
-    folder = find_bundle(bundle, (k,))
-    with ExitStack() as held:
-        if cluster is not None:
-            answer: Answers = partial(answer_on_cluster, cluster, folder.resolve(), asking)
+    asking = Asking(
+        settings.k,
+        settings.reduce,
+        Options(settings.max_new_tokens, guide=settings.guide, rest=settings.rest),
+        settings.max_bad,
+        settings.loading,
+        settings.parallel,
+    )
+    if settings.answers.exists() and settings.questions.exists() and settings.answers.samefile(settings.questions):
+        raise RequestError(
+            f"{settings.answers} holds the questions, which the answers would replace; name another file"
+        )
+    check_folder(settings.answers)
+    if settings.reduce != "default":
+        parse(settings.reduce)
+    tasks = read_tasks(settings.questions, settings.images)
+    folder = find_bundle(settings.bundle, (settings.k,))
+    with ExitStack() as resources:
+        if settings.cluster is not None:
+            answer: Answers = partial(answer_on_cluster, settings.cluster, folder.resolve(), asking)
         else:
-            answer = on_this_machine(held.enter_context(loading.load(folder)), asking)
-        outcome = run_batch(answer, folder, tasks, answers, asking, report=held.enter_context(bar()), warn=note)
+            answer = on_this_machine(resources.enter_context(settings.loading.load(folder)), asking)
+        outcome = run_batch(
+            answer, folder, tasks, settings.answers, asking, report=resources.enter_context(bar()), warn=note
+        )
     if outcome.failed:
         raise RequestError(
-            f"{outcome.failed} of {len(tasks.lines)} lines failed; their errors are in {answers}; fix these lines and "
-            "run again"
+            f"{outcome.failed} of {len(tasks.lines)} lines failed; their errors are in {settings.answers}; fix these "
+            "lines and run again"
         )
-    note(f"{len(tasks.lines)} answers in {answers}")
+    note(f"{len(tasks.lines)} answers in {settings.answers}")
     if outcome.incomplete:
         note(
             f'{outcome.incomplete} were cut before their form was complete ("incomplete"); raise --max-new-tokens, '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,27 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.spec.manifest import Manifest
     from vtx.tools.bench.ceilings.ceilings import Ceilings
     from vtx.tools.bench.measure import Bench, BenchOptions, K
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """The options of vtx-bench."""
+
+    bundle: str | None
+    ks: tuple[K, ...]
+    rest: str | None
+    image: str | None
+    video: str | None
+    frames: int | None
+    question: str | None
+    prompt_tokens: int | None
+    new_tokens: int
+    repeats: int
+    warmup: int
+    loading: Loading
+    as_json: bool
+    target: Path | None
+    plot: Path | None
 
 
 # Writes a report, as the options of output say, from its object, its tables and the function that draws it.
@@ -48,56 +69,74 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
     option("--json as_json", bool, "Print one JSON object instead of tables."),
     option("--out target", FILE, "Also write all results to this JSON file.", metavar="FILE.json"),
     "plot",
+    record=BenchSettings,
 )  # fmt: skip
-def bench(
-    bundle: str | None, ks: tuple[K, ...], rest: str | None, image: str | None, question: str | None,
-    prompt_tokens: int | None, new_tokens: int, repeats: int, warmup: int, loading: Loading, as_json: bool,
-    target: Path | None, plot: Path | None, video: str | None, frames: int | None,
-) -> None:  # fmt: skip
+def bench(settings: BenchSettings) -> None:
     """Measure a bundle at each K: latency, memory, and the share of this machine's peak.
 
     The K take turns within one run, so that other load on the machine falls on all of them. Ctrl-C ends it early and
     keeps what was measured. vtx-eval compares the methods of a bundle.
     """
     end_on_sigterm()
-    if rest is not None and ks and not any(isinstance(k, int) for k in ks):
-        raise click.UsageError("--rest is what stays from K on; name one or more with --k")
-    if question is not None and prompt_tokens is not None:
-        raise click.UsageError("--question and --prompt-tokens are mutually exclusive")
-    if image and video:
-        raise click.UsageError("--image and --video are mutually exclusive")
-    if frames is not None and not video:
-        raise click.UsageError("--frames goes with --video")
+    _check(settings)
     from vtx.runtime.host.machine import cores
-    from vtx.runtime.report.golden import QUESTION, golden_image
-    from vtx.runtime.vision.video import Video
-    from vtx.tools.bench.measure import BenchOptions
     from vtx.tools.common.files import check_folder, write_json
     from vtx.tools.common.plots import figures
 
-    if plot:
+    if settings.plot:
         figures()
-    for file in filter(None, (target, plot)):
+    for file in filter(None, (settings.target, settings.plot)):
         check_folder(file)
-    loading = replace(loading, threads=cores() if loading.threads is None else loading.threads)
+    loading = settings.loading
+    if loading.threads is None:
+        loading = replace(loading, threads=cores())
 
     def write(report: dict[str, Any], parts: Sequence[str | WideTable], draw: Callable[[Path], None]) -> None:
-        say_json(report) if as_json else say_report(parts)
-        if target:
-            write_json(target, report)
-        if plot:
-            draw(plot)
+        if settings.as_json:
+            say_json(report)
+        else:
+            say_report(parts)
+        if settings.target:
+            write_json(settings.target, report)
+        if settings.plot:
+            draw(settings.plot)
 
-    drawn = golden_image()
-    square = drawn.resize((max(drawn.size),) * 2)  # of which no crop cuts anything, so that no note says so
-    options = BenchOptions(
-        Video(video, frames) if video else image or square, QUESTION if question is None else question, prompt_tokens,
-        new_tokens, repeats, warmup, loading.threads or 1, rest,
-    )  # fmt: skip
-    model = loading.load(find_bundle(bundle, ks))
-    interrupted = _measure(model, options, _chosen(ks, model.manifest), write)
+    options = _options(settings, loading.threads or 1)
+    model = loading.load(find_bundle(settings.bundle, settings.ks))
+    interrupted = _measure(model, options, _chosen(settings.ks, model.manifest), write)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _check(settings: BenchSettings) -> None:
+    """Raise click's UsageError for options that do not go together."""
+    if settings.rest is not None and settings.ks and not any(isinstance(k, int) for k in settings.ks):
+        raise click.UsageError("--rest is what stays from K on; name one or more with --k")
+    if settings.question is not None and settings.prompt_tokens is not None:
+        raise click.UsageError("--question and --prompt-tokens are mutually exclusive")
+    if settings.image and settings.video:
+        raise click.UsageError("--image and --video are mutually exclusive")
+    if settings.frames is not None and not settings.video:
+        raise click.UsageError("--frames goes with --video")
+
+
+def _options(settings: BenchSettings, threads: int) -> BenchOptions:
+    """The question and its repetitions; by default about a drawn scene."""
+    from vtx.runtime.report.golden import QUESTION, golden_image
+    from vtx.runtime.vision.video import Video
+    from vtx.tools.bench.measure import BenchOptions
+
+    picture: Any = settings.image
+    if settings.video:
+        picture = Video(settings.video, settings.frames)
+    elif not picture:
+        scene = golden_image()
+        picture = scene.resize((max(scene.size),) * 2)  # of which no crop cuts anything, so that no note says so
+    question = QUESTION if settings.question is None else settings.question
+    return BenchOptions(
+        picture, question, settings.prompt_tokens, settings.new_tokens, settings.repeats, settings.warmup, threads,
+        settings.rest,
+    )  # fmt: skip
 
 
 def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], write: Write) -> bool:
@@ -131,7 +170,8 @@ def _ceilings(bench: Bench) -> Ceilings | None:
     from vtx.tools.bench.ceilings.ceilings import GEMM, VISION_GEMM, Ceilings
     from vtx.tools.bench.ceilings.products import DEVICES, Kind
 
-    backend, manifest = bench.model.backend, bench.model.manifest
+    backend = bench.model.backend
+    manifest = bench.model.manifest
     if backend.device not in DEVICES:
         note(f"no ceilings: they are measured for CPUs, and this is {backend.device}")
         return None

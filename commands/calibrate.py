@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -21,6 +22,32 @@ if TYPE_CHECKING:
     from vtx.tools.data.choice import RecordedChoice
 
 SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateSettings:
+    """The options of vtx-calibrate."""
+
+    data: str
+    model: str
+    tower: str | None
+    allow_pickle: bool
+    bundle: Path | None
+    images: Path | None
+    samples: int
+    seed: int
+    min_kept: float
+    max_accuracy_drop: float | None
+    eta: float
+    k_from: int | None
+    rest: str | None
+    max_new_tokens: int
+    batch: int
+    attention: bool
+    chat_template: Path | None
+    loading: Loading
+    out: Path | None
+    as_json: bool
 
 
 @command(
@@ -53,13 +80,9 @@ SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
     "chat_template",
     option("--out", Path, "Output directory [default: vtx-calibration-MODEL, or -BUNDLE]."),
     "report",
+    record=CalibrateSettings,
 )  # fmt: skip
-def calibrate(
-    data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None,
-    samples: int, seed: int, min_kept: float, max_accuracy_drop: float | None, eta: float, k_from: int | None,
-    rest: str | None, max_new_tokens: int, batch: int, attention: bool, chat_template: Path | None, loading: Loading,
-    out: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+def calibrate(settings: CalibrateSettings) -> None:
     """Measure the effect of withdrawal at every K and choose a K.
 
     DATA is a JSONL file of {"image", "question", "answer"}, a directory with one, a file in LLaVA's conversation
@@ -73,21 +96,27 @@ def calibrate(
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.plots import draw_report
 
-    choosing = Choosing(eta, max_accuracy_drop, min_kept)
-    options = CalibrationOptions(k_from, max_new_tokens, batch, attention, rest)
-    engine = _engine(bundle, loading, "model", "tower", "allow_pickle", "chat_template")
-    if engine is not None and attention:
+    choosing = Choosing(settings.eta, settings.max_accuracy_drop, settings.min_kept)
+    options = CalibrationOptions(
+        settings.k_from, settings.max_new_tokens, settings.batch, settings.attention, settings.rest
+    )
+    engine = _engine(settings.bundle, settings.loading, "model", "tower", "allow_pickle", "chat_template")
+    if engine is not None and settings.attention:
         raise RequestError("an engine does not give its attention; leave out --attention, or --device and its options")
-    template = load_template(chat_template) if chat_template else None
-    source = open_source(model, bundle, template, tower, allow_pickle=allow_pickle, engine=engine)
-    measured = source.name if bundle is None else bundle.expanduser().absolute().name
-    folder = out or Path(f"vtx-calibration-{measured}")
-    report = _measure(source, data, images, samples, seed, options, choosing, folder)
+    template = load_template(settings.chat_template) if settings.chat_template else None
+    source = open_source(
+        settings.model, settings.bundle, template, settings.tower, allow_pickle=settings.allow_pickle, engine=engine
+    )
+    measured = source.name if settings.bundle is None else settings.bundle.expanduser().absolute().name
+    folder = settings.out or Path(f"vtx-calibration-{measured}")
+    report = _measure(
+        source, settings.data, settings.images, settings.samples, settings.seed, options, choosing, folder
+    )
     try:
         draw_report(report, folder)
     except DeviceError as e:
         note(f"plots skipped: {e}; rerun to draw them, results are cached")
-    if as_json:
+    if settings.as_json:
         say_json(report.to_dict())
     else:
         _show_calibration(report)
@@ -121,19 +150,19 @@ def _measure(
     from vtx.tools.data.items import read_data
 
     questions = read_data(data, images, samples, seed)
-    asked, skipped = prepare(source, questions, options.max_new_tokens)
+    prompts, skipped = prepare(source, questions, options.max_new_tokens)
     for line in skipped:
         note(f"skipped {line}")
-    memory = predict_memory(source, asked, options)
+    memory = predict_memory(source, prompts, options)
     engine = source.calibrated.engine
     by = f" by its engine: {engine}" if engine else ""
-    note(f"{source.name}{by}: {len(asked)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
+    note(f"{source.name}{by}: {len(prompts)} items of {questions.source}; predicted, roughly: {size(memory)} of memory")
     with bar() as report:
         measured = measure(source, questions, options, folder, report)
     note(f"measured: {size(peak() or 0)} of memory")
-    made = make_report(source.calibrated, questions.source, measured, choosing, options.rest)
-    write_report(made, folder)
-    return made
+    result = make_report(source.calibrated, questions.source, measured, choosing, options.rest)
+    write_report(result, folder)
+    return result
 
 
 def _show_calibration(report: CalibrationReport) -> None:
@@ -165,8 +194,8 @@ def _show_calibration(report: CalibrationReport) -> None:
     for p in report.curve:
         if p.k == report.k is not None:
             shares = {"next token": p.top1, "answer": p.agree, "right": p.right}
-            shown = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
-            click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(shown)}")
+            cells = [f"{name}: {s.share:.1%} ({s.low:.1%}..{s.high:.1%})" for name, s in shares.items() if s]
+            click.echo(f"chosen: K = {p.k} ({p.full_layers} full layers); {', '.join(cells)}")
 
 
 def _show_kinds(report: CalibrationReport) -> None:
@@ -195,9 +224,36 @@ def calibrated(
     else:
         folder = Path(f"vtx-calibration-{source.name}-export")
         choice = chosen(_measure(source, data, images, SAMPLES, 0, CalibrationOptions(), Choosing(), folder))
-    kept = f"; {choice.kept.share:.1%} of {choice.kept.count} answers stay the same" if choice.kept else ""
-    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data}){kept}")
+    remark = f"; {choice.kept.share:.1%} of {choice.kept.count} answers stay the same" if choice.kept else ""
+    note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data}){remark}")
     return choice
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """The options of vtx-train-gate."""
+
+    data: str
+    model: str
+    tower: str | None
+    allow_pickle: bool
+    bundle: Path | None
+    images: Path | None
+    items: int
+    held_out: int
+    answers: Literal["own", "reference"]
+    max_new_tokens: int
+    batch: int
+    alpha: float
+    width: int
+    lr: float
+    epochs: int | None
+    seed: int
+    loading: Loading
+    ray_address: str | None
+    work: Path | None
+    out: Path | None
+    as_json: bool
 
 
 @command(
@@ -227,13 +283,9 @@ def calibrated(
     option("--out", Path, "Output file of the gates; the report is written next to it [default: "
            "vtx-gates-MODEL.safetensors]."),
     "report",
+    record=GateSettings,
 )  # fmt: skip
-def train_gate(
-    data: str, model: str, tower: str | None, allow_pickle: bool, bundle: Path | None, images: Path | None, items: int,
-    held_out: int, answers: str, max_new_tokens: int, batch: int, alpha: float, width: int, lr: float,
-    epochs: int | None, seed: int, loading: Loading, ray_address: str | None, work: Path | None, out: Path | None,
-    as_json: bool,
-) -> None:  # fmt: skip
+def train_gate(settings: GateSettings) -> None:
     """Train gates that choose K for each question, and compare them with every fixed K.
 
     DATA has the format of vtx-calibrate. An interrupted run resumes where it stopped; changed training options repeat
@@ -245,20 +297,21 @@ def train_gate(
     from vtx.exporter.gates.train import TrainOptions, default_out, train_gates
     from vtx.exporter.gates.workdir import MeasureOptions
 
-    measuring = MeasureOptions(answers, max_new_tokens, batch)  # type: ignore[arg-type]  # click has checked it
-    fitting = FitOptions(alpha, width, lr, epochs, seed)
+    measuring = MeasureOptions(settings.answers, settings.max_new_tokens, settings.batch)
+    fitting = FitOptions(settings.alpha, settings.width, settings.lr, settings.epochs, settings.seed)
     options = TrainOptions(
-        model, data, images, items, held_out, measuring, fitting, ray_address, tower, allow_pickle=allow_pickle,
-        bundle=bundle, engine=_engine(bundle, loading, "model", "tower", "allow_pickle"),
+        settings.model, settings.data, settings.images, settings.items, settings.held_out, measuring, fitting,
+        settings.ray_address, settings.tower, allow_pickle=settings.allow_pickle,
+        bundle=settings.bundle, engine=_engine(settings.bundle, settings.loading, "model", "tower", "allow_pickle"),
     )  # fmt: skip
-    target = out or default_out(str(bundle or model))
+    target = settings.out or default_out(str(settings.bundle or settings.model))
     with bar() as progress:
-        report = train_gates(options, target, work or target.with_suffix(".work"), progress)
+        report = train_gates(options, target, settings.work or target.with_suffix(".work"), progress)
     for line in report.skipped:
         note(f"skipped {line}")
     if report.plot:
         note(f"plot skipped: {report.plot}")
-    if as_json:
+    if settings.as_json:
         say_json(report.to_dict())
         return
     _show_gates(report.judgement)

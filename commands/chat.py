@@ -35,16 +35,30 @@ HELP = """/k N|none|auto   withdraw the image at another K, from the next questi
 HISTORY = 1000  # lines
 
 
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """The options of vtx-chat."""
+
+    image: str | None
+    bundle: str | None
+    hub_model: str | None
+    precision: str | None
+    k: Depth
+    rest: str | None
+    reduce: str
+    max_new_tokens: int
+    guide: Guide | None
+    loading: Loading
+
+
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @options(
     "bundle", "hub_model", "hub_precision", "k", "rest", "reduce", "max_new_tokens", "guide",
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
+    record=ChatSettings,
 )  # fmt: skip
-def chat(
-    image: str | None, bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
-    rest: str | None, reduce: str, max_new_tokens: int, guide: Guide | None, loading: Loading,
-) -> None:  # fmt: skip
+def chat(settings: ChatSettings) -> None:
     """Chat about an image; each turn builds on the earlier ones. /help lists the commands."""
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
@@ -52,13 +66,13 @@ def chat(
     from vtx.runtime.vision.video import as_video
 
     # A wrong number or name is reported before a bundle is loaded.
-    options = Options(max_new_tokens, guide=guide, rest=rest)
-    if reduce != "default":
-        parse(reduce)
-    if image and not as_video(image):
-        load_image(image)
-    model = loading.load(find_bundle(bundle, (k,), hub_model, precision))
-    talk = _Talk(model, image, k, reduce, options)
+    options = Options(settings.max_new_tokens, guide=settings.guide, rest=settings.rest)
+    if settings.reduce != "default":
+        parse(settings.reduce)
+    if settings.image and not as_video(settings.image):
+        load_image(settings.image)
+    model = settings.loading.load(find_bundle(settings.bundle, (settings.k,), settings.hub_model, settings.precision))
+    talk = _Talk(model, settings.image, settings.k, settings.reduce, options)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
     if model.loaded.card:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,22 @@ from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
+    from vtx.runtime.bundle.card import Card
     from vtx.runtime.report.doctor import BundleReport
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorSettings:
+    """The options of vtx-doctor."""
+
+    bundle: str | None
+    named: str | None
+    loading: Loading
+    compare: str | None
+    gpu: Path | None
+    as_json: bool
+    write_traces: Path | None
+    check_traces: Path | None
 
 
 @command(
@@ -35,70 +51,88 @@ if TYPE_CHECKING:
     option("--write-traces", Path, "Run every kind of case and write ids, masks, slots, positions and logits.",
            metavar="DIR"),
     option("--check-traces", Path, "Check traces from another runtime or device against this one.", metavar="DIR"),
+    record=DoctorSettings,
 )  # fmt: skip
-def doctor(
-    bundle: str | None, named: str | None, loading: Loading, compare: str | None, gpu: Path | None, as_json: bool,
-    write_traces: Path | None, check_traces: Path | None,
-) -> None:  # fmt: skip
+def doctor(settings: DoctorSettings) -> None:
     """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
-    bundle = named_once(bundle, named)
-    if bundle is None and (write_traces or check_traces):
+    bundle = named_once(settings.bundle, settings.named)
+    _check_together(settings, bundle)
+    if settings.gpu is not None:
+        _use_gpu(settings.gpu, bundle)
+    elif bundle is None:
+        _machine(as_json=settings.as_json)
+    elif settings.compare is not None:
+        _compare(bundle, settings.compare, settings.loading, as_json=settings.as_json)
+    elif settings.write_traces:
+        _write_traces(bundle, settings.write_traces, settings.loading)
+    elif settings.check_traces:
+        _check_traces(bundle, settings.check_traces, settings.loading, as_json=settings.as_json)
+    else:
+        _check_bundle(bundle, settings.loading, as_json=settings.as_json)
+
+
+def _check_together(settings: DoctorSettings, bundle: str | None) -> None:
+    """Raise click's UsageError for options that do not go together."""
+    traces = settings.write_traces or settings.check_traces
+    loading = settings.loading
+    if bundle is None and traces:
         raise click.UsageError("--write-traces and --check-traces need a BUNDLE")
-    if bundle is None and compare is None and loading != Loading():
+    if bundle is None and settings.compare is None and loading != Loading():
         raise click.UsageError("--device, --compute and --require-signature need a BUNDLE")
-    if sum(map(bool, (write_traces, check_traces, compare, gpu))) > 1:
+    if sum(map(bool, (settings.write_traces, settings.check_traces, settings.compare, settings.gpu))) > 1:
         raise click.UsageError("--write-traces, --check-traces, --compare and --gpu are mutually exclusive")
-    if compare is not None and (bundle is None or (loading.device, loading.compute) != ("auto", None)):
+    if settings.compare is not None and (bundle is None or (loading.device, loading.compute) != ("auto", None)):
         raise click.UsageError(
             "--compare needs a BUNDLE, and names its devices itself: leave out --device and --compute"
         )
-    if gpu is not None:
-        _use_gpu(gpu, bundle)
-    elif bundle is None:
-        _machine(as_json=as_json)
-    elif compare is not None:
-        _compare(bundle, compare, loading, as_json=as_json)
-    elif write_traces:
-        from vtx.runtime.report.traces.record import write_traces as record
 
-        with bar(in_bytes=("checksums",)) as progress:
-            traces = record(loading.load(Path(bundle)), write_traces, progress)
-        asked = sum(len(case.questions) for case in traces.cases)
-        click.echo(
-            f"wrote {len(traces.cases)} cases of {asked} questions to {write_traces}, on {traces.device} in "
-            f"{traces.compute}"
-        )
-    elif check_traces:
-        _check_traces(bundle, check_traces, loading, as_json=as_json)
+
+def _write_traces(folder: str, traces: Path, loading: Loading) -> None:
+    from vtx.runtime.report.traces.record import write_traces
+
+    with bar(in_bytes=("checksums",)) as progress:
+        index = write_traces(loading.load(Path(folder)), traces, progress)
+    questions = sum(len(case.questions) for case in index.cases)
+    click.echo(
+        f"wrote {len(index.cases)} cases of {questions} questions to {traces}, on {index.device} in {index.compute}"
+    )
+
+
+def _check_bundle(folder: str, loading: Loading, *, as_json: bool) -> None:
+    """Check the files, then the golden vectors. Raises BundleError if one differs."""
+    from vtx.runtime.bundle.card import read_card
+    from vtx.runtime.report.doctor import check_bundle
+    from vtx.runtime.report.inspect import fidelity_lines
+    from vtx.runtime.strict import json_value
+
+    bundle = _check_files(folder, loading, as_json=as_json)
+    card = read_card(bundle)
+    report = check_bundle(folder, loading.device, loading.compute, loading.require_signature)
+    if as_json:
+        say_json({**report.to_dict(), "altered": [], **({} if card is None else {"card": json_value(card)})})
     else:
-        from vtx.runtime.bundle.bundle import CARD
-        from vtx.runtime.bundle.card import read_card
-        from vtx.runtime.report.doctor import check_bundle
-        from vtx.runtime.report.inspect import fidelity_lines
-        from vtx.runtime.strict import json_value
-        from vtx.tools.bench.machine import describe
-        from vtx.tools.fit.report import card_tables
+        click.echo(f"checksums: all {report.files} files are as exported")
+        if card is not None:
+            _show_card(card)
+        table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
+    if report.failed:
+        raise BundleError(
+            f"{', '.join(report.failed)} differ beyond the limit; export again, or report this with the table"
+        )
+    if not as_json:
+        for line in fidelity_lines(bundle.manifest):
+            click.echo(line)
+        click.echo(f"OK: the bundle computes what its weights say, on {report.device} in {report.compute}")
 
-        opened = _check_files(bundle, loading, as_json=as_json)
-        card = read_card(opened)
-        report = check_bundle(bundle, loading.device, loading.compute, loading.require_signature)
-        if as_json:
-            say_json({**report.to_dict(), "altered": [], **({} if card is None else {"card": json_value(card)})})
-        else:
-            click.echo(f"checksums: all {report.files} files are as exported")
-            if card is not None:
-                say_report(card_tables(card))
-                if card.cpu != describe().cpu:
-                    note(f"the times of {CARD} were measured on another processor; run vtx-fit here for this one's")
-            table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
-        if report.failed:
-            raise BundleError(
-                f"{', '.join(report.failed)} differ beyond the limit; export again, or report this with the table"
-            )
-        if not as_json:
-            for line in fidelity_lines(opened.manifest):
-                click.echo(line)
-            click.echo(f"OK: the bundle computes what its weights say, on {report.device} in {report.compute}")
+
+def _show_card(card: Card) -> None:
+    from vtx.runtime.bundle.bundle import CARD
+    from vtx.tools.bench.machine import describe
+    from vtx.tools.fit.report import card_tables
+
+    say_report(card_tables(card))
+    if card.cpu != describe().cpu:
+        note(f"the times of {CARD} were measured on another processor; run vtx-fit here for this one's")
 
 
 def _machine(*, as_json: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,49 @@ from vtx.tools.common.loading import Loading
 if TYPE_CHECKING:
     from vtx.runtime.bundle.card import Acceptance
     from vtx.runtime.prompt.guiding import Guide
+    from vtx.tools.bench.methods import Method
     from vtx.tools.common.cluster import Cluster
+    from vtx.tools.evaluation.ask import Asked, Evaluated
+    from vtx.tools.evaluation.metrics import Metric
+    from vtx.tools.evaluation.questions import Format, QuestionFiles, QuestionSet
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """The options of vtx-eval."""
+
+    task: str
+    data: Path
+    bundle: str | None
+    images: Path | None
+    protocol: str
+    annotations: Path | None
+    split: str
+    ks: tuple[Depth, ...]
+    reduces: tuple[str, ...]
+    rests: tuple[str, ...]
+    instruction: str | None
+    samples: int | None
+    seed: int
+    max_new_tokens: int
+    guide: Guide | None
+    coverage: float | None
+    sign: Path | None
+    no_times: bool
+    parallel: int
+    cluster: Cluster | None
+    loading: Loading
+    out: Path | None
+    as_json: bool
+
+    @property
+    def files(self) -> QuestionFiles:
+        """The files of the questions."""
+        from vtx.tools.evaluation.questions import QuestionFiles
+
+        folder = self.data if self.data.is_dir() else self.data.parent
+        return QuestionFiles(self.data, (self.images or folder).expanduser().resolve(), self.annotations, self.split)
+
 
 TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedbench", "choices", "exact")
 
@@ -57,14 +101,9 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
     "cluster", "device", "compute", "threads", "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
     "report",
+    record=EvaluationSettings,
 )  # fmt: skip
-def evaluate(
-    task: str, data: Path, bundle: str | None, images: Path | None, protocol: str, annotations: Path | None, split: str,
-    ks: tuple[Depth, ...], reduces: tuple[str, ...], rests: tuple[str, ...], instruction: str | None,
-    samples: int | None, seed: int, max_new_tokens: int, guide: Guide | None, coverage: float | None,
-    sign: Path | None, no_times: bool, parallel: int, cluster: Cluster | None,
-    loading: Loading, out: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+def evaluate(settings: EvaluationSettings) -> None:
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
     TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2,
@@ -72,87 +111,121 @@ def evaluate(
     "question", "answer"} (exact). An interrupted run resumes where it stopped. On a Ray cluster, no times are measured.
     """
     end_on_sigterm()
-    from vtx.runtime.units import counted, duration
-    from vtx.tools.bench.methods import find_methods
     from vtx.tools.common.files import write_json
-    from vtx.tools.evaluation import formats, metrics
-    from vtx.tools.evaluation.ask import TIMED, Evaluated, ask_all, make_methods
-    from vtx.tools.evaluation.cluster import on_workers
-    from vtx.tools.evaluation.coverage import check_target
-    from vtx.tools.evaluation.formats import FORMATS
-    from vtx.tools.evaluation.metrics import METRICS
-    from vtx.tools.evaluation.questions import QuestionFiles, read_questions
+    from vtx.tools.evaluation.questions import read_questions
     from vtx.tools.evaluation.report import make_report, scored_answers
     from vtx.tools.evaluation.tables import draw_report, in_tables
 
-    if rests and not any(isinstance(k, int) for k in ks):
+    methods = _named_methods(settings)
+    form, metric = _protocol(settings)
+    suffix = form.instruction if settings.instruction is None else settings.instruction
+    questions = read_questions(
+        form, settings.files, instruction=suffix, samples=settings.samples, seed=settings.seed
+    )  # fmt: skip
+    _say_skipped(questions.skipped)
+    path = find_bundle(settings.bundle, settings.ks)
+    target = settings.out or Path(f"vtx-eval-{settings.task}-{path.name}")
+    with ExitStack() as resources:
+        by, methods = _answerer(settings, path, methods, resources)
+        answers = _ask(settings, by, questions, methods, target)
+        _say_skipped(answers.skipped[len(questions.skipped) :])
+        report = make_report(
+            settings.task, metric, questions.source, answers, by, instruction=suffix,
+            times=not settings.no_times and by.alone is not None, protocol=settings.protocol,
+            coverage=settings.coverage is not None,
+        )  # fmt: skip
+        if settings.coverage is not None:
+            scored = scored_answers(answers, metric)
+            acceptance = scored.acceptance(settings.coverage, questions.source, methods[0].name)
+            _accept(path, acceptance, settings.coverage, settings.sign)
+    write_json(target / "report.json", report.to_dict())
+    try:
+        draw_report(report, target / "pareto.png")
+    except DeviceError as e:
+        note(f"plot skipped: {e}; rerun to draw it, answers are kept")
+    if settings.as_json:
+        say_json(report.to_dict())
+    else:
+        say_report(in_tables(report))
+    note(f"answers, report and plot are in {target}")
+
+
+def _say_skipped(lines: Iterable[str]) -> None:
+    for line in lines:
+        note(f"skipped {line}")
+
+
+def _named_methods(settings: EvaluationSettings) -> tuple[Method, ...]:
+    """The methods that the options name, none for the bundle's. Raises click's UsageError for what does not fit."""
+    from vtx.tools.evaluation.ask import make_methods
+    from vtx.tools.evaluation.coverage import check_target
+
+    if settings.rests and not any(isinstance(k, int) for k in settings.ks):
         raise click.UsageError("--rest is what stays from K on; name one or more with --k")
-    if coverage is not None:
-        check_target(coverage)
-        if guide is None or cluster is not None:
+    if settings.coverage is not None:
+        check_target(settings.coverage)
+        if settings.guide is None or settings.cluster is not None:
             raise click.UsageError(
                 "--coverage needs the probabilities of choices: add --choices A,B,..., and leave --ray-address out"
             )
-    named = make_methods(ks or (None,), reduces or ("none",), rests) if ks or reduces else ()
-    folder = data if data.is_dir() else data.parent
-    source = QuestionFiles(data, (images or folder).expanduser().resolve(), annotations, split)
-    form, metric = FORMATS[task], METRICS[task]
-    if protocol == "lmms-eval":
-        form, metric = formats.LMMS_EVAL.get(task, form), metrics.LMMS_EVAL.get(task, metric)
-    suffix = form.instruction if instruction is None else instruction
-    questions = read_questions(form, source, instruction=suffix, samples=samples, seed=seed)
-    for line in questions.skipped:
-        note(f"skipped {line}")
-    path = find_bundle(bundle, ks)
-    target = out or Path(f"vtx-eval-{task}-{path.name}")
-    with ExitStack() as held:
-        if cluster is None:
-            model = held.enter_context(loading.load(path))
-            by, manifest = Evaluated.of(model, named, parallel), model.manifest
-        else:
-            by = on_workers(cluster, path, loading, parallel)
-            manifest = by.bundle.manifest
-            if not no_times:
-                note("times are not measured on a cluster")
-        if coverage is not None and not named:  # what a question gets that names nothing
-            defaults = model.loaded
-            named = make_methods((defaults.default_k,), (defaults.default_reduce or "none",))
-        methods = named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
-        amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
-        with bar() as report:
-            asked = ask_all(
-                by, questions, methods, max_new_tokens, target / "answers.jsonl", report=report, guide=guide,
-                timed=0 if no_times else TIMED,
-                predict=lambda seconds: note(
-                    f"{amount}, {counted(len(methods), 'method')}; predicted: at most {duration(seconds)}"
-                ),
-            )  # fmt: skip
-        for line in asked.skipped[len(questions.skipped) :]:
-            note(f"skipped {line}")
-        times = not no_times and by.alone is not None
-        made = make_report(
-            task, metric, questions.source, asked, by, instruction=suffix, times=times, protocol=protocol,
-            coverage=coverage is not None,
-        )  # fmt: skip
-        if coverage is not None:
-            acceptance = scored_answers(asked, metric).acceptance(coverage, questions.source, methods[0].name)
-            _accept(path, acceptance, coverage, sign)
-    write_json(target / "report.json", made.to_dict())
-    try:
-        draw_report(made, target / "pareto.png")
-    except DeviceError as e:
-        note(f"plot skipped: {e}; rerun to draw it, answers are kept")
-    if as_json:
-        say_json(made.to_dict())
+    if not settings.ks and not settings.reduces:
+        return ()
+    return make_methods(settings.ks or (None,), settings.reduces or ("none",), settings.rests)
+
+
+def _protocol(settings: EvaluationSettings) -> tuple[Format, Metric]:
+    """The task's file format and its metric, in the chosen protocol."""
+    from vtx.tools.evaluation import formats, metrics
+
+    form = formats.FORMATS[settings.task]
+    metric = metrics.METRICS[settings.task]
+    if settings.protocol != "lmms-eval":
+        return form, metric
+    return formats.LMMS_EVAL.get(settings.task, form), metrics.LMMS_EVAL.get(settings.task, metric)
+
+
+def _answerer(
+    settings: EvaluationSettings, path: Path, named: tuple[Method, ...], resources: ExitStack
+) -> tuple[Evaluated, tuple[Method, ...]]:
+    """A model here or a cluster, and the methods to ask: those `named`, else the bundle's."""
+    from vtx.tools.bench.methods import find_methods
+    from vtx.tools.evaluation.ask import Evaluated, make_methods
+    from vtx.tools.evaluation.cluster import on_workers
+
+    if settings.cluster is not None:
+        by = on_workers(settings.cluster, path, settings.loading, settings.parallel)
+        if not settings.no_times:
+            note("times are not measured on a cluster")
     else:
-        say_report(in_tables(made))
-    note(f"answers, report and plot are in {target}")
+        model = resources.enter_context(settings.loading.load(path))
+        by = Evaluated.of(model, named, settings.parallel)
+        if settings.coverage is not None and not named:  # what a question gets that names nothing
+            named = make_methods((model.loaded.default_k,), (model.loaded.default_reduce or "none",))
+    manifest = by.bundle.manifest
+    return by, named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
+
+
+def _ask(
+    settings: EvaluationSettings, by: Evaluated, questions: QuestionSet, methods: tuple[Method, ...], target: Path
+) -> Asked:
+    """Every question under every method, with a prediction before and a bar during."""
+    from vtx.runtime.units import counted, duration
+    from vtx.tools.evaluation.ask import TIMED, ask_all
+
+    amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
+
+    def predict(seconds: float) -> None:
+        note(f"{amount}, {counted(len(methods), 'method')}; predicted: at most {duration(seconds)}")
+
+    with bar() as report:
+        return ask_all(
+            by, questions, methods, settings.max_new_tokens, target / "answers.jsonl", report=report,
+            guide=settings.guide, timed=0 if settings.no_times else TIMED, predict=predict,
+        )  # fmt: skip
 
 
 def _accept(folder: Path, acceptance: Acceptance | None, target: float, sign: Path | None) -> None:
     """Write a threshold into the bundle's card, and say what it is."""
-    from dataclasses import replace
-
     from vtx.runtime.bundle.bundle import CARD, Bundle
     from vtx.runtime.bundle.card import read_card, write_card
     from vtx.runtime.bundle.seal import SIGNATURE, SigningKey

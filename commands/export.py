@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,10 +34,58 @@ DEMO = f"demo-k{DEMO_K}-fp16"
 READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else is said
 
 if TYPE_CHECKING:
+    from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
     from vtx.exporter.bundling.prepare import Plan
+    from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.tools.data.items import Data
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """The options of vtx-export."""
+
+    model: str
+    ks: tuple[int, ...] | Literal["auto"]
+    precision: str | None
+    vision_precision: str | None
+    head_precision: str | None
+    int4_block: str
+    kv_precision: str | None
+    max_context: int | None
+    out: Path | None
+    chat_template: Path | None
+    tower: str | None
+    allow_pickle: bool
+    gates: Path | None
+    calibration: str | None
+    images: Path | None
+    allow_changed_answers: bool
+    activation_aware: bool
+    arithmetic: str
+    dialects: tuple[str, ...]
+    reductions: tuple[str, ...]
+    text_tower: str | None
+    retain: float | None
+    max_memory: int | None
+    stage_layers: int | None
+    downsample: str | None
+    cameras: tuple[str, ...]
+    force: bool
+    as_json: bool
+    sign: Path | None
+    release: str | None
+    until: str | None
+
+    @property
+    def demo(self) -> bool:
+        return self.model == "demo"
+
+    @property
+    def one_k(self) -> bool:
+        """True if a calibration chooses K."""
+        return self.ks == "auto" and self.gates is None
 
 
 def _chosen_ks(
@@ -111,98 +160,114 @@ def _chosen_ks(
            "run.", metavar="NAME=N"),
     option("--until", str, "Last valid day of the signed release (UTC); devices refuse it afterwards.",
            metavar="YYYY-MM-DD"),
+    record=ExportSettings,
 )  # fmt: skip
-def export(
-    model: str, ks: tuple[int, ...] | Literal["auto"], precision: str | None, vision_precision: str | None,
-    head_precision: str | None, kv_precision: str | None, max_context: int | None, out: Path | None,
-    chat_template: Path | None,
-    gates: Path | None, calibration: str | None, images: Path | None, dialects: tuple[str, ...],
-    reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
-    activation_aware: bool, allow_changed_answers: bool,
-    sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
-    tower: str | None, allow_pickle: bool, int4_block: str,
-    arithmetic: str, cameras: tuple[str, ...], downsample: str | None, stage_layers: int | None,
-) -> None:  # fmt: skip
+def export(settings: ExportSettings) -> None:
     """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
 
     An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     need_exporter()
-    from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
-    from vtx.exporter.bundling.fidelity import SAMPLES as ARITHMETIC_SAMPLES
-    from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
     from vtx.exporter.bundling.predict import check_memory
     from vtx.exporter.bundling.prepare import load_template, plan_export
     from vtx.exporter.bundling.staging import check_target
     from vtx.runtime.bundle.seal import SigningKey
-    from vtx.runtime.precision import PRECISIONS
-    from vtx.tools.data.items import SCENES, read_data
-    from vtx.tools.fit.retain import SAMPLES as RETAIN_SAMPLES
-    from vtx.tools.fit.retain import Retain
 
-    if out is not None:
-        check_target(out.expanduser().absolute(), force)
-    key = SigningKey.load(sign) if sign else None
-    numbered = _numbered(release, until, signed=key is not None)
-    template = load_template(chat_template) if chat_template else None
-    one_k = ks == "auto" and gates is None
-    if calibration is not None and not one_k and retain is None and not activation_aware and arithmetic != "measured":
+    if settings.out is not None:
+        check_target(settings.out.expanduser().absolute(), settings.force)
+    key = SigningKey.load(settings.sign) if settings.sign else None
+    release = _numbered(settings.release, settings.until, signed=key is not None)
+    template = load_template(settings.chat_template) if settings.chat_template else None
+    _check_questions(settings)
+    options = _options(settings, template, release)
+    if settings.demo:
+        note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
+    elif not os.path.exists(settings.model):
+        check_hub_id(settings.model)
+    note(READING)
+    plan = plan_export(options)
+    check_memory(plan.prediction, settings.max_memory)
+    depth = options.ks if isinstance(options.ks, str) else "-".join(map(str, options.ks)) or "none"
+    out = settings.out or Path(f"vtx-{plan.name}-k{depth}-{plan.precisions.decoder}")
+    folder = export_with_bar(plan, out, key, force=settings.force)
+    if options.calibration and options.calibration.warning:
+        note(f"warning: {options.calibration.warning}")
+    if settings.as_json:
+        from vtx.runtime.bundle.bundle import Bundle
+        from vtx.runtime.report.inspect import describe
+
+        say_json(describe(Bundle.open(folder)))
+
+
+def _check_questions(settings: ExportSettings) -> None:
+    """Raise click's UsageError for questions without a use, or a permission for what cannot happen."""
+    from vtx.runtime.precision import PRECISIONS
+
+    uses = (settings.one_k, settings.retain is not None, settings.activation_aware, settings.arithmetic == "measured")
+    if settings.calibration is not None and not any(uses):
         raise click.UsageError(
             "--calibration chooses one K, thresholds, factors or arithmetic; it goes with --k auto without --gates, "
             "--retain, --activation-aware or --arithmetic measured"
         )
-    if images is not None and calibration is None:
+    if settings.images is not None and settings.calibration is None:
         raise click.UsageError("--images has no effect without --calibration; leave it out")
-    parts = [part for part in (precision, vision_precision, head_precision) if part]
-    integers = kv_precision == "int8" or any(PRECISIONS[part].bits for part in parts)
-    if allow_changed_answers and not integers and (calibration is None or not one_k):
+    parts = filter(None, (settings.precision, settings.vision_precision, settings.head_precision))
+    integers = settings.kv_precision == "int8" or any(PRECISIONS[part].bits for part in parts)
+    if settings.allow_changed_answers and not integers and (settings.calibration is None or not settings.one_k):
         raise click.UsageError(
             "--allow-changed-answers is about the K of --k auto --calibration DATA, and about integer weights, K and "
             "V; leave it out"
         )
-    demo = model == DEMO
 
-    def questions(purpose: str, samples: int) -> Data:
-        if calibration is None and not demo:
-            raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
-        return read_data(calibration or SCENES, images, samples)
 
-    retained = None if retain is None else Retain(retain, questions("--retain counts on", RETAIN_SAMPLES))
-    aware = questions("--activation-aware measures", AWARE_SAMPLES) if activation_aware else None
-    measured = None
-    if arithmetic != "f32":
-        asked = None if one_k or calibration is None else read_data(calibration, images, ARITHMETIC_SAMPLES)
-        measured = MeasuredArithmetic(asked, arithmetic == "measured", max_memory)
-    chosen = None
-    if calibration is not None and one_k:
+def _options(settings: ExportSettings, template: str | None, release: BundleRelease | None) -> ExportOptions:
+    """The options of the exporter, with the questions that they need; a calibration that they ask for is made."""
+    from vtx.exporter.bundling.activation_aware import SAMPLES as AWARE_SAMPLES
+    from vtx.exporter.bundling.options import ExportOptions
+    from vtx.tools.fit.retain import SAMPLES as RETAIN_SAMPLES
+    from vtx.tools.fit.retain import Retain
+
+    s = settings
+    retain = None if s.retain is None else Retain(s.retain, _questions(s, "--retain counts on", RETAIN_SAMPLES))
+    aware = _questions(s, "--activation-aware measures", AWARE_SAMPLES) if s.activation_aware else None
+    arithmetic = _arithmetic(s)
+    choice = None
+    if s.calibration is not None and s.one_k:
         from vtx.commands.calibrate import calibrated
 
-        chosen = calibrated(
-            calibration, images, model, template, tower, allow_pickle=allow_pickle, downsample=downsample
+        choice = calibrated(
+            s.calibration, s.images, s.model, template, s.tower, allow_pickle=s.allow_pickle, downsample=s.downsample
         )
-    ks = (chosen.k,) if chosen else ks
-    options = ExportOptions(
-        model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
-        allow_changed_answers, measured, numbered, cameras, downsample, stage_layers,
+    return ExportOptions(
+        s.model, (choice.k,) if choice else s.ks, s.precision, s.max_context, template, s.gates, choice, s.dialects,
+        s.reductions, s.vision_precision, s.head_precision, s.kv_precision, retain, aware, s.text_tower, s.tower,
+        s.allow_pickle, int(s.int4_block), s.allow_changed_answers, arithmetic, release, s.cameras, s.downsample,
+        s.stage_layers,
     )  # fmt: skip
-    if demo:
-        note("exporting the built-in demo model; --model exports a Hugging Face id or a directory")
-    if not os.path.exists(model) and not demo:
-        check_hub_id(model)
-    note(READING)
-    plan = plan_export(options)
-    check_memory(plan.prediction, max_memory)
-    depth = ks if isinstance(ks, str) else "-".join(map(str, ks)) or "none"
-    made = export_with_bar(plan, out or Path(f"vtx-{plan.name}-k{depth}-{plan.precisions.decoder}"), key, force=force)
-    if chosen and chosen.warning:
-        note(f"warning: {chosen.warning}")
-    if as_json:
-        from vtx.runtime.bundle.bundle import Bundle
-        from vtx.runtime.report.inspect import describe
 
-        say_json(describe(Bundle.open(made)))
+
+def _questions(settings: ExportSettings, purpose: str, samples: int) -> Data:
+    """The questions of --calibration, for the demo model scenes if it is left out."""
+    from vtx.tools.data.items import SCENES, read_data
+
+    if settings.calibration is None and not settings.demo:
+        raise click.UsageError(f"{purpose} questions about images; name some with --calibration DATA, or scenes")
+    return read_data(settings.calibration or SCENES, settings.images, samples)
+
+
+def _arithmetic(settings: ExportSettings) -> MeasuredArithmetic | None:
+    """The measurement of narrower arithmetic; None if it is left out."""
+    from vtx.exporter.bundling.fidelity import SAMPLES
+    from vtx.exporter.bundling.options import MeasuredArithmetic
+    from vtx.tools.data.items import read_data
+
+    if settings.arithmetic == "f32":
+        return None
+    questions = None
+    if settings.calibration is not None and not settings.one_k:
+        questions = read_data(settings.calibration, settings.images, SAMPLES)
+    return MeasuredArithmetic(questions, settings.arithmetic == "measured", settings.max_memory)
 
 
 def _numbered(release: str | None, until: str | None, *, signed: bool) -> BundleRelease | None:
@@ -227,24 +292,49 @@ def _numbered(release: str | None, until: str | None, *, signed: bool) -> Bundle
 
 def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, force: bool) -> Path:
     """Export with predicted disk and memory before, bars during, and the measured figures after."""
-    import time
-
     from vtx.exporter.bundling.export import run_export
+    from vtx.tools.common.memory import peak
+
+    _say_prediction(plan)
+    exported_with: int | None = None
+    with bar(in_bytes=("weights", "checksums")) as progress:
+
+        def report(phase: str, done: int, total: int) -> None:
+            nonlocal exported_with
+            if phase == "arithmetic" and exported_with is None:  # the engine's memory comes after the export's own
+                exported_with = peak()
+            progress(phase, done, total)
+
+        bundle = run_export(plan, out, force=force, report=report, say=note, sign=sign)
+    _say_measured(plan, bundle, exported_with or peak() or 0)
+    remember(bundle.folder)
+    depth = ", ".join(map(str, plan.ks)) or "none"
+    name = shlex.quote(str(out))
+    k = bundle.manifest.default_k
+    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {name} image.jpg "question"')
+    if k is not None and plan.options.calibration is None:
+        withdrawn = "where a gate says so" if k == "auto" else f"at K = {k}"
+        note(
+            f"without a card the image leaves {withdrawn}; for quoted text measure first: vtx-fit {name} --questions "
+            "questions.jsonl"
+        )
+    return Path(bundle.folder)
+
+
+def _say_prediction(plan: Plan) -> None:
+    """Print remarks on the checkpoint, and the predicted disk and memory of export and bundle."""
     from vtx.runtime.backends.engines import ENGINES, EXPANDED
     from vtx.runtime.backends.ort.library import int8_kv_obstacle, onnxruntime_release
-    from vtx.runtime.bundle.spec.names import UNTYPED
-    from vtx.runtime.bundle.tensors import float16_overflow
     from vtx.runtime.precision import KV_TYPES, PRECISIONS
-    from vtx.runtime.process import STARTED
-    from vtx.runtime.report.inspect import INT8_KV, fidelity_lines
-    from vtx.runtime.units import duration, size
-    from vtx.tools.common.memory import peak
+    from vtx.runtime.report.inspect import INT8_KV
+    from vtx.runtime.units import size
 
     for line in plan.checkpoint.notes:
         note(line)
     for warning in plan.warnings:
         note(f"warning: {warning}")
-    predicted, p = plan.prediction, plan.precisions
+    predicted = plan.prediction
+    p = plan.precisions
     linked = f", {size(predicted.linked)} of it linked or copied unchanged" if predicted.linked else ""
     note(f"predicted: {size(predicted.disk)} of disk{linked}; {size(predicted.export_memory)} of memory to export,")
     engine = ENGINES[predicted.engine]
@@ -261,26 +351,26 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
             note(f"warning: to answer with onnxruntime here, {obstacle}")
     for spec in plan.reductions.specs:
         note(f"reduces:   {spec}")
-    exported_with: int | None = None
-    with bar(in_bytes=("weights", "checksums")) as progress:
 
-        def report(phase: str, done: int, total: int) -> None:
-            nonlocal exported_with
-            if phase == "arithmetic" and exported_with is None:  # the engine's memory comes after the export's own
-                exported_with = peak()
-            progress(phase, done, total)
 
-        bundle = run_export(plan, out, force=force, report=report, say=note, sign=sign)
+def _say_measured(plan: Plan, bundle: Bundle, memory: int) -> None:
+    """Print the measured disk, memory and time beside their prediction, and the fidelity of the bundle."""
+    import time
+
+    from vtx.runtime.bundle.spec.names import UNTYPED
+    from vtx.runtime.bundle.tensors import float16_overflow
+    from vtx.runtime.process import STARTED
+    from vtx.runtime.report.inspect import fidelity_lines
+    from vtx.runtime.units import duration, size
 
     def compared(measured: int, predicted: int) -> str:
         error = f", {predicted / measured - 1:+.0%}" if measured else ""
         return f"{size(measured)} (predicted {size(predicted)}{error})"
 
     disk = sum(record.bytes for record in bundle.manifest.files.values())
-    memory = exported_with or peak() or 0
     note(
-        f"measured:  {compared(disk, predicted.disk)} of disk, {compared(memory, predicted.export_memory)} of memory, "
-        f"{duration(time.monotonic() - STARTED)}"
+        f"measured:  {compared(disk, plan.prediction.disk)} of disk, "
+        f"{compared(memory, plan.prediction.export_memory)} of memory, {duration(time.monotonic() - STARTED)}"
     )
     for line in fidelity_lines(bundle.manifest):
         note(line)
@@ -295,17 +385,6 @@ def export_with_bar(plan: Plan, out: Path, sign: SigningKey | None = None, *, fo
         note(f"           {bundle.manifest.reductions[0]}")
     if scaled := bundle.manifest.record.get("activation_aware"):
         note(f"scaled by the activations of {scaled['items']} items of {scaled['data']}")
-    remember(bundle.folder)
-    depth = ", ".join(map(str, plan.ks)) or "none"
-    named, k = shlex.quote(str(out)), bundle.manifest.default_k
-    note(f'made {bundle.folder} (K = {depth}); ask it with: vtx-run --bundle {named} image.jpg "question"')
-    if k is not None and plan.options.calibration is None:
-        withdrawn = "where a gate says so" if k == "auto" else f"at K = {k}"
-        note(
-            f"without a card the image leaves {withdrawn}; for quoted text measure first: vtx-fit {named} --questions "
-            "questions.jsonl"
-        )
-    return Path(bundle.folder)
 
 
 def find_bundle(
@@ -315,20 +394,9 @@ def find_bundle(
 
     Of a hub's `model`, ORG/NAME or ORG/NAME@REVISION, the one in the cache, fetched and exported now if it is absent.
     """
-    own_ks = [k for k in ks if k not in (None, "default", "card")]
+    depths = [k for k in ks if k not in (None, "default", "card")]
     if model:
-        if given("bundle") or given("bundles"):
-            raise click.UsageError("--model and --bundle both name what to ask; leave one out")
-        if os.path.exists(model):
-            raise click.UsageError(f"--model {model} is on this disk, not on the hub; vtx-export --model exports it")
-        check_hub_id(model)
-        depth = "-".join(map(str, own_ks)) or "none"
-        chosen: tuple[int, ...] | Literal["auto"] = (
-            "auto" if "auto" in own_ks else tuple(k for k in own_ks if isinstance(k, int))
-        )
-        why = f"the first use of {model} like this: fetching and exporting it; vtx-cache lists what is kept"
-        name = "-".join([model.replace("/", "--"), f"k{depth}", *([precision] if precision else [])])
-        return _from_cache(name, why, model, chosen, precision)
+        return _of_hub(model, depths, precision)
     if precision:
         raise click.UsageError("--precision goes with --model; a bundle has its precision from vtx-export")
     if named:
@@ -337,7 +405,7 @@ def find_bundle(
         if os.path.isfile(last / "vtx.json"):  # Path.is_file may raise
             return last
         note(f"the bundle exported last, {last}, is gone")
-    if (absent := [k for k in own_ks if k != DEMO_K]) and not os.path.isfile(cache.folder() / DEMO / "vtx.json"):
+    if (absent := [k for k in depths if k != DEMO_K]) and not os.path.isfile(cache.folder() / DEMO / "vtx.json"):
         gates = " --gates FILE (from vtx-train-gate)" if absent[0] == "auto" else ""
         raise click.UsageError(
             f"no bundle yet, and the demo model's, which would be exported now, has only K = none and {DEMO_K}, "
@@ -347,10 +415,26 @@ def find_bundle(
     return _from_cache(DEMO, why, "demo", (DEMO_K,), "fp16")
 
 
+def _of_hub(model: str, depths: Sequence[Depth], precision: str | None) -> Path:
+    """The bundle of a hub's model in the cache."""
+    if given("bundle") or given("bundles"):
+        raise click.UsageError("--model and --bundle both name what to ask; leave one out")
+    if os.path.exists(model):
+        raise click.UsageError(f"--model {model} is on this disk, not on the hub; vtx-export --model exports it")
+    check_hub_id(model)
+    depth = "-".join(map(str, depths)) or "none"
+    ks: tuple[int, ...] | Literal["auto"] = tuple(k for k in depths if isinstance(k, int))
+    if "auto" in depths:
+        ks = "auto"
+    why = f"the first use of {model} like this: fetching and exporting it; vtx-cache lists what is kept"
+    name = "-".join([model.replace("/", "--"), f"k{depth}", *([precision] if precision else [])])
+    return _from_cache(name, why, model, ks, precision)
+
+
 def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["auto"], precision: str | None) -> Path:
     """The bundle `name` of the cache, kept from removal until the command ends; exported now if it is not there."""
     out = cache.folder() / name
-    if (held := cache.hold(out)) is None:
+    if (lock := cache.hold(out)) is None:
         need_exporter()
         from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
         from vtx.exporter.bundling.prepare import plan_export
@@ -359,12 +443,12 @@ def _from_cache(name: str, why: str, model: str, ks: tuple[int, ...] | Literal["
         measured = None if name == DEMO else MeasuredArithmetic()
         options = ExportOptions(model, ks, precision, arithmetic=measured)
         with cache.adding(out, note):
-            if (held := cache.hold(out)) is None:  # no other process made it meanwhile
+            if (lock := cache.hold(out)) is None:  # no other process made it meanwhile
                 plan = plan_export(options)
                 for removed in cache.trim(cache.limit(), plan.prediction.disk, out):
                     note(f"removed {removed} from the cache, which is limited by {cache.LIMIT}")
                 export_with_bar(plan, out, force=True)
-                held = cache.hold(out)
-    if held is not None:
-        click.get_current_context().call_on_close(partial(os.close, held))
+                lock = cache.hold(out)
+    if lock is not None:
+        click.get_current_context().call_on_close(partial(os.close, lock))
     return out

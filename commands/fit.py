@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,41 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.card import Card
     from vtx.runtime.bundle.seal import SigningKey
+    from vtx.tools.bench.machine import Machine
     from vtx.tools.fit.asking import Questions
+    from vtx.tools.fit.fit import Fitted
+    from vtx.tools.fit.search import Budget
     from vtx.tools.fit.settings import LoadedOn
+
+
+@dataclass(frozen=True, slots=True)
+class FitSettings:
+    """The options of vtx-fit."""
+
+    bundles: tuple[Path, ...]
+    questions: str
+    images: Path | None
+    samples: int | None
+    keep: float
+    accuracy_drop: float | None
+    first_token: float | None
+    per_token: float | None
+    memory: float | None
+    profile: str | None
+    max_new_tokens: int
+    seed: int
+    loading: Loading
+    sign: Path | None
+    no_card: bool
+    check: bool
+    out: Path | None
+    as_json: bool
+
+    @property
+    def threads(self) -> int:
+        from vtx.runtime.host.machine import cores
+
+        return cores() if self.loading.threads is None else self.loading.threads
 
 
 def _share(_: click.Context, __: click.Parameter, value: str) -> float:
@@ -62,13 +95,9 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
     option("--check", bool, "Only check the bundle's existing card on these questions."),
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-fit-BUNDLE]."),
     "report",
+    record=FitSettings,
 )  # fmt: skip
-def fit(
-    bundles: tuple[Path, ...], questions: str, images: Path | None, samples: int | None, keep: float,
-    accuracy_drop: float | None, first_token: float | None, per_token: float | None, memory: float | None,
-    profile: str | None, max_new_tokens: int, seed: int, loading: Loading, sign: Path | None, no_card: bool,
-    check: bool, out: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+def fit(settings: FitSettings) -> None:
     """Find the fastest configuration of a model's bundles within a budget, and write it into a card.
 
     Half of the images are used to search over precision (the bundles), arithmetic, K, reductions, tiles and pixels.
@@ -77,82 +106,126 @@ def fit(
     """
     end_on_sigterm()
     from vtx.runtime.bundle.bundle import Bundle
-    from vtx.runtime.bundle.seal import SIGNATURE, SigningKey
-    from vtx.runtime.host.machine import cores
-    from vtx.runtime.units import counted, duration
+    from vtx.runtime.bundle.seal import SigningKey
     from vtx.tools.bench.machine import describe
-    from vtx.tools.common.files import write_json
-    from vtx.tools.data.items import SCENES, read_data
-    from vtx.tools.data.journal import ResultJournal
-    from vtx.tools.fit.asking import KeptAnswers, Questions, split
+    from vtx.tools.fit.asking import split
     from vtx.tools.fit.fit import check_enough
-    from vtx.tools.fit.fit import fit as search
-    from vtx.tools.fit.kinds import fit_kinds
-    from vtx.tools.fit.report import data_of, draw_front, in_tables, make_card, to_dict
-    from vtx.tools.fit.search import Budget
-    from vtx.tools.fit.settings import find_settings
+    from vtx.tools.fit.report import make_card
 
-    if accuracy_drop is not None and given("keep"):
-        raise RequestError("--keep and --accuracy-drop are mutually exclusive; give one of them")
-    least = keep if accuracy_drop is None else 1 - accuracy_drop / 100
-    budget = Budget(least, first_token, per_token, accuracy_drop is not None)
-    key = None if sign is None else SigningKey.load(sign)
-    opened = [Bundle.open(folder) for folder in bundles]
-    if samples is None and questions == SCENES:
-        raise RequestError("--questions scenes draws as many scenes as it is told; give a number, e.g. --samples 1200")
-    asked = Questions.of(read_data(questions, images, 1 << 30 if samples is None else samples, seed))
-    if check:
-        _check_cards(opened, asked)
+    budget = _budget(settings)
+    key = None if settings.sign is None else SigningKey.load(settings.sign)
+    bundles = [Bundle.open(folder) for folder in settings.bundles]
+    questions = _questions(settings)
+    if settings.check:
+        _check_cards(bundles, questions)
         return
-    signed = [bundle for bundle in opened if bundle.files.exists("vtx.json" + SIGNATURE)]
-    if signed and key is None and not no_card:
+    if key is None and not settings.no_card:
+        _check_unsigned(bundles)
+    for line in questions.data.skipped:
+        note(f"skipped {line}")
+    check_enough(questions, split(questions, settings.seed)[1], budget)
+    target = settings.out or Path(f"vtx-fit-{bundles[0].folder.name}")
+    machine = describe()
+    fitted = _search(settings, budget, bundles, questions, target, machine)
+    _report(fitted, questions, target, machine, as_json=settings.as_json)
+    if fitted.chosen is None:
+        raise RequestError("; ".join(fitted.verdict[:2]))
+    if not settings.no_card:
+        card = make_card(fitted, fitted.chosen, questions, machine, settings.max_new_tokens, settings.threads)
+        _write_card(fitted.chosen.on.bundle.folder, card, key)
+    note(f"answers, report and plot are in {target}")
+
+
+def _budget(settings: FitSettings) -> Budget:
+    from vtx.tools.fit.search import Budget
+
+    drop = settings.accuracy_drop
+    if drop is not None and given("keep"):
+        raise RequestError("--keep and --accuracy-drop are mutually exclusive; give one of them")
+    least = settings.keep if drop is None else 1 - drop / 100
+    return Budget(least, settings.first_token, settings.per_token, drop is not None)
+
+
+def _questions(settings: FitSettings) -> Questions:
+    from vtx.tools.data.items import SCENES, read_data
+    from vtx.tools.fit.asking import Questions
+
+    if settings.samples is None and settings.questions == SCENES:
+        raise RequestError("--questions scenes draws as many scenes as it is told; give a number, e.g. --samples 1200")
+    samples = 1 << 30 if settings.samples is None else settings.samples
+    return Questions.of(read_data(settings.questions, settings.images, samples, settings.seed))
+
+
+def _check_unsigned(bundles: Sequence[Bundle]) -> None:
+    """Raise RequestError if a bundle is signed: its card would have to be, too."""
+    from vtx.runtime.bundle.seal import SIGNATURE
+
+    signed = [bundle for bundle in bundles if bundle.files.exists("vtx.json" + SIGNATURE)]
+    if signed:
         raise RequestError(
             f"{signed[0].folder} is signed, and devices that ask for its signature refuse a card without one; give the "
             "key with --sign KEY, or leave the bundle as it is with --no-card"
         )
-    for line in asked.data.skipped:
-        note(f"skipped {line}")
-    check_enough(asked, split(asked, seed)[1], budget)
-    threads = cores() if loading.threads is None else loading.threads
-    engines, usable = _engines(opened, loading, profile, max_new_tokens)
-    limits = [usable, None if memory is None else int(memory * 1e9)]
-    most = min((limit for limit in limits if limit is not None), default=None)
-    reference, settings = find_settings(engines, most, cache(asked.sizes))
-    target, machine = out or Path(f"vtx-fit-{opened[0].folder.name}"), describe()
+
+
+def _search(
+    settings: FitSettings, budget: Budget, bundles: Sequence[Bundle], questions: Questions, target: Path,
+    machine: Machine,
+) -> Fitted:  # fmt: skip
+    """The fastest configuration within the budget, for all questions and for each kind."""
+    from vtx.runtime.units import counted, duration
+    from vtx.tools.data.journal import ResultJournal
+    from vtx.tools.fit.asking import KeptAnswers
+    from vtx.tools.fit.fit import fit as search
+    from vtx.tools.fit.kinds import fit_kinds
+    from vtx.tools.fit.settings import find_settings
+
+    engines, usable = _engines(bundles, settings.loading, settings.profile, settings.max_new_tokens)
+    limits = [usable, None if settings.memory is None else int(settings.memory * 1e9)]
+    memory = min((limit for limit in limits if limit is not None), default=None)
+    reference, candidates = find_settings(engines, memory, cache(questions.sizes))
     identity = {
-        "model": reference.on.digest, "--max-new-tokens": max_new_tokens, "--threads": threads, "machine": machine.cpu,
-        "set of packages": dict(machine.versions),
+        "model": reference.on.digest, "--max-new-tokens": settings.max_new_tokens, "--threads": settings.threads,
+        "machine": machine.cpu, "set of packages": dict(machine.versions),
     }  # fmt: skip
     note(
-        f"{counted(len(settings), 'configuration')} of {counted(len(opened), 'bundle')}, "
-        f"{counted(len(asked.digests), 'question')}; compared with {reference.name}"
+        f"{counted(len(candidates), 'configuration')} of {counted(len(bundles), 'bundle')}, "
+        f"{counted(len(questions.digests), 'question')}; compared with {reference.name}"
     )
+
+    def predict(seconds: float) -> None:
+        note(f"predicted: at most {duration(seconds)}")
+
     with (
         ResultJournal(target / "answers.jsonl", identity) as journal,
         bar() as report,
-        KeptAnswers(asked, journal, max_new_tokens, threads, report, of_right=budget.of_right) as answers,
+        KeptAnswers(
+            questions, journal, settings.max_new_tokens, settings.threads, report, of_right=budget.of_right
+        ) as answers,
     ):
-        fitted = search(
-            settings, reference, answers, budget, seed, lambda seconds: note(f"predicted: at most {duration(seconds)}")
-        )
-        fitted = replace(fitted, kinds=fit_kinds(fitted, answers, seed))
+        fitted = search(candidates, reference, answers, budget, settings.seed, predict)
+        return replace(fitted, kinds=fit_kinds(fitted, answers, settings.seed))
+
+
+def _report(fitted: Fitted, questions: Questions, target: Path, machine: Machine, *, as_json: bool) -> None:
+    """Write the report and its plot, and print it."""
+    from vtx.tools.common.files import write_json
+    from vtx.tools.fit.report import data_of, draw_front, in_tables, to_dict
+
     for line in fitted.skipped:
         note(f"skipped {line}")
-    found = to_dict(fitted, asked, machine)
-    write_json(target / "report.json", found)
-    data = data_of(fitted, asked)
+    report = to_dict(fitted, questions, machine)
+    write_json(target / "report.json", report)
+    data = data_of(fitted, questions)
     title = f"{data.held_out_questions} questions of {data.source} held out; bars: upper ends; {machine.cpu}"
     try:
         draw_front(fitted, title, target / "front.png")
     except DeviceError as e:
         note(f"plot skipped: {e}; rerun to draw it, answers are kept")
-    say_json(found) if as_json else say_report(in_tables(fitted, asked, machine))
-    if fitted.chosen is None:
-        raise RequestError("; ".join(fitted.verdict[:2]))
-    if not no_card:
-        card = make_card(fitted, fitted.chosen, asked, machine, max_new_tokens, threads)
-        _write_card(fitted.chosen.on.bundle.folder, card, key)
-    note(f"answers, report and plot are in {target}")
+    if as_json:
+        say_json(report)
+    else:
+        say_report(in_tables(fitted, questions, machine))
 
 
 def _check_cards(bundles: Sequence[Bundle], asked: Questions) -> None:

@@ -23,7 +23,8 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
     from vtx.runtime.units import size
 
     opened = Bundle.open(last_bundle(named_once(bundle, named)), key=loading.key)
-    facts, card = describe(opened), read_card(opened)
+    facts = describe(opened)
+    card = read_card(opened)
     if as_json:
         say_json({**facts, **({} if card is None else {"card": json_value(card)})})
         return
@@ -38,10 +39,11 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
         video = facts["video"]["parameters"]
         sampled = f"{video['a_second']:g} frames a second, at most " if "a_second" in video else ""
         say(f"videos: {sampled}{video['frames']} frames (--frames), {facts['video']['max_tokens']} tokens")
-    whole, weights = size(facts["bytes"]["all"]), size(facts["bytes"]["weights"])
+    description = size(facts["bytes"]["all"])
+    weights = size(facts["bytes"]["weights"])
     if KV_DTYPES[facts["kv_dtype"]].scaled:
         say(INT8_KV)
-    say(f"context {facts['max_context']}; {whole}, {weights} of it weights")
+    say(f"context {facts['max_context']}; {description}, {weights} of it weights")
     if facts["activation_aware"]:
         say(f"activation-aware: channels scaled by what {facts['activation_aware']} questions put through them")
     for line in fidelity_lines(opened.manifest):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,38 @@ from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say, say_json, table
 
 if TYPE_CHECKING:
-    from vtx.tools.estimate.plan import CostPlan, PrecisionCost
+    from vtx.runtime.bundle.spec.stored import Precisions
+    from vtx.runtime.host.profiles import Profile
+    from vtx.tools.estimate.plan import CostPlan, PrecisionCost, Workload
     from vtx.tools.estimate.sizes import ModelSize
     from vtx.tools.tensorrt.support import EngineSupport
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """The options of vtx-plan."""
+
+    model: str
+    picture: tuple[int, int]
+    sequence: int | None
+    text: int
+    ks: tuple[int | None, ...]
+    rest: str | None
+    reduction: str
+    precisions: tuple[str, ...]
+    vision_precision: str | None
+    head_precision: str | None
+    max_new_tokens: int
+    profile: str | None
+    engine: str | None
+    jetpack: str | None
+    as_json: bool
+    plot: Path | None
+
+    @property
+    def decoder_precisions(self) -> tuple[str, ...]:
+        """Each named precision once, by default all."""
+        return tuple(dict.fromkeys(self.precisions or PRECISIONS))
 
 
 def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
@@ -58,66 +88,104 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
            metavar="VERSION"),
     option("--json as_json", bool, "Print only one JSON object."),
     "plot",
+    record=PlanSettings,
 )  # fmt: skip
-def plan(
-    model: str, picture: tuple[int, int], sequence: int | None, text: int, ks: tuple[int | None, ...],
-    rest: str | None, reduction: str, precisions: tuple[str, ...], vision_precision: str | None,
-    head_precision: str | None,
-    max_new_tokens: int, profile: str | None, engine: str | None, jetpack: str | None,
-    as_json: bool, plot: Path | None,
-) -> None:  # fmt: skip
+def plan(settings: PlanSettings) -> None:
     """Calculate the cost of a model: FLOPs, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
-    from vtx.runtime.policies.make import read_rest
-    from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import Workload, make_plan
     from vtx.tools.estimate.weights import precisions_of
-    from vtx.tools.tensorrt.memory import buildable_layers
-    from vtx.tools.tensorrt.support import choose_engine, engines_on
 
-    if sequence is not None and given("picture"):
-        raise click.UsageError("--sequence and --image-size are mutually exclusive")
-    if profile is None and (engine or jetpack):
-        raise click.UsageError("--device and --jetpack need --profile")
-    if rest is not None and ks and not any(ks):
-        raise click.UsageError("--rest is what stays from K on, and --k is none; name a K")
-    device = None if profile is None else load_profile(profile)
-    size = find_size(model)
-    image, views = size.picture(*picture)
-    if size.action_tokens and not given("max_new_tokens"):
-        max_new_tokens = size.action_tokens
-    work = Workload(text, image, max_new_tokens, views)
-    if sequence is not None:
-        work = Workload(text, sequence - text, max_new_tokens)
-    parts = {p: precisions_of(size, p, vision_precision, head_precision) for p in precisions or PRECISIONS}
-    if size.action is not None and (engine or jetpack):
-        raise click.UsageError("--device and --jetpack are for models that answer in words; this one acts")
-    engines = () if device is None or size.action is not None else engines_on(device, size, parts)
-    counted = choose_engine(engines, engine, jetpack) if engines else None
-    costs = make_plan(
-        size, work, ks, tuple(parts), device, vision_precision, head_precision,
-        engine=None if counted is None else counted.cost, reductions=parse(reduction),
-        rest=0 if rest is None else read_rest(rest),
-    )  # fmt: skip
-    builds = dict[str, int]()  # by precision, the layers of a graph that the device can make an engine of
-    if device is not None and device.kind == "jetson" and counted is not None and counted.device == "tensorrt":
-        builds = {name: buildable_layers(size, p, device.usable_bytes) for name, p in parts.items()}
-    seen = picture if sequence is None and size.vision is not None and size.layout is not None else None
-    if plot is not None:
+    _check(settings)
+    device = None if settings.profile is None else load_profile(settings.profile)
+    size = find_size(settings.model)
+    work = _workload(settings, size)
+    parts = {
+        precision: precisions_of(size, precision, settings.vision_precision, settings.head_precision)
+        for precision in settings.decoder_precisions
+    }
+    engines, engine = _engines(settings, size, device, parts)
+    costs = _costs(settings, size, work, device, engine)
+    builds = _buildable(size, device, engine, parts)
+    picture = None
+    if settings.sequence is None and size.vision is not None and size.layout is not None:
+        picture = settings.picture
+    if settings.plot is not None:
         from vtx.tools.estimate.plot import plot_plan
 
-        plot_plan(costs, plot)
-    if as_json:
-        found = {"image_size": seen, "engines": [engine.to_dict() for engine in engines], "build_layers": builds}
-        say_json({**costs.to_dict(), **found, "counted_for": counted and counted.software})
+        plot_plan(costs, settings.plot)
+    if settings.as_json:
+        extra = {"image_size": picture, "engines": [engine.to_dict() for engine in engines], "build_layers": builds}
+        say_json({**costs.to_dict(), **extra, "counted_for": engine and engine.software})
         return
-    _show_plan(costs, seen, size, engines, counted)
+    _show_plan(costs, picture, size, engines, engine)
     if builds:
         layers = ", ".join(f"{name} {count or 'none'}" for name, count in builds.items())
         say(f"layers of a graph whose engine can be built on the device (--stage-layers of vtx-export): {layers}")
-    if plot is not None:
-        note(f"drew {plot}")
+    if settings.plot is not None:
+        note(f"drew {settings.plot}")
+
+
+def _check(settings: PlanSettings) -> None:
+    """Raise click's UsageError for options that do not go together."""
+    if settings.sequence is not None and given("picture"):
+        raise click.UsageError("--sequence and --image-size are mutually exclusive")
+    if settings.profile is None and (settings.engine or settings.jetpack):
+        raise click.UsageError("--device and --jetpack need --profile")
+    if settings.rest is not None and settings.ks and not any(settings.ks):
+        raise click.UsageError("--rest is what stays from K on, and --k is none; name a K")
+
+
+def _workload(settings: PlanSettings, size: ModelSize) -> Workload:
+    """The prompt and the answer that are counted."""
+    from vtx.tools.estimate.plan import Workload
+
+    answer = settings.max_new_tokens
+    if size.action_tokens and not given("max_new_tokens"):
+        answer = size.action_tokens
+    if settings.sequence is not None:
+        return Workload(settings.text, settings.sequence - settings.text, answer)
+    image, views = size.picture(*settings.picture)
+    return Workload(settings.text, image, answer, views)
+
+
+def _engines(
+    settings: PlanSettings, size: ModelSize, device: Profile | None, parts: Mapping[str, Precisions]
+) -> tuple[tuple[EngineSupport, ...], EngineSupport | None]:
+    """The engines of the device for the model, and the one that is counted for."""
+    from vtx.tools.tensorrt.support import choose_engine, engines_on
+
+    if size.action is not None and (settings.engine or settings.jetpack):
+        raise click.UsageError("--device and --jetpack are for models that answer in words; this one acts")
+    if device is None or size.action is not None:
+        return (), None
+    engines = engines_on(device, size, parts)
+    return engines, choose_engine(engines, settings.engine, settings.jetpack) if engines else None
+
+
+def _costs(
+    settings: PlanSettings, size: ModelSize, work: Workload, device: Profile | None, engine: EngineSupport | None
+) -> CostPlan:
+    from vtx.runtime.policies.make import read_rest
+    from vtx.runtime.policies.spec import parse
+    from vtx.tools.estimate.plan import make_plan
+
+    return make_plan(
+        size, work, settings.ks, settings.decoder_precisions, device, settings.vision_precision,
+        settings.head_precision, engine=None if engine is None else engine.cost,
+        reductions=parse(settings.reduction), rest=0 if settings.rest is None else read_rest(settings.rest),
+    )  # fmt: skip
+
+
+def _buildable(
+    size: ModelSize, device: Profile | None, engine: EngineSupport | None, parts: Mapping[str, Precisions]
+) -> dict[str, int]:
+    """By precision, the layers of a graph that the device, if it builds engines itself, can make an engine of."""
+    from vtx.tools.tensorrt.memory import buildable_layers
+
+    if device is None or device.kind != "jetson" or engine is None or engine.device != "tensorrt":
+        return {}
+    return {name: buildable_layers(size, precisions, device.usable_bytes) for name, precisions in parts.items()}
 
 
 def _show_plan(

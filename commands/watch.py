@@ -79,11 +79,13 @@ def watch(
             note(line)
         logging.getLogger("vtx").setLevel(logging.INFO)
         with ExitStack() as closing:
-            page, at = None, None
+            page = None
+            at = None
             if port is not None:
                 from vtx.tools.watch.live_page import Page, serving
 
-                page, at = Page(model.loaded.image_formats), closing.enter_context(listening(host, port))
+                page = Page(model.loaded.image_formats)
+                at = closing.enter_context(listening(host, port))
 
             def outputs(config: WatchConfig) -> list[Output]:
                 return [*open_outputs(config), *([] if page is None else [Output("page", page.tell)])]

@@ -38,7 +38,8 @@ class Interruptible:
     def __enter__(self) -> None:
         self._switched = signal.getsignal(signal.SIGINT) is _leave
         if self._switched:
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+            self._hook = sys.unraisablehook
+            sys.unraisablehook = self._unraisable
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vtx.tools.common.cluster import Cluster
 
 Declare = Callable[[Callable[..., None]], Callable[..., None]]
-PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 PRECISION = click.Choice(list(PRECISIONS), case_sensitive=False)
 Depth = int | str | None  # K, "auto" for the gates, "card" for the card's by kind of answer, None for no withdrawal
 
@@ -174,37 +175,34 @@ _SHARED: dict[str, Declare] = {
 }  # fmt: skip
 
 
-def options(*entries: str | Declare) -> Declare:
+def options(*entries: str | Declare, record: type[Any] | None = None) -> Declare:
     """Give a command these options: by name those of several commands, else its own.
 
-    The values of those that a bundle is loaded with are its argument `loading`; "guide" stands for the options of
-    guided answers, which are its argument `guide`, and "cluster" for those of a Ray cluster, its argument `cluster`.
+    Its only argument is then a `record` with a field for each option, or without one it has an argument for each.
+    The options with which a bundle is loaded are together its `loading`; "guide" stands for those of guided answers,
+    which are together its `guide`, and "cluster" for those of a Ray cluster, together its `cluster`.
     """
-    groups = {"guide": _GUIDING, "cluster": _CLUSTER}
-    made_of = [(groups[entry] if isinstance(entry, str) and entry in groups else (entry,)) for entry in entries]
-    entries = tuple(name for names in made_of for name in names)
-    loading, guiding, clustered = (
-        [entry for entry in entries if isinstance(entry, str) and entry in group]
-        for group in (_LOADING, _GUIDING, _CLUSTER)
-    )
+    names = list[str | Declare]()
+    for entry in entries:
+        names += _GROUPS[entry][0] if entry in ("guide", "cluster") else [entry]
 
     def declare(function: Callable[..., None]) -> Callable[..., None]:
         @wraps(function)
         def collected(**values: Any) -> None:
-            given: dict[str, Any] = (
-                {"loading": Loading(**{name: values.pop(name) for name in loading})} if loading else {}
-            )
-            if guiding:
-                given["guide"] = _guide(**{name: values.pop(name) for name in guiding})
-            if clustered:
-                given["cluster"] = _cluster(**{name: values.pop(name) for name in clustered})
-            function(**values, **given)
+            for argument, (group, build) in _GROUPS.items():
+                if parts := {name: values.pop(name) for name in group if name in names}:
+                    values[argument] = build(**parts)
+            if record is None:
+                function(**values)
+            else:
+                function(record(**values))
 
-        made: Callable[..., None] = collected
+        result: Callable[..., None] = collected
         declared = {**_LOADING, **_GUIDING, **_CLUSTER, **_SHARED}
-        for entry in reversed(entries):
-            made = declared[entry](made) if isinstance(entry, str) else entry(made)
-        return made
+        for entry in reversed(names):
+            declaration = declared[entry] if isinstance(entry, str) else entry
+            result = declaration(result)
+        return result
 
     return declare
 
@@ -214,8 +212,8 @@ def _guide(
     *, schema_in_prompt: bool = False, fill: bool = False,
 ) -> Guide | None:  # fmt: skip
     """The form of answers that these options name, or None. Raises RequestError."""
-    for name, chosen in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
-        if chosen and json_schema is None:
+    for name, value in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
+        if value and json_schema is None:
             raise RequestError(f"{name} is for a schema; add --json-schema, or leave {name} out")
     if (json_schema, choices, regex, grammar) == (None, None, None, None):
         return None
@@ -251,6 +249,14 @@ def _cluster(ray_address: str | None, ray_gpus: float | None) -> Cluster | None:
     if ray_gpus is not None and not 0 <= ray_gpus < math.inf:
         raise RequestError(f"--ray-gpus is {ray_gpus}; it must be a number of at least 0")
     return Cluster(ray_address, ray_gpus)
+
+
+# Of options that are one argument: by name their declarations, and what makes the argument from their values.
+_GROUPS: dict[str, tuple[dict[str, Declare], Callable[..., Any]]] = {
+    "loading": (_LOADING, Loading),
+    "guide": (_GUIDING, _guide),
+    "cluster": (_CLUSTER, _cluster),
+}
 
 
 def need_exporter() -> None:

@@ -14,8 +14,6 @@ TEXT = PAGE.with_suffix(".md.in").read_text(encoding="utf-8")
 LIMIT = re.compile(r"\{(?P<module>[\w.]+) (?P<name>[\w.]+) ?(?P<unit>[^}]*)\}")
 # Nothing that is given is refused for these.
 OTHERS = {
-    ("exporter.tuning.judge", "MAX_DROP"): "the accuracy by which a K is chosen",
-    ("exporter.tuning.train", "MAX_NORM"): "gradients are clipped to it",
     ("tools.bench.ceilings.ceilings", "MAX_WEIGHTS"): "a matrix of our own",
     ("exporter.reference.prompts", "MAX_REFERENCE"): "a longer answer is never matched word for word",
     ("tools.data.scenes", "MAX_OBJECTS"): "pictures that vtx draws",

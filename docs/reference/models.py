@@ -18,7 +18,6 @@ from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
-from vtx.exporter.tuning.options import check_tunable
 from vtx.runtime.backends.tensorrt.backend import ACTIONS
 from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import VtxError
@@ -26,6 +25,7 @@ from vtx.runtime.modules import modules_of
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
+from vtx_tune.options import check_tunable
 
 PAGE = Path(__file__).with_suffix(".md")
 TRIED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))

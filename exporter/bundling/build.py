@@ -83,7 +83,8 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     for number, (dialect, graphs) in enumerate(plan.dialects.items(), 1):
         _write_dialect(folder, plan, dialect, graphs, stored)
         report("graphs", number, len(plan.dialects))
-    factors, measured = dict[str, NDArray[Any]](), dict[str, Any]()
+    factors = dict[str, NDArray[Any]]()
+    measured = dict[str, Any]()
     if plan.options.aware is not None:
         if "factors" not in journal.parts:
             found, record = measure_factors(plan, plan.options.aware, report)
@@ -114,7 +115,8 @@ def end(folder: Path, journal: ExportJournal) -> None:
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
-    text, precisions = plan.config.text, plan.precisions
+    text = plan.config.text
+    precisions = plan.precisions
     kv = ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
     blocked = any(weight.scales is not None and weight.scales.shape[1] > 1 for weight in weights.values())
 
@@ -139,8 +141,8 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     write(graphs.vision, precisions.vision, partial(build_vision, c=plan.config, extras=extras))
     frames = plan.config.frames
     if graphs.video and frames is not None:
-        own = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}
-        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights={**weights, **own})
+        frame_weights = {IMAGES + name.removeprefix(VIDEO): w for name, w in weights.items() if name.startswith(VIDEO)}
+        write(graphs.video, precisions.vision, lambda b: build_vision(b, frames), weights={**weights, **frame_weights})
     if graphs.text_tower and tower is not None:
         write(graphs.text_tower, precisions.vision, partial(build_text_tower, spec=tower))
     if graphs.projector:
@@ -182,10 +184,12 @@ def _manifest(
     report: Progress,
 ) -> Manifest:  # fmt: skip
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
-    precisions, options = plan.precisions, plan.options
+    precisions = plan.precisions
+    options = plan.options
     others = {*weights, JOURNAL, FACTORS}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
-    hashed, records = counter(report, "checksums", sum(p.stat().st_size for p in paths)), dict(weights)
+    hashed = counter(report, "checksums", sum(p.stat().st_size for p in paths))
+    records = dict(weights)
     for path in paths:
         records[path.relative_to(folder).as_posix()] = FileRecord(path.stat().st_size, sha256(path, hashed))
     record = {
@@ -239,7 +243,8 @@ def packages(requirement: str) -> Mapping[str, str]:
     not installed are left out. Cached: reading the metadata takes longer than writing the graphs of a small model.
     """
     versions: dict[str, str] = {}
-    pending, seen = [requirement], set[tuple[str, str]]()
+    pending = [requirement]
+    seen = set[tuple[str, str]]()
     while pending:
         match = REQUIREMENT.match(pending.pop())
         name, extras = (match["name"].lower().replace("_", "-"), match["extras"] or "") if match else ("", "")

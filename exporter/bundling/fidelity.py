@@ -119,7 +119,8 @@ def is_rounded(manifest: Manifest) -> bool:
 
 def memory_to_measure(folder: Path, device: str, kinds: Sequence[str]) -> int:
     """Bytes that `measure` needs at most, with one engine at a time."""
-    bundle, flags = Bundle.open(folder, check=False), cpu_flags()
+    bundle = Bundle.open(folder, check=False)
+    flags = cpu_flags()
     logits = 2 * 4 * bundle.manifest.model.vocab * (ENOUGH + TOKENS)
     return logits + max(needed_memory(bundle, floats_in_memory(device, kind, flags)) for kind in ("f32", *kinds))
 
@@ -142,7 +143,8 @@ def check_fidelity(
     if not kinds and not is_rounded(manifest):
         return
     device = DEVICE if kinds else "cpu"
-    memory, named = memory_to_measure(folder, device, kinds), " and ".join(("f32", *kinds))
+    memory = memory_to_measure(folder, device, kinds)
+    named = " and ".join(("f32", *kinds))
     rooms = {"is free": available_memory(), "is allowed": wanted.memory}
     short = next((f" ({size(room)} {what})" for what, room in rooms.items() if room is not None and memory > room), "")
     if short and not wanted.always:
@@ -191,7 +193,8 @@ def measure(
         report("arithmetic", min(done, total), total)
 
     report("arithmetic", 0, total)  # before an engine takes memory, which is not the export's own
-    exchanges, given = list[Exchange](), list[Logits]()
+    exchanges = list[Exchange]()
+    given = list[Logits]()
     with _loaded(folder, device, "f32") as model:
         for item in items:
             if exchanges and time.monotonic() - started > FIRST_SHARE * limit:
@@ -259,7 +262,8 @@ def questions(wanted: MeasuredArithmetic) -> list[Item]:
     """Questions about at most one image each, in the order in which they are asked while there is time."""
     if wanted.data is not None:
         return [item for item in wanted.data.items if len(item.images) <= 1]
-    scenes, texts = scene_items(SCENES), [Item((), text) for text in TEXTS]
+    scenes = scene_items(SCENES)
+    texts = [Item((), text) for text in TEXTS]
     in_turn = [item for pair in zip(texts, scenes, strict=False) for item in pair]
     return [*in_turn, *scenes[len(texts) :]]
 
@@ -274,7 +278,8 @@ def _loaded(folder: Path, device: str, compute: str) -> Iterator[Model]:
 def answer(model: Model, item: Item) -> tuple[Exchange, Logits]:
     """The greedy answer to a question, and the logits [m, vocab] that gave its tokens. Raises RequestError."""
     session, ids, logits = _asked(model, item)
-    rows, tokens = [logits], [int(logits.argmax())]
+    rows = [logits]
+    tokens = [int(logits.argmax())]
     ends = model.manifest.text.end_ids
     while len(tokens) < TOKENS and tokens[-1] not in ends:
         rows.append(session.decode(tokens[-1]).copy())

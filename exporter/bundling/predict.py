@@ -55,7 +55,8 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
     template, gates and constants of graphs. `layers` are the layers of the decoder and the towers, counted once for
     each dialect.
     """
-    text, vision = config.text, config.vision
+    text = config.text
+    vision = config.vision
     pixels = vision.image**2
     if vision.native or vision.naflex:  # the golden picture keeps its size, whatever the largest is
         pixels = config.layout.count(*golden_image().size) * (vision.patch * vision.shuffle) ** 2
@@ -67,7 +68,9 @@ def predict(
     config: ModelConfig, plan: WeightPlan, max_context: int, precisions: Precisions, small: int, options: ExportOptions,
 ) -> Prediction:  # fmt: skip
     """Disk and memory of an export, and of a run by the engine that a CPU takes; `small`: bytes of other files."""
-    text, kv_dtype, measured = config.text, precisions.kv_dtype, options.measured_tokens(config)
+    text = config.text
+    kv_dtype = precisions.kv_dtype
+    measured = options.measured_tokens(config)
     engine = engine_on_cpu(precisions.decoder, text.hidden, options)
     floats = floats_in_memory(engine, "f32", cpu_flags())
     engine_base = max(cost.base for cost in ENGINES[engine].costs.values())
@@ -130,8 +133,10 @@ def seeing_memory(config: ModelConfig) -> int:
     They are the tower's largest matrix, its tables of positions, and the hidden states of a block; of a convolutional
     tower the maps of the first stage's channels.
     """
-    v, picture = config.vision, golden_image().size
-    matrices, tables = [0], 0
+    v = config.vision
+    picture = golden_image().size
+    matrices = [0]
+    tables = 0
     for name, shape in vision_tensors(config):
         if "pos_embed" in name or "position_embedding" in name:
             tables += prod(shape)

@@ -27,7 +27,8 @@ class Reductions:
 
 def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
     """Read and check the specs of `--reduce`. Raises RequestError, UnsupportedModelError."""
-    needs, specs = Needs(), list[str]()
+    needs = Needs()
+    specs = list[str]()
     if texts and config.action is not None:
         raise UnsupportedModelError("models that output actions support --k, but no reductions; leave --reduce out")
     for text in texts:
@@ -49,7 +50,8 @@ def plan_reductions(texts: Sequence[str], config: ModelConfig) -> Reductions:
 
 def _check_decoder(part: Reduction, config: ModelConfig) -> None:
     """Raise UnsupportedModelError if a reduction needs what the decoder's layers do not have."""
-    needs, text = part.needs(), config.text
+    needs = part.needs()
+    text = config.text
     if part.renumbers and text.rope.sections:
         raise UnsupportedModelError(f"{part.name}: this model has {NOT_RENUMBERED}")
     if text.two_way == "prompt" and needs.scored:
@@ -77,7 +79,8 @@ def _check_decoder(part: Reduction, config: ModelConfig) -> None:
 def _check_states(part: Reduction, c: TextConfig) -> None:
     """Raise UnsupportedModelError if a reduction needs what layers that keep a state do not have."""
     verb, kind = ("is", "a convolution") if c.delta is None else ("has", "the gated delta rule")
-    needs, convolved = part.needs(), c.conv_layers
+    needs = part.needs()
+    convolved = c.conv_layers
     read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
     if convolved and needs.shrinks is not None:
         raise UnsupportedModelError(
@@ -85,16 +88,18 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
             "from which none can be taken; use fastv, or dart after a layer"
         )
     if wrong := sorted(read & set(convolved)):
-        others = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
+        attending = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
             f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
-            f"with attention: {', '.join(map(str, others))}"
+            f"with attention: {', '.join(map(str, attending))}"
         )
 
 
 def _check_tower(part: Reduction, config: ModelConfig) -> None:
     """Raise UnsupportedModelError if a reduction needs what the tower does not have."""
-    needs, vision, used = part.needs(), config.vision, max(config.feature_layers)
+    needs = part.needs()
+    vision = config.vision
+    blocks = max(config.feature_layers)
     side = max(vision.square, vision.pool)
     check_patches(part, side, class_token=vision.class_token, two_towers=vision.several)
     if vision.stage_blocks and (needs.tower_layers or needs.merging):
@@ -102,10 +107,10 @@ def _check_tower(part: Reduction, config: ModelConfig) -> None:
             f"{part.name} reads a transformer tower's blocks, but this model's tower is "
             "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
         )
-    if needs.tower_layers and max(needs.tower_layers) > used:
+    if needs.tower_layers and max(needs.tower_layers) > blocks:
         raise UnsupportedModelError(
-            f"{part.name} reads block {max(needs.tower_layers)} of the tower, but this model uses only {used} "
-            f"blocks; set layer to a number from 1 to {used}"
+            f"{part.name} reads block {max(needs.tower_layers)} of the tower, but this model uses only {blocks} "
+            f"blocks; set layer to a number from 1 to {blocks}"
         )
 
 

@@ -77,7 +77,9 @@ def building(out: Path, key: str, say: Callable[[str], None]) -> Iterator[Path]:
 
     An interruption and a NeedsConsentError leave it for the next export to `out`; other errors leave nothing.
     """
-    folder, lock, keep = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}"), None, False
+    folder = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")
+    lock = None
+    keep = False
     try:
         with alone_in(out.parent):
             folder, lock = _interrupted(out, key, say) or (folder, None)

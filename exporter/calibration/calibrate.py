@@ -8,7 +8,7 @@ Results are saved batch by batch, so that an interrupted measurement resumes whe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ def predict_memory(source: OpenedModel, items: Sequence[PreparedItem], options: 
     if source.engine is not None:
         backend = source.engine.backend
         return export_base() + needed_memory(source.engine.bundle, ENGINES[backend.device].compute[backend.compute])
-    size, text = model_size(source.config, source.name), source.config.text
+    size = model_size(source.config, source.name)
+    text = source.config.text
     image_token = source.config.image_token_id
     longest = max(len(prepared.ids) for prepared in items) + options.max_new_tokens
     longest_text = max(int((prepared.ids != image_token).sum()) for prepared in items) + options.max_new_tokens
@@ -98,21 +99,8 @@ def calibrate(
     source: OpenedModel, data: Data, options: CalibrationOptions, out: Path, report: Progress = lambda *_: None
 ) -> Measurement:
     """Measure every item that `out`/samples.jsonl does not hold yet, and save it there; equal items count once."""
-    if options.attention and source.config.text.two_way == "prompt":
-        raise UnsupportedModelError(
-            f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
-            "ones; leave out --attention"
-        )
+    ks = _measured_ks(source, options)
     askable, skipped = prepare(source, data, options.max_new_tokens)
-    ks = options.ks(source.config.text.layers, source.cuts)
-    if options.rest is not None:
-        if source.engine is not None:
-            raise RequestError(
-                "a rest is measured in float32; leave out --device, or measure the bundle with vtx-eval or vtx-fit"
-            )
-        ks = tuple(k for k in ks if not unscored(source.config.text, k - 1))
-        if not ks:
-            raise RequestError(f"{source.name} has no K from {options.k_from or 5} on at which a rest can be chosen")
     with contextlib.ExitStack() as stack:
         kept = {name: value for name, value in asdict(options).items() if name != "batch"}
         if options.rest is None:
@@ -134,14 +122,40 @@ def calibrate(
         for batch in batches:
             measured = measurer.batch([items[digest] for digest in batch], layer)
             journal.add({digest: json_value(result) for digest, result in zip(batch, measured, strict=True)})
-        numbers: dict[object, int] = {}
-        results = list[ItemResult]()
-        for digest, prepared in items.items():
-            result = read_result(journal.results[digest], len(ks))
-            image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
-            answer = prepared.item.answer or result.answer
-            results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
-        return Measurement(ks, tuple(results), tuple(skipped), tuple(items))
+        results = _results(journal, items, len(ks))
+    return Measurement(ks, results, tuple(skipped), tuple(items))
+
+
+def _measured_ks(source: OpenedModel, options: CalibrationOptions) -> tuple[int, ...]:
+    """The K to measure. Raises RequestError, UnsupportedModelError for what this model or engine does not give."""
+    if options.attention and source.config.text.two_way == "prompt":
+        raise UnsupportedModelError(
+            f"{source.name} has prompts that see themselves both ways, and shares of attention are measured in causal "
+            "ones; leave out --attention"
+        )
+    ks = options.ks(source.config.text.layers, source.cuts)
+    if options.rest is None:
+        return ks
+    if source.engine is not None:
+        raise RequestError(
+            "a rest is measured in float32; leave out --device, or measure the bundle with vtx-eval or vtx-fit"
+        )
+    ks = tuple(k for k in ks if not unscored(source.config.text, k - 1))
+    if not ks:
+        raise RequestError(f"{source.name} has no K from {options.k_from or 5} on at which a rest can be chosen")
+    return ks
+
+
+def _results(journal: ResultJournal, items: Mapping[str, PreparedItem], ks: int) -> tuple[ItemResult, ...]:
+    """The result of each item, with the number of its image and its kind of answer."""
+    numbers: dict[object, int] = {}
+    results = list[ItemResult]()
+    for digest, prepared in items.items():
+        result = read_result(journal.results[digest], ks)
+        image = numbers.setdefault(tuple(map(image_key, prepared.item.images)), len(numbers))
+        answer = prepared.item.answer or result.answer
+        results.append(replace(result, image=image, kind=None if answer is None else kind_of(answer)))
+    return tuple(results)
 
 
 class BatchMeasurer:
@@ -151,17 +165,24 @@ class BatchMeasurer:
         self, source: OpenedModel, reference: Reference | EngineReference, answerer: Reference | EngineReference | None,
         ks: tuple[int, ...], options: CalibrationOptions,
     ) -> None:  # fmt: skip
-        self.reference, self.answerer, self._source = reference, answerer, source
-        self._ks, self._options, self._end_ids = ks, options, torch.tensor(source.text.settings.end_ids)
+        self.reference = reference
+        self.answerer = answerer
+        self._source = source
+        self._ks = ks
+        self._options = options
+        self._end_ids = torch.tensor(source.text.settings.end_ids)
 
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
-        image, ends = self._source.image, self._source.text.settings.end_ids
+        image = self._source.image
+        ends = self._source.text.settings.end_ids
         features = [self.reference.encode(prepared.item.images, image) for prepared in batch]
-        answers, texts = list[list[int]](), list[str | None]()  # the full model's own
+        answers = list[list[int]]()  # the full model's own
+        texts = list[str | None]()
         for prepared, encoded in zip(batch, features, strict=True):
-            answer, text = list[int](), None
+            answer = list[int]()
+            text = None
             if self.answerer is not None:
                 own_images = self.answerer is self.reference
                 asked = encoded if own_images else self.answerer.encode(prepared.item.images, image)
@@ -173,7 +194,8 @@ class BatchMeasurer:
         own = [np.array(ids, np.int64) for ids in answers]
         forced: dict[int, NDArray[np.int64]] = {}
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
-            whole, expected = text if len(own[i]) and own[i][-1] in ends else None, prepared.item.answer
+            whole = text if len(own[i]) and own[i][-1] in ends else None
+            expected = prepared.item.answer
             correct = whole is not None and expected is not None and plain(whole) == plain(expected)
             if prepared.answer_ids is not None and not correct:
                 forced[i] = prepared.answer_ids
@@ -206,7 +228,8 @@ class BatchMeasurer:
         """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""
         logits = torch.cat([part.double() for part in self._logits(self._stack(hidden)[:, 0])])
         logs = logits.log_softmax(-1)
-        full, withdrawn = logs[:1], logs[1:]
+        full = logs[:1]
+        withdrawn = logs[1:]
         kl = (withdrawn.exp() * (withdrawn - full)).sum(-1).clamp(min=0)
         reverse = (full.exp() * (full - withdrawn)).sum(-1).clamp(min=0)
         top1 = withdrawn.argmax(-1) == full.argmax(-1)
@@ -216,7 +239,8 @@ class BatchMeasurer:
 
     def _along(self, hidden: dict[int | None, Tensor], tokens: NDArray[np.int64]) -> tuple[bool, ...]:
         """For none and every K, True if greedy decoding gives `tokens`; all end tokens count as equal."""
-        expected, states = torch.from_numpy(tokens), self._stack(hidden)
+        expected = torch.from_numpy(tokens)
+        states = self._stack(hidden)
         likeliest = torch.cat([part.argmax(-1) for part in self._logits(states.flatten(0, 1))])
         likeliest = likeliest.reshape(states.shape[:2])
         ends = torch.isin(likeliest, self._end_ids) & torch.isin(expected, self._end_ids)

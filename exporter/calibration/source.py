@@ -51,7 +51,8 @@ class OpenedModel(Source):
         """Everything that measurements of it depend on."""
         if self.engine is None:
             return [self.fingerprint, self.version()]
-        manifest, backend = self.engine.manifest, self.engine.backend
+        manifest = self.engine.manifest
+        backend = self.engine.backend
         files = sorted((name, record.sha256) for name, record in manifest.files.items())
         return [self.fingerprint, json_value([files, manifest.variants, backend.device, backend.compute])]
 
@@ -100,7 +101,8 @@ def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if engine is None and any(PRECISIONS[part].bits for part in parts):
-        held, options = "/".join(dict.fromkeys(parts)), manifest.record.get("options")
+        held = "/".join(dict.fromkeys(parts))
+        options = manifest.record.get("options")
         model = options.get("model") if isinstance(options, dict) else None  # as it was given: a name may not find it
         model = model if isinstance(model, str) else manifest.model.name
         raise BundleError(
@@ -113,14 +115,16 @@ def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
         if file.startswith("weights/"):
             stored = bundle.header(file).tensors
             tensors |= {canonical_name(name): info for name, info in stored.items()}
-    checkpoint, model = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None), config_of(manifest)
+    checkpoint = Checkpoint(bundle.folder, json_value(manifest.model), tensors, None)
+    model = config_of(manifest)
     _check_answers(manifest.model.name, model)
     for name, shape in (*vision_tensors(model), *model.text.tensors()) if engine is None else ():
         checkpoint.require(name, shape)
     recorded = manifest.record.get("source")
     fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
     fingerprint = fingerprint if isinstance(fingerprint, str) else checkpoint.fingerprint()
-    text, most = Text(*text_files(bundle.read), manifest.text), manifest.max_context
+    text = Text(*text_files(bundle.read), manifest.text)
+    most = manifest.max_context
     return OpenedModel(manifest.model.name, fingerprint, checkpoint, model, text, manifest.image, most, bundle, engine)
 
 

@@ -59,14 +59,17 @@ def open_checkpoint(
     )
     family = find_family(checkpoint.config)
     turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
-    checkpoint, layout = replace(checkpoint, tensors={**checkpoint.tensors, **turned}), family.original
+    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    layout = family.original
     if layout is not None and layout.tower is not None:
         return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)
     if tower is not None:
         raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
     if layout is None:
         return checkpoint
-    folder, config, whole = checkpoint.folder, checkpoint.config, layout.whole
+    folder = checkpoint.folder
+    config = checkpoint.config
+    whole = layout.whole
     if whole is None:
         config = {**config, **{k: read_settings(folder, f"{part}/config.json") for k, part in layout.folders.items()}}
         text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
@@ -107,9 +110,11 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
     assert layout.tower is not None
     own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
     uses_own = bool(own) and layout.own_tower(config)
-    name, pickle = layout.tower(config), allow_pickle
+    name = layout.tower(config)
+    pickle = allow_pickle
     vision, processor, opened = find_tower(name, tower, checkpoint, weights=not uses_own, allow_pickle=pickle)
-    tensors, notes = dict(checkpoint.tensors), checkpoint.notes
+    tensors = dict(checkpoint.tensors)
+    notes = checkpoint.notes
     if uses_own:
         notes = (*notes, "the vision tower is the checkpoint's own, which was trained with it")
     else:

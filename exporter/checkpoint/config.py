@@ -60,9 +60,11 @@ class ModelConfig(VisionModel):
         Of a model with inputs to each layer these; else the tower's maps, which are added to image tokens after layers.
         """
         if self.text.per_layer is not None:
-            every, width = range(1, self.text.layers + 1), self.text.per_layer
+            every = range(1, self.text.layers + 1)
+            width = self.text.per_layer
             return {layer: TokenInput(f"layer{layer}", width, of_text=True, of_images=True) for layer in every}
-        layers, width = range(1, len(self.vision.maps) + 1), self.text.hidden
+        layers = range(1, len(self.vision.maps) + 1)
+        width = self.text.hidden
         return {layer: TokenInput(f"map{layer}", width, of_text=False, of_images=True) for layer in layers}
 
     @property
@@ -155,7 +157,8 @@ def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> Vi
     image, patch = (
         size(sides or config, f"{part}_size", most) for part, most in (("image", 1 << 14), ("patch", 1 << 10))
     )
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
     if image < patch:
         raise CheckpointError(f"config.json: image_size {image} is smaller than patch_size {patch}")
     if hidden % heads:

@@ -40,9 +40,9 @@ def with_examples(settings: TextSettings, template: str) -> TextSettings:
 
 def _conversations() -> Iterator[tuple[ExampleTurn, ...]]:
     """One to nine turns, with and without a system text; each shape of a question, and each text in each role."""
-    question, answer, system = (
-        ExampleTurn("user", (None, "first")), ExampleTurn("assistant", ("answer",)), ExampleTurn("system", ("rules",)),
-    )  # fmt: skip
+    question = ExampleTurn("user", (None, "first"))
+    answer = ExampleTurn("assistant", ("answer",))
+    system = ExampleTurn("system", ("rules",))
     for count in (1, 2, 5):
         turns = ((question, answer) * count)[:-1]
         yield turns

@@ -164,7 +164,8 @@ def read_llava_like(
             "use a checkpoint in one of the layouts"
         )
     parsed = parse_parts(kind, config, TEXT_FAMILIES, tuple(VISION_FAMILIES))
-    text_config, vision = text_config_of(parsed), parsed.vision_config
+    text_config = text_config_of(parsed)
+    vision = parsed.vision_config
     vision_config = tower_of(vision, VISION_FAMILIES[vision.model_type])
     select = getattr(parsed, "vision_feature_select_strategy", "default")
     if select not in ("default", "full"):

@@ -15,7 +15,9 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 MAX_WIDTH = 1 << 20
 NUMBERS = (1e-15, 1e15)  # float32 computes with these without overflow
 # default numbers of frequencies by time, row and column, the last those of a part of a head
-SECTIONS, INTERLEAVED, PARTIAL = (16, 24, 24), (24, 20, 20), (11, 11, 10)
+SECTIONS = (16, 24, 24)
+INTERLEAVED = (24, 20, 20)
+PARTIAL = (11, 11, 10)
 KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
@@ -152,7 +154,8 @@ def original_positions(config: Any) -> int | None:
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if str(parameters.get("rope_type", parameters.get("type", "default"))) != "longrope":
         return None
-    name, positions = "original_max_position_embeddings", config.max_position_embeddings
+    name = "original_max_position_embeddings"
+    positions = config.max_position_embeddings
     own = getattr(config, name, None)  # which comes first in transformers
     return int(number(parameters if own is None else {name: own}, name, positions))
 
@@ -168,7 +171,8 @@ def _longrope(
             raise CheckpointError(
                 f"config.json: rope {name} is {factors!r:.60}, not {rotated // 2} positive numbers; correct config.json"
             )
-    factor, scale = number(parameters, "factor", positions / original), 1.0
+    factor = number(parameters, "factor", positions / original)
+    scale = 1.0
     if parameters.get("attention_factor") is not None:
         scale = number(parameters, "attention_factor")
     elif factor > 1:
@@ -189,7 +193,8 @@ def _yarn(
     A pair is fast with `beta_fast` turns or more within the original context, slow with fewer than `beta_slow` turns.
     """
     factor, context = (number(parameters, n) for n in ("factor", "original_max_position_embeddings"))
-    fast, slow = number(parameters, "beta_fast", 32.0), number(parameters, "beta_slow", 1.0)
+    fast = number(parameters, "beta_fast", 32.0)
+    slow = number(parameters, "beta_slow", 1.0)
     if theta <= 1 or fast <= slow:
         raise CheckpointError(
             f"config.json: rope_theta {theta} must be above 1, and beta_fast {fast} above beta_slow {slow}"
@@ -197,8 +202,10 @@ def _yarn(
     pairs = len(rates)
     low, high = (pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (fast, slow))
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * pairs - 1)
     ramp = np.clip((np.arange(pairs, dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
     growth = math.log(max(factor, 1.0))
     scale = 0.1 * growth + 1

@@ -62,8 +62,6 @@ def check_blob(file: Path, model: str) -> None:
 def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: bool = False) -> Path:
     try:
         import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
     except ImportError as cause:
         raise DeviceError(
             f"{model} is not a directory, and fetching it from the hub needs huggingface_hub; run: {install('export')}"
@@ -78,32 +76,35 @@ def snapshot(model: str, revision: str | None, patterns: list[str], *, nested: b
         for name in names:
             if (nested or "/" not in name) and any(fnmatch(name, pattern) for pattern in patterns):
                 huggingface_hub.hf_hub_download(model, name, revision=info.sha)
-        found = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             model, revision=revision, allow_patterns=patterns, ignore_patterns=None if nested else ["*/*"]
         )
     except Exception as cause:  # also errors of its HTTP library and of the disk
-        access, errors = "ask for access on its page on the hub, then run: hf auth login", huggingface_hub.errors
-        unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
+        raise CheckpointError(_problem(cause, model, revision)) from cause
+    return Path(folder).resolve()
+
+
+def _problem(cause: Exception, model: str, revision: str | None) -> str:
+    """The message for a model that could not be fetched from the hub, with the fix."""
+    from huggingface_hub import constants, errors
+
+    access = "ask for access on its page on the hub, then run: hf auth login"
+    if isinstance(cause, errors.GatedRepoError):
+        return f"{model} is gated; {access}"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return f"{model} is neither a directory here nor a model on the hub; if it is private, run: hf auth login"
+    if isinstance(cause, errors.RevisionNotFoundError):
+        return f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
+    unreachable = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError
+    if isinstance(cause, unreachable):
         answers = (getattr(error, "response", None) for error in (cause, cause.__cause__))
-        if isinstance(cause, errors.GatedRepoError):
-            problem = f"{model} is gated; {access}"
-        elif isinstance(cause, errors.RepositoryNotFoundError):
-            fix = "if it is private, run: hf auth login"
-            problem = f"{model} is neither a directory here nor a model on the hub; {fix}"
-        elif isinstance(cause, errors.RevisionNotFoundError):
-            problem = f"{model} has no revision {revision} on the hub; name a branch, a tag or a commit"
-        elif not isinstance(cause, unreachable):
-            first = (str(cause).strip().splitlines() or [""])[0]
-            problem = f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                store = huggingface_hub.constants.HF_HUB_CACHE
-                fix = "free some there, or set HF_HOME to a directory on another disk"
-                problem = f"the disk has no space for {model} in {store}; {fix}"
-        elif (status := next((answer.status_code for answer in answers if answer is not None), None)) is not None:
-            fix = access if status in (401, 403) else "try again later"
-            problem = f"the hub answers {status} to a request for {model}; {fix}"
-        else:
-            fix = "go online, or name a local directory"
-            problem = f"{model} is not in the local cache and the hub is unreachable; {fix}"
-        raise CheckpointError(problem) from cause
-    return Path(found).resolve()
+        status = next((answer.status_code for answer in answers if answer is not None), None)
+        if status is None:
+            return f"{model} is not in the local cache and the hub is unreachable; go online, or name a local directory"
+        fix = access if status in (401, 403) else "try again later"
+        return f"the hub answers {status} to a request for {model}; {fix}"
+    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+        fix = "free some there, or set HF_HOME to a directory on another disk"
+        return f"the disk has no space for {model} in {constants.HF_HUB_CACHE}; {fix}"
+    first = (str(cause).strip().splitlines() or [""])[0]
+    return f"{model} could not be fetched from the hub: {type(cause).__name__}: {first[:300]}"

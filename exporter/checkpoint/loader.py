@@ -217,7 +217,8 @@ def _all_tensors(
     """The tensors of a checkpoint, or of its parts with the part's name before theirs, and notes about them."""
     if not parts:
         return _source_tensors(folder, allow_pickle=allow_pickle)
-    sources, notes = dict[str, TensorInfo](), tuple[str, ...]()
+    sources = dict[str, TensorInfo]()
+    notes = tuple[str, ...]()
     for name in parts:
         part = folder / name
         if not part.is_dir() or not Path(os.path.realpath(part)).is_relative_to(os.path.realpath(folder)):
@@ -266,7 +267,8 @@ def read_settings(folder: Path, name: str) -> dict[str, Any]:
 def check_finite(array: NDArray[Any], name: str) -> None:
     """Raise `CheckpointError` when the stored bits of float32, float16 or BF16 (uint16) hold NaN or infinity."""
     integer, exponent = _EXPONENT[array.dtype.name]
-    bits, bad = array.reshape(-1).view(integer), 0
+    bits = array.reshape(-1).view(integer)
+    bad = 0
     for start in range(0, bits.size, _CHUNK):
         bad += int(np.count_nonzero((bits[start : start + _CHUNK] & exponent) == exponent))
     if bad:

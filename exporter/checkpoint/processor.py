@@ -71,8 +71,10 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         raise CheckpointError(f"the image processor's configuration is {_show(config)}, not a JSON object")
     kind = _kind_of(config, known)
     values = {**kind.defaults, **{key: value for key, value in config.items() if value is not None}}
-    pads, normalize = _flag(values, "do_pad"), _flag(values, "do_normalize")
-    mean, std = _triple(values, "image_mean"), _triple(values, "image_std")
+    pads = _flag(values, "do_pad")
+    normalize = _flag(values, "do_normalize")
+    mean = _triple(values, "image_mean")
+    std = _triple(values, "image_std")
     if kind.within:
         values |= {"size": _square_of(kind, values)}
     if kind.own_size:

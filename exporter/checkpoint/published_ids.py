@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError
 
-CONFIG, ADDED, NAMED = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
+CONFIG = "tokenizer_config.json"
+ADDED = "added_tokens.json"
+NAMED = "special_tokens_map.json"
 UNK_ID = 0  # of <unk>, which original LLaVA's image token replaces
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _FIX = "use the files that belong to the model"

@@ -30,14 +30,9 @@ _QUESTION = "What is this? {} 123 {}"
 
 def resolve(request: dict[str, Any]) -> dict[str, Any]:
     """The tokenizer.json and text settings of the files in `folder`; `name` is for messages, `end_ids` may be None."""
-    folder, image = Path(request["folder"]), request["image_token_id"]
-    published = published_tokens(folder)  # refuses wrong types before transformers fails on them
-    if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
-        loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
-    else:
-        loaded = _load(folder, request["name"])
-    if request.get("whole") and image == len(loaded):  # transformers' processor of these families adds it
-        loaded.add_tokens(AddedToken(IMAGE, normalized=False, special=True), special_tokens=True)
+    image = request["image_token_id"]
+    published = published_tokens(Path(request["folder"]))  # refuses wrong types before transformers fails on them
+    loaded = _loaded(request)
     spec = json.loads(loaded.backend_tokenizer.to_str())
     check_spec(spec)
     check_bytes(spec, request["name"])
@@ -45,18 +40,11 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
     ends = request["end_ids"]
     if ends is None:
         ends = [] if loaded.eos_token_id is None else [int(loaded.eos_token_id)]
-    video, seg = request["video_token_id"], request.get("seg_token")
+    video = request["video_token_id"]
+    seg = request.get("seg_token")
     check_ids(published, tokenizer, request["vocab"], {image, video}, ends)
     adds = not request.get("whole")
-    encoding = encode(tokenizer, "a", add_special_tokens=adds)
-    added = encoding.special_tokens_mask
-    start = added.index(0) if 0 in added else len(added)
-    end = len(added) - added[::-1].index(0) if 0 in added else len(added)
-    if start + len(added) - end > MAX_ADDED_IDS:
-        raise CheckpointError(
-            f"the tokenizer adds {start + len(added) - end} tokens to every prompt, the limit is {MAX_ADDED_IDS}; "
-            "use the tokenizer that belongs to the model"
-        )
+    before, after = _ids_around(tokenizer, adds=adds)
     tokens = {
         name: None if getattr(loaded, name, None) is None else str(getattr(loaded, name))
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -72,23 +60,55 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         )
     settings = TextSettings(
         image_token=image_token, image_token_id=image, **tokens, end_ids=tuple(ends), add_special_tokens=adds,
-        ids_before=tuple(encoding.ids[:start]), ids_after=tuple(encoding.ids[end:]), control_tokens={},
+        ids_before=before, ids_after=after, control_tokens={},
         length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
         video_token_id=video, seg_token_id=seg_id,
     )  # fmt: skip
     if not request["stated"]:
-        others = [id for id in turn_ends(tokenizer, request["template"], settings).values() if id not in ends]
-        settings = replace(settings, end_ids=(*ends, *others))
+        turns = [id for id in turn_ends(tokenizer, request["template"], settings).values() if id not in ends]
+        settings = replace(settings, end_ids=(*ends, *turns))
     control = control_tokens(tokenizer, settings)
     settings = replace(settings, control_tokens=control, length_bound=length_bound(spec, control))
     settings = with_examples(settings, request["template"])
-    # ask about an image, or a video, with control tokens as text in it, and decode the prompt
-    text = Text(tokenizer, request["template"], settings, vocab=max(request["vocab"], image + 1))
-    for typed, kind in product(("", "".join(control)), PICTURES if video is not None else PICTURES[:1]):
+    _try(Text(tokenizer, request["template"], settings, vocab=max(request["vocab"], image + 1)), "".join(control))
+    return {"tokenizer": tokenizer.to_str(), "settings": json_value(settings)}
+
+
+def _loaded(request: dict[str, Any]) -> Any:
+    """Transformers' tokenizer of the folder, with the image token that the family's processor adds."""
+    folder = Path(request["folder"])
+    image = request["image_token_id"]
+    if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
+        loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
+    else:
+        loaded = _load(folder, request["name"])
+    if request.get("whole") and image == len(loaded):
+        loaded.add_tokens(AddedToken(IMAGE, normalized=False, special=True), special_tokens=True)
+    return loaded
+
+
+def _ids_around(tokenizer: Tokenizer, *, adds: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer puts before and behind a prompt, none unless it `adds` them."""
+    encoding = encode(tokenizer, "a", add_special_tokens=adds)
+    added = encoding.special_tokens_mask
+    start = end = len(added)
+    if 0 in added:
+        start = added.index(0)
+        end -= added[::-1].index(0)
+    if start + len(added) - end > MAX_ADDED_IDS:
+        raise CheckpointError(
+            f"the tokenizer adds {start + len(added) - end} tokens to every prompt, the limit is {MAX_ADDED_IDS}; "
+            "use the tokenizer that belongs to the model"
+        )
+    return tuple(encoding.ids[:start]), tuple(encoding.ids[end:])
+
+
+def _try(text: Text, control: str) -> None:
+    """Ask about an image, or a video, with control tokens as text in it, and decode the prompt."""
+    for typed, kind in product(("", control), PICTURES if text.settings.video_token_id is not None else PICTURES[:1]):
         picture: Part = {"type": "video"} if kind == "video" else {"type": "image"}
         words: Part = {"type": "text", "text": _QUESTION.format("猫", typed)}
         text.decode(text.prompt([{"role": "user", "content": [picture, words]}], 1))
-    return {"tokenizer": tokenizer.to_str(), "settings": json_value(settings)}
 
 
 def resolve_plain(request: dict[str, Any]) -> str:

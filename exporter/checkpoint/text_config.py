@@ -21,6 +21,9 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's laye
 STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
+SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
+MLP_BIASED = ("llama", "granite", "gemma")  # families whose settings may state biases of the MLP
+O_BIASED = (*MLP_BIASED, "qwen3", "qwen3_5")  # and of attention's output
 MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
 
 
@@ -62,71 +65,87 @@ class TextConfig(Decoder):
     @property
     def head_order(self) -> list[int]:
         """The numbers of a query's or key's head in an order whose halves rotate together; empty: as they are."""
-        turned, half = sum(rate > 0 for rate in self.rope.frequencies), self.head_dim // 2
+        turned = sum(rate > 0 for rate in self.rope.frequencies)
+        half = self.head_dim // 2
         if not self.rotates_first or turned == half:
             return []
         still = range(2 * turned, self.head_dim)
-        first, second = still[: half - turned], still[half - turned :]
+        first = still[: half - turned]
+        second = still[half - turned :]
         return [*range(turned), *first, *range(turned, 2 * turned), *second]
 
 
 def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     """`three_part`: positions have three parts if the text model can have them."""
     config = parsed.text_config
-    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    head_dim = _head_dim(config, hidden // heads)
     kv_heads = size(config, "num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
-    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
-        raise UnsupportedModelError(
-            f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
-        )
     kind = type(config).model_type  # the class's: some configurations name another one, which transformers ignores
     family = THREE_PART.get(kind, kind)
-    positions = size(config, "max_position_embeddings", MAX_POSITIONS)
-    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    kinds = {STATE_KINDS[family], "full_attention"} if family in STATE_KINDS else ATTENTION_KINDS
-    if unknown := sorted({*map(str, layer_types or ())} - kinds):
-        raise UnsupportedModelError(
-            f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(kinds))}"
-        )
-    if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
-        positions = min(positions, window)  # attention is full up to here
-    positions = min(positions, original_positions(config) or positions)
-    layers, ffn = size(config, "num_hidden_layers", MAX_LAYERS), size(config, "intermediate_size")
+    positions = _positions(config, family)
+    layers = size(config, "num_hidden_layers", MAX_LAYERS)
+    ffn = size(config, "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
-    factors, more = tuple[tuple[str, float], ...](), dict[str, Any]()
+    factors = tuple[tuple[str, float], ...]()
+    more = dict[str, Any]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
     if family == "lfm2":
         ffn, more = _lfm2(config, layers, ffn)
     if family == "qwen3_5":
         more = _qwen3_5(config, layers)
-    biases, gemma = family in ("llama", "granite", "gemma"), family == "gemma"
-    shifts = ((GEMMA_NORMS, 1.0),) if gemma else ((QWEN_NORMS, 1.0),) if family == "qwen3_5" else ()
+    biased = bool(getattr(config, "attention_bias", False))
     return TextConfig(
         family=family, layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         vocab=size(config, "vocab_size", 1 << 22), eps=eps,
         activation="silu" if family == "lfm2" else str(config.hidden_act),
-        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        o_bias=(biases or family in ("qwen3", "qwen3_5")) and bool(getattr(config, "attention_bias", False)),
-        mlp_bias=biases and bool(getattr(config, "mlp_bias", False)), tied=bool(parsed.tie_word_embeddings),
+        qkv_bias=family == "qwen2" or biased, o_bias=family in O_BIASED and biased,
+        mlp_bias=family in MLP_BIASED and bool(getattr(config, "mlp_bias", False)),
+        tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
             config, head_dim, three_part=three_part and kind in THREE_PART,
-            interleaved=family in ("qwen3", "qwen3_5"),
-            partial=family == "qwen3_5",
+            interleaved=family in ("qwen3", "qwen3_5"), partial=family == "qwen3_5",
         ),
         max_positions=positions,
-        qk_norm=family in ("qwen3", "lfm2", "qwen3_5"), factors=factors, shifts=shifts,
-        scaled_embedding=gemma, **more,
+        qk_norm=family in ("qwen3", "lfm2", "qwen3_5"), factors=factors, shifts=SHIFTS.get(family, ()),
+        scaled_embedding=family == "gemma", **more,
     )  # fmt: skip
+
+
+def _head_dim(config: Any, default: int) -> int:
+    """The size of a head. Raises UnsupportedModelError for one that onnxruntime's attention does not take."""
+    head_dim = getattr(config, "head_dim", None) or default
+    if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
+        raise UnsupportedModelError(
+            f"head_dim {head_dim!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
+        )
+    return head_dim
+
+
+def _positions(config: Any, family: str) -> int:
+    """The positions up to which attention is full. Raises UnsupportedModelError for layers of an unknown kind."""
+    positions = size(config, "max_position_embeddings", MAX_POSITIONS)
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    kinds = {STATE_KINDS[family], "full_attention"} if family in STATE_KINDS else ATTENTION_KINDS
+    if unknown := sorted({*map(str, layer_types or ())} - kinds):
+        raise UnsupportedModelError(
+            f"layers of the kind {unknown[0]!r:.40} are not supported; vtx exports {', '.join(sorted(kinds))}"
+        )
+    if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
+        positions = min(positions, window)
+    return min(positions, original_positions(config) or positions)
 
 
 def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
     """The width of LFM2's MLP, and its convolutions."""
     if config.block_auto_adjust_ff_dim:
-        ffn, multiple = int(2 * ffn / 3), size(config, "block_multiple_of")
+        ffn = int(2 * ffn / 3)
+        multiple = size(config, "block_multiple_of")
         if config.block_ffn_dim_multiplier is not None:
             ffn = int(number(vars(config), "block_ffn_dim_multiplier") * ffn)
         ffn = -(-ffn // multiple) * multiple
@@ -154,7 +173,8 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
 
 def _convolved(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:
     """The layers with a convolution, and the tokens that one spans, by a `setting`."""
-    kinds, taps = config.layer_types, getattr(config, setting)
+    kinds = config.layer_types
+    taps = getattr(config, setting)
     if len(kinds) != layers:
         raise CheckpointError(
             f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers {layers}; correct config.json"
@@ -178,8 +198,10 @@ def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple
     names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
     embedding, attention, residual, logits = (number(vars(config), name) for name in names)
     added = residual / embedding
-    least, most = 1e-3, 1e3  # weights times these are still well within half precision
-    scale, out = attention * head_dim**0.5, 1 / logits
+    least = 1e-3  # weights times these are still well within half precision
+    most = 1e3
+    scale = attention * head_dim**0.5
+    out = 1 / logits
     for name, factor in (("attention_multiplier", scale), ("residual_multiplier", added), ("logits_scaling", out)):
         if not least <= factor <= most:
             raise UnsupportedModelError(

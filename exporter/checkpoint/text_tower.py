@@ -52,7 +52,8 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
     clip = parse("CLIPConfig", checkpoint.config, FILE)
     _check_fits(clip, config)
     text = clip.text_config
-    end, vocab = text.eos_token_id, whole(text, "vocab_size")
+    end = text.eos_token_id
+    vocab = whole(text, "vocab_size")
     if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab:
         raise CheckpointError(f"{FILE}: eos_token_id is {end!r:.60}, not a token of its vocabulary")
     try:
@@ -84,7 +85,8 @@ def _check_clip(config: Mapping[str, Any]) -> None:
 
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
-    vision, used = config.vision, len(config.feature_layers)
+    vision = config.vision
+    used = len(config.feature_layers)
     if vision.family != "clip" or used > 1:
         problem = f"CDPruner projects the hidden states of one layer, and this model uses {used}"
         problem = problem if vision.family == "clip" else f"a {vision.family} vision tower has no CLIP text tower"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,17 +27,9 @@ def check_spec(spec: Any) -> None:
     """Raise `CheckpointError` if a tokenizer.json exceeds a bound; its loader finds other faults."""
     if not isinstance(spec, dict):
         raise CheckpointError(f"tokenizer.json is a JSON {type(spec).__name__}, not an object; {_FIX}")
-    model, added = spec.get("model"), _added(spec)
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    listed = vocab.items() if isinstance(vocab, dict) else ()
-    for token, id in (*listed, *((token.get("content"), token.get("id")) for token in added)):
-        if not isinstance(id, int) or not 0 <= id <= MAX_ID:
-            raise CheckpointError(
-                f"tokenizer.json: the id of token {str(token)[:40]!r} is {repr(id)[:40]}, the limit is "
-                f"{MAX_ID:,}; {_FIX}"
-            )
+    _check_ids(spec)
     growth: dict[str, int] = {}
-    strings = [("an added token", token.get("content")) for token in added]
+    strings = [("an added token", token.get("content")) for token in _added(spec)]
     for step in _STEPS:
         parts = list(_objects(spec.get(step)))
         if len(parts) > MAX_PARTS:
@@ -58,6 +50,19 @@ def check_spec(spec: Any) -> None:
             raise CheckpointError(
                 f"tokenizer.json: the {step} makes up to {growth[step]:,} characters of one, the limit is "
                 f"{MAX_GROWTH:,}; {_FIX}"
+            )
+
+
+def _check_ids(spec: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for the id of a token that is no id."""
+    model = spec.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    listed = vocab.items() if isinstance(vocab, dict) else ()
+    for token, id in (*listed, *((token.get("content"), token.get("id")) for token in _added(spec))):
+        if not isinstance(id, int) or not 0 <= id <= MAX_ID:
+            raise CheckpointError(
+                f"tokenizer.json: the id of token {str(token)[:40]!r} is {repr(id)[:40]}, the limit is "
+                f"{MAX_ID:,}; {_FIX}"
             )
 
 
@@ -91,20 +96,15 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthBound | None:
     """The most characters of a token, to refuse long text unread; None if they may vanish or share without limit."""
-    added, model, vocab = spec["added_tokens"], spec["model"], spec["model"]["vocab"]
+    added = spec["added_tokens"]
+    model = spec["model"]
+    vocab = spec["model"]["vocab"]
     tokens = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
     splitters = _sequence(spec.get("pre_tokenizer"), "pretokenizers")
     normalizers = _sequence(spec.get("normalizer"), "normalizers")
     if any(part["type"] not in _SPLITTING or part.get("behavior") == "Removed" for part in splitters):
         return None
-    # every character needs a token of its own at least, or tokens for its bytes
-    if any(part["type"] == "ByteLevel" for part in splitters):
-        complete = tokens.issuperset(pre_tokenizers.ByteLevel.alphabet())
-    elif model.get("byte_fallback"):
-        complete = tokens.issuperset(f"<0x{byte:02X}>" for byte in range(256))
-    else:
-        complete = model["type"] == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
-    if model["type"] not in ("BPE", "Unigram") or not complete:
+    if model["type"] not in ("BPE", "Unigram") or not _complete(model, tokens, splitters):
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):  # these also consume white space
         return None
@@ -114,6 +114,15 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
         return None  # normalizers get the text between added tokens only, and the bound counts the whole
     longest = max(map(len, [*tokens, *(token["content"] for token in added)]), default=0)
     return LengthBound(longest, not kept) if longest else None
+
+
+def _complete(model: Mapping[str, Any], tokens: set[str], splitters: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if every character has a token of its own at least, or tokens for its bytes."""
+    if any(part["type"] == "ByteLevel" for part in splitters):
+        return tokens.issuperset(pre_tokenizers.ByteLevel.alphabet())
+    if model.get("byte_fallback"):
+        return tokens.issuperset(f"<0x{byte:02X}>" for byte in range(256))
+    return model["type"] == "BPE" and model.get("unk_token") in tokens and not model.get("fuse_unk")
 
 
 def _sequence(step: Any, key: str) -> list[dict[str, Any]]:

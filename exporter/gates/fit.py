@@ -92,16 +92,19 @@ def fit_gates(
 def fit_gate(inputs: NDArray[np.float32], targets: NDArray[np.int64], options: FitOptions, seed: int) -> GateWeights:
     """fc1 [width, 2 * hidden] and fc2 [2, width] from inputs [items, 2 * hidden] and labels [items] (DyVTE Eq. 7)."""
     random = torch.Generator().manual_seed(seed)
-    x, y = torch.from_numpy(inputs), torch.from_numpy(targets)
-    first, second = _initial(options.width, x.shape[1], random), _initial(2, options.width, random)
+    x = torch.from_numpy(inputs)
+    y = torch.from_numpy(targets)
+    first = _initial(options.width, x.shape[1], random)
+    second = _initial(2, options.width, random)
     optimizer = torch.optim.AdamW([first, second], lr=options.lr, weight_decay=0.0, fused=True)
-    epochs, count = options.epochs_for(len(x)), len(x)
+    epochs = options.epochs_for(len(x))
+    count = len(x)
     steps = epochs * math.ceil(count / FIT_BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     for _ in range(epochs):
-        for chosen in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
+        for batch in torch.split(torch.randperm(count, generator=random), FIT_BATCH):
             optimizer.zero_grad()
-            F.cross_entropy(gate_logits(x[chosen], first, second), y[chosen]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(gate_logits(x[batch], first, second), y[batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     return first.detach().numpy(), second.detach().numpy()

@@ -64,7 +64,8 @@ class Measurer:
     """A model opened once, that measures shards."""
 
     def __init__(self, source: OpenedModel, options: MeasureOptions) -> None:
-        self._source, self._options = source, options
+        self._source = source
+        self._options = options
         self._reference = source.reference()
         if source.cuts not in (None, self.ks):
             raise RequestError(
@@ -95,24 +96,12 @@ class Measurer:
         the share of the answer's tokens that are the most likely ones; `cross_entropy`, their mean. Held-out items add:
         `same`, 1 if the answer is the full model's own; `right`, 1 if it is the data's, 2 if the data have none.
         """
-        items, skipped = list[_GateItem](), list[str]()
-        for number, item in zip(shard.numbers, shard.items, strict=True):
-            try:
-                items.append(self._prepare(number, item))
-            except VtxError as e:
-                skipped.append(f"item {number + 1}: {e}")
+        items, skipped = self._prepared(shard)
         if not items:
             return {"item": np.zeros(0, np.int64)}, skipped
         labelling = self._options.answers
         with torch.inference_mode():
-            if shard.held_out or labelling == "own":
-                prompts = [Sample(item.prompt, item.features) for item in items]
-                own = self._reference.greedy(prompts, self._source.text.settings.end_ids, self._options.max_new_tokens)
-                for prepared, ids in zip(items, own, strict=True):
-                    prepared.answers["own"] = tuple(ids)
-            for prepared in items:
-                if prepared.reference is not None and (shard.held_out or labelling == "reference"):
-                    prepared.answers["reference"] = prepared.reference
+            self._answer(items, held_out=shard.held_out)
             inputs, along = self._follow(items)
         vision = [int((item.prompt == self._source.config.image_token_id).sum()) for item in items]
         tensors: dict[str, NDArray[Any]] = {
@@ -125,13 +114,39 @@ class Measurer:
             tensors[f"inputs.{layer}"] = np.stack([by_layer[layer] for by_layer in inputs])
         if shard.held_out:
             tensors["same"] = np.stack([by_name["own"][0].all(1) for by_name in along]).astype(np.uint8)
-            tensors["right"] = np.full((len(items), len(self.ks) + 1), UNKNOWN, np.uint8)
-            for n, prepared in enumerate(items):
-                if prepared.reference is not None:  # token by token, or as normalised text
-                    texts = (self._source.text.decode(prepared.answers[name]) for name in ("own", "reference"))
-                    same_text = len({plain(text) for text in texts}) == 1
-                    tensors["right"][n] = along[n]["reference"][0].all(1) | (along[n]["own"][0].all(1) & same_text)
+            tensors["right"] = np.stack([self._right(*of_item) for of_item in zip(items, along, strict=True)])
         return tensors, skipped
+
+    def _prepared(self, shard: Shard) -> tuple[list[_GateItem], list[str]]:
+        """The items that can be measured, and a line on each other one."""
+        items = list[_GateItem]()
+        skipped = list[str]()
+        for number, item in zip(shard.numbers, shard.items, strict=True):
+            try:
+                items.append(self._prepare(number, item))
+            except VtxError as e:
+                skipped.append(f"item {number + 1}: {e}")
+        return items, skipped
+
+    def _answer(self, items: Sequence[_GateItem], *, held_out: bool) -> None:
+        """Give each item the answers along which it is measured; those that are held out have both."""
+        labelling = self._options.answers
+        if held_out or labelling == "own":
+            prompts = [Sample(item.prompt, item.features) for item in items]
+            answers = self._reference.greedy(prompts, self._source.text.settings.end_ids, self._options.max_new_tokens)
+            for item, ids in zip(items, answers, strict=True):
+                item.answers["own"] = tuple(ids)
+        for item in items:
+            if item.reference is not None and (held_out or labelling == "reference"):
+                item.answers["reference"] = item.reference
+
+    def _right(self, item: _GateItem, along: dict[str, _Along]) -> NDArray[np.uint8]:
+        """By K, whether the answer is the data's, token by token or as normalised text."""
+        if item.reference is None:
+            return np.full(len(self.ks) + 1, UNKNOWN, np.uint8)
+        texts = {plain(self._source.text.decode(item.answers[name])) for name in ("own", "reference")}
+        right = along["reference"][0].all(1) | (along["own"][0].all(1) & (len(texts) == 1))
+        return np.asarray(right, np.uint8)
 
     def _prepare(self, number: int, item: Item) -> _GateItem:
         source = self._source
@@ -173,7 +188,8 @@ class Measurer:
         by_sample = self._reference.hidden(samples, ks, watch=watch)
         hidden = torch.cat([torch.cat([by_k[k] for k in ks]) for by_k in by_sample])
         targets = torch.cat([torch.tensor(ids).repeat(len(ks)) for _, ids in jobs])
-        hits, losses = list[Tensor](), list[Tensor]()
+        hits = list[Tensor]()
+        losses = list[Tensor]()
         for states, expected in zip(torch.split(hidden, HEAD_TOKENS), torch.split(targets, HEAD_TOKENS), strict=True):
             logits = self._reference.head(states)
             hits.append(logits.argmax(-1) == expected)

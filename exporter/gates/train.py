@@ -83,13 +83,13 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     }  # fmt: skip
     write_gates(out, gates, source.fingerprint, options.fit, training)
     skipped = (*data.skipped, *work.all_skipped)
-    made = GatesReport(source.name, training, skipped, judgement)
-    write_json(out.with_suffix(".json"), made.to_dict())
+    report_record = GatesReport(source.name, training, skipped, judgement)
+    write_json(out.with_suffix(".json"), report_record.to_dict())
     try:
         draw_judgement(judgement, out.with_suffix(".png"))
     except DeviceError as e:  # without matplotlib there is no plot
-        return replace(made, plot=str(e))
-    return made
+        return replace(report_record, plot=str(e))
+    return report_record
 
 
 def gates_of(
@@ -104,7 +104,8 @@ def gates_of(
     shards = make_shards(learn, measuring.batch, held_out=False)
     shards += make_shards(held_out, measuring.batch, held_out=True, first=len(learn))
     work = WorkDirectory(folder, source, measuring, shards)
-    missing, text = sum(len(shard.items) for shard in work.missing()), source.config.text
+    missing = sum(len(shard.items) for shard in work.missing())
+    text = source.config.text
     needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
     check_disk(folder, needed, purpose="measuring", fix="name another folder, or use fewer --items")
     measured_by(measurer, work, counter(report, "items", missing))

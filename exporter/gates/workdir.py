@@ -75,7 +75,8 @@ class WorkDirectory:
     """A directory of measurements, guarded by a fingerprint of model, data and options. Raises RequestError."""
 
     def __init__(self, folder: Path, source: OpenedModel, options: MeasureOptions, shards: Sequence[Shard]) -> None:
-        self.folder, self.shards = folder, tuple(shards)
+        self.folder = folder
+        self.shards = tuple(shards)
         self.skipped: dict[str, list[str]] = {}
         identity = {
             "model": _digest(source.identity),
@@ -88,10 +89,10 @@ class WorkDirectory:
             folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 path.write_text(json.dumps(identity), encoding="utf-8")
-            held = read_json_object(path, MAX_WORK, error=RequestError)
+            record = read_json_object(path, MAX_WORK, error=RequestError)
         except (OSError, VtxError) as e:
             raise RequestError(f"cannot use {folder} as the work directory ({e}); name another --work") from e
-        different = [name for name, value in identity.items() if held.get(name) != value]
+        different = [name for name, value in identity.items() if record.get(name) != value]
         if different:
             raise RequestError(
                 f"{folder} holds measurements that differ in {' and '.join(different)}; "
@@ -107,7 +108,8 @@ class WorkDirectory:
         metadata = {"fingerprint": self.fingerprint, "skipped": json.dumps(list(skipped))}
         write_safetensors(self.folder / shard.name, dict(sorted(tensors.items())), metadata)
         self.skipped[shard.name] = list(skipped)
-        total, lines = sum(len(shard.items) for shard in self.shards), self.all_skipped
+        total = sum(len(shard.items) for shard in self.shards)
+        lines = self.all_skipped
         if len(lines) > MAX_SKIPPED * total:
             raise RequestError(
                 f"{len(lines)} of {total} items cannot be measured, the limit is {MAX_SKIPPED:.0%}; fix the data. "

@@ -22,7 +22,8 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
 
     Inputs of decoder layers are further outputs, if it has them.
     """
-    v, width = c.vision, c.vision.hidden // c.vision.heads
+    v = c.vision
+    width = c.vision.hidden // c.vision.heads
     pixels = b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"])
     centred = b.op("Sub", b.op("Mul", pixels, b.constant(np.array(2, np.float32))), b.constant(np.array(1, np.float32)))
     kernel = b.reshape(b.weight(PATCHES), v.hidden, v.patch, v.patch, 3)
@@ -55,7 +56,8 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
         y = b.reshape(b.dialect.tower_attention(b, parts[0], parts[1], parts[2], v.heads, width), -1, v.hidden)
         y = _linear(b, v, y, f"{name}.self_attn.o_proj")
         x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[1]}.weight", v.eps))
-        y, mlp = b.dialect.norm(b, x, f"{name}.{NORMS[2]}.weight", v.eps), f"{name}.mlp"
+        y = b.dialect.norm(b, x, f"{name}.{NORMS[2]}.weight", v.eps)
+        mlp = f"{name}.mlp"
         gate = activate(b, _linear(b, v, y, f"{mlp}.gate_proj"), v.activation)
         y = _linear(b, v, b.op("Mul", gate, _linear(b, v, y, f"{mlp}.up_proj")), f"{mlp}.down_proj")
         x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[3]}.weight", v.eps))
@@ -101,7 +103,8 @@ def _rotation(b: Builder, v: VisionConfig, sizes: list[ir.Value], axis: int) -> 
 
 def _rotated(b: Builder, x: ir.Value, turns: list[tuple[ir.Value, ir.Value]], width: int) -> ir.Value:
     """Heads [patches, heads, width], each half turned by its own axis."""
-    quarter, parts = width // 4, list[ir.Value]()
+    quarter = width // 4
+    parts = list[ir.Value]()
     for half, (cos, sin) in enumerate(turns):
         first, second = (
             b.op("Slice", x, b.constant([start]), b.constant([start + quarter]), b.constant([2]))

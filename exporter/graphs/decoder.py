@@ -61,12 +61,15 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value
 
 def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
     """Rows of a stored table [rows, width]; of one that is larger than a tensor may be, from parts of it."""
-    (rows, width), largest = b.location(table).shape, b.dialect.largest
+    rows, width = b.location(table).shape
+    largest = b.dialect.largest
     if largest is None or rows * width <= largest:
         return b.op("Gather", b.stored(table), ids)
-    each, found = largest // width, list[ir.Value]()
+    each = largest // width
+    found = list[ir.Value]()
     for first in range(0, rows, each):
-        count, start = min(each, rows - first), b.constant(np.array(first))
+        count = min(each, rows - first)
+        start = b.constant(np.array(first))
         within = b.op("Max", b.op("Sub", ids, start), b.constant(np.array(0)))
         within = b.op("Min", within, b.constant(np.array(count - 1)))
         part = b.op("Gather", b.stored_rows(table, first, count), within)
@@ -92,7 +95,8 @@ def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
 
     Not ArgMax, because engines differ in the one of equal logits that they choose; float16 arithmetic gives equal ones.
     """
-    last, whole = b.constant([-1]), [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
+    last = b.constant([-1])
+    whole = [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
     largest = b.op("Equal", logits, b.op("ReduceMax", logits, last, keepdims=1))
     first = b.op("Where", largest, b.op("Range", *whole[:3]), whole[1])
     finite = b.op("LessOrEqual", b.op("Abs", logits), b.constant(np.array(np.finfo(np.float32).max)))
@@ -114,7 +118,8 @@ def build_stage(
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
-        norm, mlp = f"{prefix}.input_layernorm.weight", f"{prefix}.mlp"
+        norm = f"{prefix}.input_layernorm.weight"
+        mlp = f"{prefix}.mlp"
         if delta is None:
             x = b.dialect.norm(b, total, norm, c.eps)
         else:
@@ -147,7 +152,8 @@ def build_stage(
                 made = b.linear(b.op("Mul", gate, given), f"{prefix}.per_layer_projection", bias=False)
                 delta = b.dialect.norm(b, made, f"{prefix}.post_per_layer_input_norm.weight", c.eps)
         if c.layer_scale:
-            total, delta = b.op("Mul", b.op("Add", total, delta), b.weight(f"{prefix}.layer_scalar")), None
+            total = b.op("Mul", b.op("Add", total, delta), b.weight(f"{prefix}.layer_scalar"))
+            delta = None
     out = total if delta is None else b.op("Add", total, delta)
     b.output(b.to_float32(out), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:
@@ -160,7 +166,9 @@ def build_stage(
 def _attention(
     b: Builder, c: TextConfig, x: ir.Value, name: str, attention: StageAttention, layer: int
 ) -> tuple[ir.Value, ir.Value]:
-    parts, width, gate = list[ir.Value](), c.heads_of(layer), None
+    parts = list[ir.Value]()
+    width = c.heads_of(layer)
+    gate = None
     for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
         if part != "q" and c.source(layer) != layer:
             continue
@@ -203,7 +211,8 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
         key = b.op("Cast", key, to=FLOAT.value)
     if KV_DTYPES[kv_type.numpy().name].scaled:
         key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
-    tokens, slots = b.op("Shape", query, start=0, end=1), b.op("Shape", key, start=2, end=3)
+    tokens = b.op("Shape", query, start=0, end=1)
+    slots = b.op("Shape", key, start=2, end=3)
     # scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]
     scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
     scaled = b.op("Mul", query, b.constant(np.array(scale, np.float32)))
@@ -212,7 +221,8 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     products = b.op("MatMul", b.reshape(grouped, c.kv_heads, -1, c.head_dim), keys)
     products = b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), tokens, slots, axis=0))
     # a token sees the slots [tokens, slots] up to its own
-    zero, one = b.constant(np.array(0, np.int64)), b.constant(np.array(1, np.int64))
+    zero = b.constant(np.array(0, np.int64))
+    one = b.constant(np.array(1, np.int64))
     every = b.op("Range", zero, b.op("Squeeze", slots), one)
     own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
     seen = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))

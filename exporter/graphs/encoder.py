@@ -54,9 +54,12 @@ def norm(b: Builder, e: Encoder, x: ir.Value, name: str) -> ir.Value:
     return b.dialect.layer_norm(b, x, name, e.eps)
 
 
-TOKENS, POSITIONS = "clip.text.embeddings.token_embedding.weight", "clip.text.embeddings.position_embedding.weight"
-LAST_NORM, PROJECTION = "clip.text.final_layer_norm", "clip.text_projection"
-VISION_NORM, VISION_PROJECTION = "clip.vision.post_layernorm", "clip.visual_projection"
+TOKENS = "clip.text.embeddings.token_embedding.weight"
+POSITIONS = "clip.text.embeddings.position_embedding.weight"
+LAST_NORM = "clip.text.final_layer_norm"
+PROJECTION = "clip.text_projection"
+VISION_NORM = "clip.vision.post_layernorm"
+VISION_PROJECTION = "clip.visual_projection"
 
 
 def _encoder(spec: TextTowerSpec) -> TextEncoder:

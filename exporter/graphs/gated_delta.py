@@ -46,7 +46,8 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     for part in "ba":  # [conversations, value heads, tokens of each, 1]
         numbers = states.apart(b.to_float32(b.linear(x, f"{name}.in_proj_{part}", bias=False)), d.value_heads)
         gates.append(b.op("Unsqueeze", b.op("Transpose", numbers, perm=[0, 2, 1]), b.constant([3])))
-    beta, steps = b.op("Sigmoid", gates[0]), b.reshape(b.weight(f"{name}.dt_bias", FLOAT), -1, 1, 1)
+    beta = b.op("Sigmoid", gates[0])
+    steps = b.reshape(b.weight(f"{name}.dt_bias", FLOAT), -1, 1, 1)
     rate = b.op("Neg", b.op("Exp", b.reshape(b.weight(f"{name}.A_log", FLOAT), -1, 1, 1)))
     decay = b.op("Mul", b.op("Softplus", b.op("Add", gates[1], steps)), rate)
     heads = b.op("Concat", states.conversations, b.constant([d.value_heads, d.key_dim, d.value_dim]), axis=0)
@@ -146,7 +147,8 @@ def _many(
         return after, out, written, b.op("Identity", before)
 
     _, out, written, begins = b.scan(step, matrices, (*system, kept, b.op("Exp", last)))
-    chunk, place = b.op("Div", ends, size), b.op("Mod", ends, size)
+    chunk = b.op("Div", ends, size)
+    place = b.op("Mod", ends, size)
     k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
     at_ends = _at_ends(b, k, passed, written, begins, place, size)
     # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
@@ -231,9 +233,11 @@ def _inverse(b: Builder, system: ir.Value, size: ir.Value, most: int) -> ir.Valu
     Blocks of one row are their own inverses. Those of twice as many have the inverses of both halves, X, and beneath
     the diagonal - X system X; every step does all of them, and computes with no number larger than the inverse has.
     """
-    inverse, rows = _square(b, np.eye(most, dtype=np.float32), size), np.arange(most)
+    inverse = _square(b, np.eye(most, dtype=np.float32), size)
+    rows = np.arange(most)
     for block in 1 << np.arange(most.bit_length() - 1):
-        pair, half = rows // (2 * block), rows // block % 2
+        pair = rows // (2 * block)
+        half = rows // block % 2
         beneath = (pair[:, None] == pair) & (half[:, None] > half)
         part = b.op("Mul", system, _square(b, beneath.astype(np.float32), size))
         if block > 1:

@@ -26,7 +26,8 @@ from vtx.tools.model.towers.joined.sam import SAM
 from vtx.tools.model.towers.joined.windows import attention_side
 from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
-THETA, TRAINED = 10_000.0, 16  # of EVA-02's rotation: its base, and the patches a side that positions are scaled to
+THETA = 10_000.0  # of EVA-02's rotation: its base, and the patches a side that positions are scaled to
+TRAINED = 16
 WHITE = 255.0  # the largest pixel that Pix2Struct sees
 END = 1 << 30
 
@@ -65,7 +66,8 @@ def resizing(
             matrix[row, min(low + 1, count - 1)] += at - low
         return matrix.astype(np.float32)
     step = np.float32(count) / np.float32(out)
-    spread, curve = max(float(step), 1.0) if antialias else 1.0, -0.5 if antialias else -0.75
+    spread = max(float(step), 1.0) if antialias else 1.0
+    curve = -0.5 if antialias else -0.75
     for row in range(out):
         centre = float(step * np.float32(row + 0.5))
         first = math.floor(centre - 2 * spread - 1)
@@ -74,7 +76,8 @@ def resizing(
         weights = _cubic(far, curve) if cubic else np.maximum(1 - far, 0)
         inside = (taps >= 0) & (taps < count)
         if antialias:  # taps beyond the border count nothing, else they have its value
-            taps, weights = taps[inside], weights[inside] / weights[inside].sum()
+            taps = taps[inside]
+            weights = weights[inside] / weights[inside].sum()
         np.add.at(matrix[row], np.clip(taps, 0, count - 1), weights)
     return matrix.astype(np.float32)
 
@@ -170,7 +173,8 @@ def _convnext(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple
 
 def _in_windows(b: Builder, v: VisionConfig, x: ir.Value, window: int) -> ir.Value:
     """[images, rows, columns, hidden] as [windows, patches of each, hidden]."""
-    missing, along = -v.grid % window, -(-v.grid // window)
+    missing = -v.grid % window
+    along = -(-v.grid // window)
     if missing:
         x = b.op("Pad", x, b.constant([0, 0, 0, 0, 0, missing, missing, 0]))
     x = b.reshape(x, -1, along, window, along, window, v.hidden)
@@ -194,7 +198,8 @@ def _sam(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Valu
     assert v.neck is not None
     x = b.op("Add", _patches(b, v, pixels, f"{SAM}.patch_embed.projection"), b.weight(f"{SAM}.pos_embed"))
     for layer in range(v.layers):
-        p, side = f"{SAM}.layers.{layer}", attention_side(v, layer)
+        p = f"{SAM}.layers.{layer}"
+        side = attention_side(v, layer)
         y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{sam.HALVES[0]}", v.eps), side)
         y = _sam_attention(b, v, y, f"{p}.attn", side)
         y = b.reshape(b.linear(b.reshape(y, -1, v.hidden), f"{p}.attn.proj", bias=True), -1, side**2, v.hidden)
@@ -205,7 +210,8 @@ def _sam(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Valu
     planes = b.op("Transpose", x, perm=[0, 3, 1, 2])
     planes = b.op("Conv", planes, b.weight(f"{SAM}.neck.conv1.weight"), kernel_shape=[1, 1])
     x = b.dialect.layer_norm(b, b.op("Transpose", planes, perm=[0, 2, 3, 1]), f"{SAM}.neck.layer_norm1", v.eps)
-    each, side = NECK_SQUARE, v.grid // NECK_SQUARE
+    each = NECK_SQUARE
+    side = v.grid // NECK_SQUARE
     x = b.reshape(x, -1, side, each, side, each, v.neck)
     return b.reshape(b.op("Transpose", x, perm=[0, 1, 3, 5, 2, 4]), -1, side, side, v.width), side
 
@@ -217,7 +223,8 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     and 1 at a key's own row (column) joined to the key, they are a part of the heads' own product, and no matrix of
     scores is written down.
     """
-    dim, tokens = v.hidden // v.heads, side**2
+    dim = v.hidden // v.heads
+    tokens = side**2
     qkv = b.linear(b.reshape(x, -1, v.hidden), f"{name}.qkv", bias=True)
     q, k, w = (
         b.op("Slice", qkv, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
@@ -248,9 +255,11 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
 
 def _eva(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Value, int]:
     x = _patches(b, v, pixels, f"{EVA}.patch_embed.proj")
-    x, turns = b.op("Add", x, _positions(b, v, f"{EVA}.pos_embed", antialias=False)), dict[int, Any]()
+    x = b.op("Add", x, _positions(b, v, f"{EVA}.pos_embed", antialias=False))
+    turns = dict[int, Any]()
     for layer in range(v.layers):
-        p, side = f"{EVA}.blocks.{layer}", attention_side(v, layer)
+        p = f"{EVA}.blocks.{layer}"
+        side = attention_side(v, layer)
         if side not in turns:
             turns[side] = _rotation(b, v, side)
         y = _in_windows(b, v, b.dialect.layer_norm(b, x, f"{p}.{eva02.HALVES[0]}", v.eps), side)
@@ -291,7 +300,8 @@ def _rotation(b: Builder, v: VisionConfig, side: int) -> tuple[ir.Value, ir.Valu
 
 def _rotated(b: Builder, v: VisionConfig, x: ir.Value, side: int, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
     """Queries or keys as [windows, patches, hidden], each pair of neighbouring numbers turned."""
-    pairs, (cos, sin) = b.reshape(x, -1, side**2, v.heads, v.hidden // v.heads // 2, 2), turn
+    pairs = b.reshape(x, -1, side**2, v.heads, v.hidden // v.heads // 2, 2)
+    cos, sin = turn
     first, second = (
         b.op("Slice", pairs, b.constant([number]), b.constant([number + 1]), b.constant([4])) for number in (0, 1)
     )
@@ -309,7 +319,8 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
     x = _resized(b, _standardised(b, v, pixels, side), side, v.image, antialias=True)
     projection = f"{PIX2STRUCT}.embeddings.patch_projection"
     kernel = b.reshape(b.weight(f"{projection}.weight"), v.hidden, v.patch, v.patch, 3)
-    kernel, bias = b.op("Transpose", kernel, perm=[0, 3, 1, 2]), b.weight(f"{projection}.bias")
+    kernel = b.op("Transpose", kernel, perm=[0, 3, 1, 2])
+    bias = b.weight(f"{projection}.bias")
     x = b.op("Conv", b.from_float32(x), kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     x = b.op("Transpose", x, perm=[0, 2, 3, 1])
     for axis, shape in (("row", (1, v.grid, 1, v.hidden)), ("column", (1, 1, v.grid, v.hidden))):
@@ -317,7 +328,8 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
         own = b.stored_rows(name, 1, v.grid)  # entry 0 is of padding
         own = b.op("Cast", own, to=b.dialect.compute.value)
         x = b.op("Add", x, b.reshape(own, *shape))
-    x, dim = b.reshape(x, -1, v.hidden), v.hidden // v.heads
+    x = b.reshape(x, -1, v.hidden)
+    dim = v.hidden // v.heads
     for layer in range(v.layers):
         p = f"{PIX2STRUCT}.encoder.layer.{layer}"
         y = b.dialect.norm(b, x, f"{p}.{pix2struct.HALVES[0]}.weight", v.eps)

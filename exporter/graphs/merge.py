@@ -58,7 +58,9 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     cosine = b.op("Div", b.op("Sub", crossed, own), b.constant(np.array(PAIRS, np.float32)))
     alike = b.op("GreaterOrEqual", cosine, tau)
 
-    window_of, member, first = np.zeros(v.states, np.int64), np.zeros(v.states, bool), np.ones(v.states, bool)
+    window_of = np.zeros(v.states, np.int64)
+    member = np.zeros(v.states, bool)
+    first = np.ones(v.states, bool)
     window_of[windows] = np.arange(len(windows))[:, None]
     member[windows], first[windows[:, 1:]] = True, False
     of_window = b.constant(window_of)
@@ -73,7 +75,8 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     patch_index = b.constant(np.arange(v.states, dtype=np.int64) - v.class_token)  # raster order; the class token: -1
     if not b.dialect.sizes_from_values:
         merged = b.op("Where", kept, merged, b.constant(np.array(-1)))
-        hidden, seen = b.op("Unsqueeze", hidden, b.constant([0])), b.reshape(kept, 1, 1, 1, v.states)
+        hidden = b.op("Unsqueeze", hidden, b.constant([0]))
+        seen = b.reshape(kept, 1, 1, 1, v.states)
         return Merged(hidden, b.op("Identity", patch_index), merged, similarity, seen)
     indices = b.op("Squeeze", b.op("NonZero", kept), b.constant([0]))
     hidden, patch_index, merged, similarity = (

@@ -13,7 +13,8 @@ from vtx.exporter.graphs.native import Grid
 from vtx.tools.model.towers.naflex import MERGER
 from vtx.tools.model.vision import MERGED, VisionConfig
 
-PATCHES, POSITIONS = "vision.embeddings.patch_embedding", "vision.embeddings.position_embedding.weight"
+PATCHES = "vision.embeddings.patch_embedding"
+POSITIONS = "vision.embeddings.position_embedding.weight"
 MERGER_ACTIVATION = "gelu_pytorch_tanh"
 LAST = f"{MERGER}.linear_2"
 
@@ -105,7 +106,8 @@ def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple
 
     The patches of a square attend to each other; the new one is their mean and what an MLP makes of all together.
     """
-    each, hidden = MERGED**2, v.hidden
+    each = MERGED**2
+    hidden = v.hidden
     apart, grid = naflex_squares(b, MERGED, hidden, x, grid)
     squares = b.reshape(apart, -1, each, hidden)
     q, k, w = projected(b, v, squares, MERGER, (-1, each, hidden), "qkv")

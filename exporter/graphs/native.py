@@ -47,7 +47,8 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     decoder are further outputs, [tokens, hidden] each.
     """
     v = c.vision
-    kernel, pictures = b.weight("vision.patch_embed.proj.weight"), 1 if c.video is None else "images"
+    kernel = b.weight("vision.patch_embed.proj.weight")
+    pictures = 1 if c.video is None else "images"
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [pictures, 3, "height", "width"]))
     if c.video is None:  # both moments are alike, so their kernels add up
         kernel = b.op("ReduceSum", kernel, b.constant([2]), keepdims=0)
@@ -73,14 +74,17 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
     split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
     squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
-    x, grid = b.reshape(squares, -1, v.hidden), (rows, columns)
+    x = b.reshape(squares, -1, v.hidden)
+    grid = (rows, columns)
     turn = _rotation(b, v, grid)
-    windows, wide = _windows(b, v, grid) if v.window is not None else None, v.hidden * v.shuffle**2
+    windows = _windows(b, v, grid) if v.window is not None else None
+    wide = v.hidden * v.shuffle**2
     for layer in range(v.layers):
         name = f"vision.blocks.{layer}"
         within = None if layer in v.full_blocks else windows
         x = b.op("Add", x, _attention(b, v, norm(b, v, x, f"{name}.norm1"), f"{name}.attn", turn, within))
-        y, mlp = norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"
+        y = norm(b, v, x, f"{name}.norm2")
+        mlp = f"{name}.mlp"
         gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=True), v.activation)
         y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=True)) if v.gated else gate
         x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
@@ -101,10 +105,13 @@ def _merge(b: Builder, c: ModelConfig, squares: ir.Value, name: str) -> ir.Value
 
 def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Value]:
     """Cos and sin [1, patches, 1, head_dim / 2]: half of the angles by a patch's row, the others by its column."""
-    (rows, columns), quarter, side = grid, v.hidden // v.heads // 4, v.shuffle
+    rows, columns = grid
+    quarter = v.hidden // v.heads // 4
+    side = v.shuffle
     rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
     everywhere = b.op("Concat", rows, columns, b.constant([side, side, quarter]), axis=0)
-    one, sides = b.constant([1]), b.constant([side])
+    one = b.constant([1])
+    sides = b.constant([side])
 
     def angles(count: ir.Value, *shape: ir.Value) -> ir.Value:
         along = b.op("Cast", _count(b, b.op("Mul", count, sides)), to=FLOAT.value)
@@ -112,7 +119,8 @@ def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Val
         spread = b.op("Concat", *shape, b.constant([quarter]), axis=0)
         return b.op("Expand", b.op("Reshape", turned, spread), everywhere)
 
-    by_row, by_column = angles(rows, rows, one, sides, one), angles(columns, one, columns, one, sides)
+    by_row = angles(rows, rows, one, sides, one)
+    by_column = angles(columns, one, columns, one, sides)
     every = b.reshape(b.op("Concat", by_row, by_column, axis=-1), 1, -1, 1, 2 * quarter)
     return b.from_float32(b.op("Cos", every)), b.from_float32(b.op("Sin", every))
 
@@ -125,7 +133,8 @@ def _count(b: Builder, size: ir.Value) -> ir.Value:
 def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
     """Windows cover the grid from its first square; the part beyond the grid is padding."""
     assert v.window is not None
-    side, each = v.window // v.shuffle, v.shuffle**2
+    side = v.window // v.shuffle
+    each = v.shuffle**2
     squares = b.constant([side])
     down, across = (b.op("Div", b.op("Add", count, b.constant([side - 1])), squares) for count in grid)
     full = [b.op("Mul", count, squares) for count in (down, across)]
@@ -151,7 +160,9 @@ def _attention(
     b: Builder, v: VisionConfig, x: ir.Value, name: str, turn: tuple[ir.Value, ir.Value], within: _Windows | None
 ) -> ir.Value:
     """Attention of hidden states [patches, hidden] to all others, or to those in their window."""
-    together, (cos, sin), half = b.linear(x, f"{name}.qkv", bias=True), turn, v.hidden // v.heads // 2
+    together = b.linear(x, f"{name}.qkv", bias=True)
+    cos, sin = turn
+    half = v.hidden // v.heads // 2
     parts = [
         b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
         for start in range(0, 3 * v.hidden, v.hidden)
@@ -163,9 +174,12 @@ def _attention(
         turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
         turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
         parts[number] = b.reshape(turned, -1, v.hidden)
-    size, seen = -1, None
+    size = -1
+    seen = None
     if within is not None:
-        parts, size, seen = [b.op("Gather", part, within.into) for part in parts], within.size, within.seen
+        parts = [b.op("Gather", part, within.into) for part in parts]
+        size = within.size
+        seen = within.seen
     batch = 1 if within is None else -1
     q, k, w = (b.reshape(part, batch, size, v.hidden) for part in parts)
     y = b.reshape(b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen), -1, v.hidden)

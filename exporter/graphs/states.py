@@ -22,7 +22,10 @@ class States:
     """The states of `layers`, each to be read by `read` and its successors given to `keep` once."""
 
     def __init__(self, b: Builder, c: TextConfig, layers: Sequence[int]) -> None:
-        self._b, self._c, self._layers, columns = b, c, layers, c.conv_taps - 1
+        self._b = b
+        self._c = c
+        self._layers = layers
+        columns = c.conv_taps - 1
         self._each: int | str = "conversations" if b.dialect.branches else 1
         self._past = b.input(names.STATE, FLOAT, [len(layers), self._each, c.state_numbers])
         self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, ["ends"])
@@ -38,11 +41,15 @@ class States:
 
     def read(self, layer: int) -> tuple[ir.Value, ir.Value | None]:
         """A layer's last columns [conversations, taps - 1, channels], and the rest of its state, [conversations, n]."""
-        b, c, number = self._b, self._c, self._layers.index(layer)
-        columns, parts = (c.conv_taps - 1) * c.convolved, list[ir.Value]()
+        b = self._b
+        c = self._c
+        number = self._layers.index(layer)
+        columns = (c.conv_taps - 1) * c.convolved
+        parts = list[ir.Value]()
         for first, end in ((0, columns), (columns, c.state_numbers)):
             if first < end:  # of this layer and these numbers at once: the state of a delta rule is large
-                begins, ends = b.constant([number, first]), b.constant([number + 1, end])
+                begins = b.constant([number, first])
+                ends = b.constant([number + 1, end])
                 parts.append(b.op("Slice", self._past, begins, ends, b.constant([0, 2])))
         past = b.from_float32(b.reshape(parts[0], -1, c.conv_taps - 1, c.convolved))
         return past, parts[1] if len(parts) > 1 else None
@@ -52,9 +59,13 @@ class States:
 
         Also the columns [conversations, ends, columns * channels] of the states that are given out.
         """
-        b, c, axis, taps = self._b, self._c, self._b.constant([1]), self._c.conv_taps
+        b = self._b
+        c = self._c
+        axis = self._b.constant([1])
+        taps = self._c.conv_taps
         columns = b.op("Concat", past, new, axis=1)
-        kernel, mixed = b.weight(f"{name}.weight"), list[ir.Value]()
+        kernel = b.weight(f"{name}.weight")
+        mixed = list[ir.Value]()
         for tap in range(taps):
             seen = b.op("Slice", columns, b.constant([tap]), b.constant([tap + 1 - taps or END]), axis)
             weight = b.reshape(b.op("Gather", kernel, b.constant(np.array(tap)), axis=2), c.convolved)

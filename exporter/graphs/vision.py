@@ -25,7 +25,8 @@ from vtx.tools.model.towers.encoder import POST_NORM, TOWER
 from vtx.tools.model.towers.paired import BESIDE
 from vtx.tools.model.vision import VisionConfig
 
-IMAGES, VIDEO = "vision.", "video."  # prefixes of towers' weights
+IMAGES = "vision."  # prefixes of towers' weights
+VIDEO = "video."
 MAX_ROW = 1 << 30
 NEWLINE = "image_newline"  # a weight of the layout that no graph reads
 
@@ -142,9 +143,11 @@ def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tow
         x, grid = naflex_embeddings(b, v, pixels)
     else:
         x = _embeddings(b, v, pixels)
-    tower, used = _TowerGraph([x], grid=grid), max(c.feature_layers)
+    tower = _TowerGraph([x], grid=grid)
+    used = max(c.feature_layers)
     for layer in range(used):
-        name, shape = f"vision.encoder.layers.{layer}", _shape(b, c, tower)
+        name = f"vision.encoder.layers.{layer}"
+        shape = _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
         if extras.received is not None and layer + 1 in (extras.received, used):
             received = received_attention(b, v, tower.query, tower.key)
@@ -175,7 +178,8 @@ def _output_attention(b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Ex
         b.output(b.reshape(attention, -1), names.CLS_ATTENTION_LAST, FLOAT, [tokens])
     if extras.received is None:
         return
-    first, last = tower.received[0], tower.received[-1]
+    first = tower.received[0]
+    last = tower.received[-1]
     if extras.received == 1 and tower.merged:  # windows merge behind block 1: of its tokens those that remain count
         remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
         first = b.op("Gather", first, remain, axis=1)
@@ -186,7 +190,8 @@ def _output_attention(b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Ex
 
 def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _TowerGraph, images: int | str) -> None:
     """Of each hidden state its features, its mean key over all heads, and the class token's attention to it."""
-    v, size = c.vision, c.vision.hidden // c.vision.heads
+    v = c.vision
+    size = c.vision.hidden // c.vision.heads
     assert tower.key is not None
     keys = b.reshape(b.to_float32(tower.key), 0, -1, v.heads, size)
     keys = b.op("ReduceSum", keys, b.constant([2]), keepdims=0)
@@ -235,14 +240,17 @@ def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
 
     Zeros fill squares that extend beyond the grid at the right and the bottom.
     """
-    v, grid, width = c.vision, c.vision.grid, c.vision.hidden * len(c.feature_layers)
+    v = c.vision
+    grid = c.vision.grid
+    width = c.vision.hidden * len(c.feature_layers)
     if v.pool > 1:
         planes = b.op("Transpose", b.reshape(features, -1, grid, grid, width), perm=[0, 3, 1, 2])
         means = b.op("AveragePool", planes, kernel_shape=[v.pool] * 2, strides=[v.pool] * 2)
         features = b.op("Transpose", b.reshape(means, 0, width, -1), perm=[0, 2, 1])
     if v.shuffle == 1:
         return features
-    along, missing = -(-grid // v.shuffle), -grid % v.shuffle
+    along = -(-grid // v.shuffle)
+    missing = -grid % v.shuffle
     if missing:
         features = b.reshape(features, -1, grid, grid, width)
         features = b.op("Pad", features, b.constant([0, 0, 0, 0, 0, missing, missing, 0]))
@@ -252,7 +260,8 @@ def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
 
 def _last_block(b: Builder, c: ModelConfig, tower: _TowerGraph) -> tuple[ir.Value, ir.Value]:
     """The q and k [images, tokens, hidden] of the tower's last block, which may be beyond the used ones."""
-    v, x = c.vision, tower.states[-1]
+    v = c.vision
+    x = tower.states[-1]
     if max(c.feature_layers) == v.layers:
         assert tower.query is not None
         assert tower.key is not None
@@ -284,7 +293,8 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value, tower: str = TOWE
     positions = _positions(b, v, tower)
     if not v.class_token:
         return b.op("Add", x, positions)
-    images, first = b.op("Shape", pixels, start=0, end=1), b.weight(f"{tower}.embeddings.class_embedding")
+    images = b.op("Shape", pixels, start=0, end=1)
+    first = b.weight(f"{tower}.embeddings.class_embedding")
     if v.registers:
         first = b.op("Concat", b.reshape(first, 1, v.hidden), b.weight(f"{tower}.embeddings.registers"), axis=0)
         x = b.op("Add", x, positions)
@@ -301,7 +311,9 @@ def _positions(b: Builder, v: VisionConfig, tower: str) -> ir.Value:
     table = b.weight(f"{tower}.embeddings.position_embedding.weight")
     if not v.position_grid:
         return table
-    side, first, axis = v.position_grid, b.constant([int(v.class_token)]), b.constant([1])
+    side = v.position_grid
+    first = b.constant([int(v.class_token)])
+    axis = b.constant([1])
     grid = b.reshape(b.op("Slice", table, first, b.constant([MAX_ROW]), axis), 1, side, side, v.hidden)
     grid = b.to_float32(b.op("Transpose", grid, perm=[0, 3, 1, 2]))
     resized = b.op(

@@ -30,10 +30,12 @@ def actions_of(
     spec = reference.config.action
     assert spec is not None
     by_k = reference.prefix_keys_values(sample, ks, report)
-    prompts, count = [by_k[k] for k in ks], len(sample.ids)
+    prompts = [by_k[k] for k in ks]
+    count = len(sample.ids)
     actions = noise.expand(len(ks), -1, -1)
     for step in range(spec.steps):
-        time, change = 1 - step / spec.steps, 1 / spec.steps
+        time = 1 - step / spec.steps
+        change = 1 / spec.steps
         actions = actions - change * _velocity(reference, prompts, state, actions, time, count)
     return dict(zip(ks, actions, strict=True))
 
@@ -46,7 +48,9 @@ def _velocity(
 
     Each weight is read once for all of them.
     """
-    spec, text, read = reference.config.action, reference.config.text, reference.weight
+    spec = reference.config.action
+    text = reference.config.text
+    read = reference.weight
     assert spec is not None
 
     def linear(x: Tensor, name: str, bias: str | None = None) -> Tensor:
@@ -58,7 +62,8 @@ def _velocity(
     def heads(x: Tensor, name: str) -> Tensor:
         return linear(x, name).reshape(*x.shape[:2], -1, text.head_dim).transpose(1, 2)
 
-    half, horizon = spec.hidden // 2, actions.shape[1]
+    half = spec.hidden // 2
+    horizon = actions.shape[1]
     periods = spec.min_period * (spec.max_period / spec.min_period) ** torch.linspace(0, 1, half)
     angles = 1 / periods * 2 * math.pi * time
     moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), horizon, -1)
@@ -74,9 +79,11 @@ def _velocity(
         attended = list[Tensor]()
         for number, prompt in enumerate(prompts):
             keys, values = (torch.cat((old, new[number]), 1) for old, new in zip(prompt[layer], (k, v), strict=True))
-            sharing, seen = q.shape[1] // len(keys), torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
+            sharing = q.shape[1] // len(keys)
+            seen = torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
             seen[0, -horizon:] = False
-            keys, values = keys.repeat_interleave(sharing, 0), values.repeat_interleave(sharing, 0)
+            keys = keys.repeat_interleave(sharing, 0)
+            values = values.repeat_interleave(sharing, 0)
             y = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=seen)
             attended.append(y.transpose(0, 1).flatten(1))
         x = x + linear(torch.stack(attended), f"{p}.self_attn.o_proj")
@@ -91,10 +98,14 @@ def record_golden_actions(
     report: Callable[[int], None],
 ) -> None:  # fmt: skip
     """As `record_golden`, for a model that outputs actions: a fixed state and noise, and the actions at each K."""
-    config, image, spec = reference.config, golden.golden_image(), reference.config.action
+    config = reference.config
+    image = golden.golden_image()
+    spec = reference.config.action
     assert spec is not None
-    ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))
-    decoded, drawn = golden.decoded_ids(ids, config.image_token_id), np.random.default_rng(SEED)
+    ids = golden_ids(text, config.layout)
+    pixels = golden.golden_pixels(config.layout.views(image, settings))
+    decoded = golden.decoded_ids(ids, config.image_token_id)
+    drawn = np.random.default_rng(SEED)
     state = drawn.standard_normal(spec.state, np.float32)
     noise = drawn.standard_normal((spec.horizon, spec.width), np.float32)
     with torch.inference_mode():

@@ -21,14 +21,16 @@ class AttentionMeter:
     """
 
     def __init__(self, samples: Sequence[Sample], config: ModelConfig) -> None:
-        self._groups, self._text = [_Groups(sample, config.image_token_id) for sample in samples], config.text
+        self._groups = [_Groups(sample, config.image_token_id) for sample in samples]
+        self._text = config.text
         self._layers: list[list[Tensor]] = [[] for _ in samples]  # for each layer [tokens after the image, KINDS]
 
     def __call__(self, layer: int, number: int, queries: Tensor, keys: Tensor) -> None:
         if number >= len(self._groups):
             return
         groups = self._groups[number]
-        q, k = queries[0, :, groups.suffix :], keys[0]
+        q = queries[0, :, groups.suffix :]
+        k = keys[0]
         scores = q @ k.transpose(1, 2) * self._text.scale(layer)
         back = torch.arange(groups.suffix, k.shape[1])[:, None] - torch.arange(k.shape[1])
         scores.masked_fill_(back < 0, -torch.inf)
@@ -37,7 +39,8 @@ class AttentionMeter:
         self._layers[number].append(scores.softmax(-1).mean(0) @ groups.kinds)
 
     def shares(self, number: int) -> AttentionShares:
-        groups, layers = self._groups[number], torch.stack(self._layers[number]).double()
+        groups = self._groups[number]
+        layers = torch.stack(self._layers[number]).double()
         answer = layers[:, groups.prompt - groups.suffix - 1 :]
         question = layers[:, : groups.prompt - groups.suffix]
         means = question.mean(1), answer.mean(1), answer.mean(0)

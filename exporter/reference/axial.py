@@ -20,7 +20,9 @@ class AxialReference:
     def __init__(
         self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Callable[[Tensor, str], Tensor]
     ) -> None:
-        self._v, self._w, self._activate = vision, weight, activate
+        self._v = vision
+        self._w = weight
+        self._activate = activate
 
     def states(self, pixels: Tensor) -> Tensor:
         """One image [3, height, width], from 0 to 1, to the normed means [tokens, hidden] that are projected."""
@@ -45,9 +47,12 @@ class AxialReference:
         return self._norm(means)
 
     def _attention(self, y: Tensor, name: str, high: int, wide: int) -> Tensor:
-        v, width = self._v, self._v.hidden // self._v.heads
+        v = self._v
+        width = self._v.hidden // self._v.heads
         q, k, w = (self._linear(y, f"{name}.{part}_proj").reshape(len(y), v.heads, width) for part in "qkv")
-        q, k, w = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm"), self._norm(w)
+        q = self._norm(q, f"{name}.q_norm")
+        k = self._norm(k, f"{name}.k_norm")
+        w = self._norm(w)
         row, column = (part.flatten() for part in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
         rates = BASE ** (-torch.arange(0, width // 2, 2).float() / (width // 2))
         axes = [(at[:, None] * rates)[:, None] for at in (column, row)]

@@ -20,7 +20,10 @@ class ConvolutionalReference:
         self, vision: VisionConfig, weight: Callable[[str], Tensor], norm: Callable[[Tensor, str], Tensor],
         linear: Callable[[Tensor, str], Tensor],
     ) -> None:  # fmt: skip
-        self._v, self._w, self._norm, self._linear = vision, weight, norm, linear
+        self._v = vision
+        self._w = weight
+        self._norm = norm
+        self._linear = linear
 
     def states(self, pixels: Tensor) -> Tensor:
         """Images [images, 3, side, side] to [images, tokens, hidden], row by row."""

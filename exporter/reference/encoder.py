@@ -16,7 +16,10 @@ class EncoderReference:
     """A tower whose weights' names begin with `name`, of which the `used` first blocks run."""
 
     def __init__(self, vision: VisionConfig, parts: TowerWeights, name: str, used: int) -> None:
-        self._v, self._parts, self._name, self._used = vision, parts, name, used
+        self._v = vision
+        self._parts = parts
+        self._name = name
+        self._used = used
 
     def states(self, pixels: Tensor) -> tuple[list[Tensor], tuple[int, int]]:
         """The embeddings [views, tokens, hidden] and the outputs of the blocks, and the patches' grid at the end."""
@@ -26,13 +29,16 @@ class EncoderReference:
             x = self._block(states[-1], f"{self._name}.encoder.layers.{layer}")
             if layer + 1 == self._v.merged_after:
                 x = self._merged(x, high, wide)
-                high, wide = high // MERGED, wide // MERGED
+                high = high // MERGED
+                wide = wide // MERGED
             states.append(x)
         return states, (high, wide)
 
     def _embedded(self, pixels: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """The patches with their positions, behind a class token and registers if there are any, and their grid."""
-        v, w, name = self._v, self._parts.read, f"{self._name}.embeddings"
+        v = self._v
+        w = self._parts.read
+        name = f"{self._name}.embeddings"
         kernel = w(f"{name}.patch_embedding.weight")
         bias = w(f"{name}.patch_embedding.bias") if not v.pre_norm else None
         if v.naflex and not v.nearest:
@@ -52,7 +58,8 @@ class EncoderReference:
 
     def _positions(self, table: Tensor, high: int, wide: int) -> Tensor:
         """The table [..., positions, hidden] for a grid of patches, resized if it has another grid."""
-        v, side = self._v, self._v.position_grid
+        v = self._v
+        side = self._v.position_grid
         if side is None:
             return table
         if v.nearest:
@@ -70,7 +77,9 @@ class EncoderReference:
 
     def _merged(self, x: Tensor, high: int, wide: int) -> Tensor:
         """The hidden states [views, patches, hidden] of a grid of patches, one patch for each square."""
-        name, views, linear = "vision.vit_merger", len(x), self._parts.linear
+        name = "vision.vit_merger"
+        views = len(x)
+        linear = self._parts.linear
         squares = x.reshape(views, high // MERGED, MERGED, wide // MERGED, MERGED, -1).transpose(2, 3)
         squares = squares.reshape(-1, MERGED**2, self._v.hidden)
         squares = squares + self._attention(squares, name)
@@ -90,7 +99,8 @@ class EncoderReference:
         return self._parts.linear(y, f"{name}.self_attn.out_proj")
 
     def _block(self, x: Tensor, name: str) -> Tensor:
-        v, linear = self._v, self._parts.linear
+        v = self._v
+        linear = self._parts.linear
         scales = [self._parts.read(f"{name}.{scale}") for scale in LAYER_SCALES] if v.layer_scale else [1.0, 1.0]
         x = x + scales[0] * self._attention(x, name)
         y = linear(self._parts.norm(x, f"{name}.layer_norm2"), f"{name}.mlp.fc1")

@@ -37,7 +37,9 @@ class EngineReference:
     """`Reference` of a loaded bundle, at the K it was cut at and in the arithmetic of its engine."""
 
     def __init__(self, model: Model) -> None:
-        self._model, self._manifest, self.backend = model, model.manifest, model.backend
+        self._model = model
+        self._manifest = model.manifest
+        self.backend = model.backend
         self._full = make_policy(None, model.manifest, model.backend.gate)
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
@@ -68,11 +70,13 @@ class EngineReference:
         """As of `Reference`; `watch` gets layers that end a stage, and of the states those after the last image."""
         if attend is not None:
             raise RequestError("an engine does not give its attention; measure it without --device")
-        stages, found = self._manifest.stages, list[dict[int | None, Tensor]]()
+        stages = self._manifest.stages
+        found = list[dict[int | None, Tensor]]()
         boundary = {stage.first: number for number, stage in enumerate(stages)}
         for number, sample in enumerate(samples):
             session, prompt = self._prompt(sample)
-            caches, length = session.caches, prompt.prefix_length
+            caches = session.caches
+            length = prompt.prefix_length
             question, answer = np.split(prompt.ids[length:], [len(prompt.ids) - length - sample.last + 1])
             key = prefix_key(prompt, question if caches.two_way else None)
             if key != caches.prefix.key:

@@ -39,8 +39,10 @@ def record_golden(
     report: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Run the reference at every K of `ks` and write its features, logits and largest values to `path`."""
-    config, image = reference.config, golden_image()
-    ids, pixels = golden_ids(text, config.layout), golden.golden_pixels(config.layout.views(image, settings))
+    config = reference.config
+    image = golden_image()
+    ids = golden_ids(text, config.layout)
+    pixels = golden.golden_pixels(config.layout.views(image, settings))
     decoded = golden.decoded_ids(ids, config.image_token_id)
     largest = np.zeros(config.text.layers, np.float32)
 

@@ -24,7 +24,9 @@ class JoinedTowers:
     def __init__(
         self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Callable[[Tensor, str], Tensor]
     ) -> None:
-        self._v, self._w, self._activate = vision, weight, activate
+        self._v = vision
+        self._w = weight
+        self._activate = activate
 
     def states(self, pixels: Tensor) -> Tensor:
         """Images [images, 3, side, side] to [images, tokens, hidden], row by row."""
@@ -185,7 +187,8 @@ def _by_windows(x: Tensor, window: int | None, attention: Callable[[Tensor], Ten
     """Attention of [side, side, hidden] within windows, filled with zeros that are attended to; None: of all to all."""
     if window is None:
         return attention(x)
-    side, out = len(x), torch.empty_like(x)
+    side = len(x)
+    out = torch.empty_like(x)
     for top in range(0, side, window):
         for left in range(0, side, window):
             own = x[top : top + window, left : left + window]

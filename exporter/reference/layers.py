@@ -62,8 +62,10 @@ def decoder_layer(
         normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
         parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, layer)
     k, v, at = _appended(c, parts[1], parts[2], positions, cache) if shared is None else shared
-    q, sharing = parts[0], c.heads // c.kv_heads
-    k, v = k.repeat_interleave(sharing, 1), v.repeat_interleave(sharing, 1)
+    q = parts[0]
+    sharing = c.heads // c.kv_heads
+    k = k.repeat_interleave(sharing, 1)
+    v = v.repeat_interleave(sharing, 1)
     if see:
         see(q, k)
     both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
@@ -76,7 +78,8 @@ def decoder_layer(
     y = linear(y if opened is None else y * opened, "self_attn.o_proj")
     before = "post_attention_layernorm"
     if c.post_norms:
-        y, before = rms(y, weight(f"{before}.weight"), c.eps), "pre_feedforward_layernorm"
+        y = rms(y, weight(f"{before}.weight"), c.eps)
+        before = "pre_feedforward_layernorm"
     x = x + y
     y = _mlp(c, x, weight, linear, before)
     x = x + (rms(y, weight("post_feedforward_layernorm.weight"), c.eps) if c.post_norms else y)
@@ -137,12 +140,14 @@ def _delta_rule(
 
     `cache` holds what was convolved of earlier tokens, and the matrices behind them.
     """
-    d, (batch, count, _) = c.delta, x.shape
+    d = c.delta
+    batch, count, _ = x.shape
     assert d is not None
     columns = F.pad(linear(x, "linear_attn.in_proj_qkv").transpose(1, 2), (c.conv_taps - 1, 0))
     matrices = x.new_zeros(batch, d.value_heads, d.key_dim, d.value_dim)
     if cache:
-        columns, matrices = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2), cache[1]
+        columns = torch.cat((cache[0], columns[..., c.conv_taps - 1 :]), 2)
+        matrices = cache[1]
     mixed = F.conv1d(columns, weight("linear_attn.conv1d.weight"), groups=d.channels)[..., -count:]
 
     def heads(part: Tensor) -> Tensor:
@@ -150,11 +155,14 @@ def _delta_rule(
         return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
 
     q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
-    q, k = heads(q), heads(k)
+    q = heads(q)
+    k = heads(k)
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
-    v, rates = v.reshape(batch, count, d.value_heads, d.value_dim), linear(x, "linear_attn.in_proj_b").sigmoid()
+    v = v.reshape(batch, count, d.value_heads, d.value_dim)
+    rates = linear(x, "linear_attn.in_proj_b").sigmoid()
     steps = F.softplus(linear(x, "linear_attn.in_proj_a") + weight("linear_attn.dt_bias"))
-    kept, read = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None], list[Tensor]()
+    kept = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None]
+    read = list[Tensor]()
     for n in range(count):
         matrices = matrices * kept[:, n]
         known = (matrices * k[:, n, :, :, None]).sum(2)

@@ -57,7 +57,9 @@ class Encoded:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
         if not self.images:
             return np.arange(len(is_vision))
-        images, positions, following = iter(self.images), list[list[int]](), 0
+        images = iter(self.images)
+        positions = list[list[int]]()
+        following = 0
         while len(positions) < len(is_vision):
             if not is_vision[len(positions)]:
                 positions.append([following] * PARTS)
@@ -146,7 +148,8 @@ class _Streams:
         """
         text = ~self.is_vision
         given = None if self.layer_inputs is None else self.layer_inputs[text, layer - 1]
-        source, cache = c.source(layer), list[Tensor]()
+        source = c.source(layer)
+        cache = list[Tensor]()
         if source == layer:
             self.withdrawn = decoder_layer(
                 c,
@@ -176,7 +179,8 @@ class Reference:
     """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, weights: WeightSource | None = None) -> None:
-        self._weights, self.config = weights or CheckpointWeights(checkpoint), config
+        self._weights = weights or CheckpointWeights(checkpoint)
+        self.config = config
         self._see = make_tower(config, self._weights.read)
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
@@ -191,7 +195,8 @@ class Reference:
         self, images: Sequence[ImageSource], settings: ImageSettings
     ) -> tuple[list[ImageTokens], tuple[Tensor, ...]]:
         """The tokens of each image of a prompt, and the maps of all for the decoder."""
-        layout, tokens = self.config.layout.for_images(len(images)), list[ImageTokens]()
+        layout = self.config.layout.for_images(len(images))
+        tokens = list[ImageTokens]()
         maps = list[Sequence[Tensor]]()
         hidden = (0, self.config.text.hidden)
         newline = self._weights.read(NEWLINE)[None].cpu().numpy() if layout.newline else np.zeros(hidden, np.float32)
@@ -229,8 +234,11 @@ class Reference:
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
         layer and its inputs [n, in], also without withdrawal.
         """
-        text, streams, depths = self.config.text, self._enter(samples), sorted(k for k in ks if k is not None)
-        rested, received = [list[_Streams]() for _ in samples], [Tensor() for _ in samples]
+        text = self.config.text
+        streams = self._enter(samples)
+        depths = sorted(k for k in ks if k is not None)
+        rested = [list[_Streams]() for _ in samples]
+        received = [Tensor() for _ in samples]
 
         def rank(layer: int, number: int, queries: Tensor, keys: Tensor) -> None:
             if layer + 1 in depths:
@@ -259,7 +267,8 @@ class Reference:
                     left.run(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
-        found, order = list[dict[int | None, Tensor]](), [None, *depths]
+        found = list[dict[int | None, Tensor]]()
+        order = [None, *depths]
         for stream, own, sample in zip(streams, rested, samples, strict=True):
             states = [stream.full, *stream.withdrawn, *(left.full for left in own)]
             found.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
@@ -274,7 +283,8 @@ class Reference:
         """
         (stream,) = self._enter([sample])
         for layer in range(1, self.config.text.layers + 1):
-            cache, weights = list[Tensor](), self._layer_weights(layer, keep=False)
+            cache = list[Tensor]()
+            weights = self._layer_weights(layer, keep=False)
             stream.run(self.config.text, layer, weights, cache=cache)
             if cache and layer not in self.config.text.conv_layers:
                 yield layer, cache[0][0], cache[1][0]
@@ -284,11 +294,14 @@ class Reference:
         self, sample: Sample, ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None
     ) -> dict[int | None, list[tuple[Tensor, Tensor]]]:
         """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim]."""
-        (stream,), depths = self._enter([sample]), sorted(k for k in ks if k is not None)
+        (stream,) = self._enter([sample])
+        depths = sorted(k for k in ks if k is not None)
         found: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]
         for layer in range(1, self.config.text.layers + 1):
-            weights, cache, apart = self._layer_weights(layer, keep=True), list[Tensor](), list[Tensor]()
+            weights = self._layer_weights(layer, keep=True)
+            cache = list[Tensor]()
+            apart = list[Tensor]()
             if layer in depths:
                 stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
             stream.run(self.config.text, layer, weights, cache=cache)
@@ -325,7 +338,8 @@ class Reference:
                 answers[n].append(token)
             active = [n for n in active if len(answers[n]) < max_new_tokens and answers[n][-1] not in end_ids]
             for n in active:
-                ids, following = np.array(answers[n][-1:]), streams[n].positions[-1:] + 1
+                ids = np.array(answers[n][-1:])
+                following = streams[n].positions[-1:] + 1
                 token = self._embedded(ids)
                 given = self._layer_inputs(token, ids)
                 streams[n] = replace(
@@ -377,7 +391,8 @@ class Reference:
 
     def _embedded(self, ids: NDArray[np.int64]) -> Tensor:
         """The hidden states [n, hidden] of text tokens on their way into the decoder."""
-        text, hidden = self.config.text, self._weights.read(EMBEDDING, ids)
+        text = self.config.text
+        hidden = self._weights.read(EMBEDDING, ids)
         return hidden * text.hidden**0.5 if text.scaled_embedding else hidden
 
     def weight(self, name: str) -> Tensor:
@@ -392,7 +407,8 @@ class Reference:
 
     def _layer_inputs(self, hidden: Tensor, ids: NDArray[np.int64]) -> Tensor | None:
         """The inputs of each layer for tokens that enter the decoder, [n, layers, width], by the ids of their table."""
-        text, width = self.config.text, self.config.text.per_layer
+        text = self.config.text
+        width = self.config.text.per_layer
         if width is None:
             return None
         made = F.linear(hidden, self._weights.read(PER_LAYER_PROJECTION)) * text.hidden**-0.5

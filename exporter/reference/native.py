@@ -21,11 +21,16 @@ class NativeReference:
         self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Function, norm: Function,
         linear: Function,
     ) -> None:  # fmt: skip
-        self._v, self._w, self._activate, self._norm, self._linear = vision, weight, activate, norm, linear
+        self._v = vision
+        self._w = weight
+        self._activate = activate
+        self._norm = norm
+        self._linear = linear
 
     def tokens(self, pixels: Tensor) -> list[Tensor]:
         """One image [3, height, width] to its tokens [tokens, hidden], row by row, and its maps, which are alike."""
-        v, side = self._v, self._v.shuffle
+        v = self._v
+        side = self._v.shuffle
         kernel = self._w("vision.patch_embed.proj.weight")
         still = torch.stack([pixels] * kernel.shape[2], 1)[None]
         bias = self._w("vision.patch_embed.proj.bias") if v.patch_bias else None
@@ -64,13 +69,15 @@ class NativeReference:
         v = self._v
         qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
         q, k, w = (part.reshape(len(x), v.heads, -1).transpose(0, 1) for part in qkv.chunk(3, -1))
-        q, k = rotated(q, angles), rotated(k, angles)
+        q = rotated(q, angles)
+        k = rotated(k, angles)
         y = torch.empty_like(x)
         for own in groups:
             seen = attended(q[:, own], k[:, own], w[:, own])
             y[own] = seen.transpose(0, 1).flatten(1)
         x = x + self._linear(y, f"{name}.attn.proj")
-        y, mlp = self._norm(x, f"{name}.norm2"), f"{name}.mlp"
+        y = self._norm(x, f"{name}.norm2")
+        mlp = f"{name}.mlp"
         if v.gated:
             gate = self._activate(self._linear(y, f"{mlp}.gate_proj"), v.activation)
             return x + self._linear(gate * self._linear(y, f"{mlp}.up_proj"), f"{mlp}.down_proj")
@@ -87,5 +94,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Ten
 
 
 def rotated(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    (a, b), cos, sin = x.chunk(2, -1), angles.cos() * scale, angles.sin() * scale
+    a, b = x.chunk(2, -1)
+    cos = angles.cos() * scale
+    sin = angles.sin() * scale
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -46,7 +46,9 @@ class PreparedItem:
 
 def prepare(source: Source, data: Data, max_new_tokens: int) -> tuple[list[PreparedItem], list[str]]:
     """Tokenise every item; items that cannot be asked, or do not fit the context, are reported instead."""
-    prepared, skipped, room = [], list(data.skipped), source.context - max(max_new_tokens, MAX_REFERENCE)
+    prepared = []
+    skipped = list(data.skipped)
+    room = source.context - max(max_new_tokens, MAX_REFERENCE)
     for number, item in enumerate(data.items, 1):
         try:
             ids = prompt_ids(source, item)
@@ -79,7 +81,8 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
     """The right answer's tokens after the prompt `ids`, an end token last; None if the template omits it."""
     if item.answer is None:
         return None
-    text, answer = source.text, [Part(type="text", text=item.answer)]
+    text = source.text
+    answer = [Part(type="text", text=item.answer)]
     try:
         turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
         whole = text.prompt(turns, prompt_images(source.config.layout, item), add_generation_prompt=False)

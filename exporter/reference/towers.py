@@ -86,7 +86,8 @@ def _grouped(v: VisionConfig, features: Tensor, high: int, wide: int) -> Tensor:
     """Features [views, patches, width], those of a square of patches joined or averaged."""
     views = len(features)
     if v.shuffle > 1:
-        below, right = -high % v.shuffle, -wide % v.shuffle
+        below = -high % v.shuffle
+        right = -wide % v.shuffle
         grid = F.pad(features.reshape(views, high, wide, -1), (0, 0, 0, right, 0, below))
         down, across = (side // v.shuffle for side in grid.shape[1:3])
         blocks = grid.reshape(views, down, v.shuffle, across, v.shuffle, -1).transpose(2, 3)

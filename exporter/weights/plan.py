@@ -82,7 +82,8 @@ class WeightEntry:
 
     def stored(self, file: str) -> StoredTensor:
         """Its location in `file`."""
-        weights, shape = self.parts[0], self.source.shape
+        weights = self.parts[0]
+        shape = self.source.shape
         others = [StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape) for part in self.parts[1:]]
         return StoredTensor(file, weights.offset, weights.nbytes, self.form.dtype, shape, *others)
 
@@ -130,7 +131,8 @@ def plan_weights(
     for name, shape in needed:
         info = checkpoint.require(name, shape)
         by_source.setdefault(info.file, []).append((name, info))
-    files, stored = [], dict[str, StoredTensor]()
+    files = []
+    stored = dict[str, StoredTensor]()
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]
@@ -223,7 +225,8 @@ _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")  # saved by ol
 
 def with_own_head(text: TextConfig, checkpoint: Checkpoint) -> TextConfig:
     """The decoder's configuration, not tied if the weights hold a head that differs from the embeddings."""
-    head, table = checkpoint.tensors.get(HEAD), checkpoint.tensors.get(EMBEDDING)
+    head = checkpoint.tensors.get(HEAD)
+    table = checkpoint.tensors.get(EMBEDDING)
     if not text.tied or head is None or table is None:
         return text
     same = (head.dtype, head.shape) == (table.dtype, table.shape) and len(head.shape) == 2

@@ -112,7 +112,9 @@ def scalings(c: TextConfig, factors: Mapping[str, NDArray[Any]]) -> dict[str, Sc
 
     Sampled inputs of a set are beside them, by `sampled`.
     """
-    rows, columns, samples = dict[str, Floats](), dict[str, Floats](), dict[str, NDArray[Any]]()
+    rows = dict[str, Floats]()
+    columns = dict[str, Floats]()
+    samples = dict[str, NDArray[Any]]()
     for layer in range(1, c.layers + 1):
         for group in channels(c, layer):
             if group.source in factors:
@@ -175,13 +177,16 @@ def find_factors(
     `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader; `inputs` [tokens,
     in] is a sample of them. Raises ExportError if a weight is so large that no scale reaches it.
     """
-    pooled, outputs = channels.pooled(sizes), [inputs @ matrix.T for matrix in matrices]
+    pooled = channels.pooled(sizes)
+    outputs = [inputs @ matrix.T for matrix in matrices]
 
     def error(alpha: float) -> float:
-        wide, lost = channels.spread(factors_of(pooled, alpha)), 0.0
+        wide = channels.spread(factors_of(pooled, alpha))
+        lost = 0.0
         for name, matrix, whole in zip(channels.readers, matrices, outputs, strict=True):
             restored = dequantise(*quantise(matrix * wide, scheme, name), scheme) / wide
-            size, difference = np.square(whole).sum(1), np.square(inputs @ restored.T - whole).sum(1)
+            size = np.square(whole).sum(1)
+            difference = np.square(inputs @ restored.T - whole).sum(1)
             # Each token counts alike; Eq. 4 sums squared errors, and a few tokens of trained models are a thousand
             # times larger than others.
             shares = np.divide(difference, size, out=np.zeros_like(size), where=size > 0)

@@ -34,7 +34,8 @@ class WeightSource(Protocol):
 
 class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensors, self._checkpoint = checkpoint.tensors, checkpoint
+        self._tensors = checkpoint.tensors
+        self._checkpoint = checkpoint
 
     def holds(self, name: str) -> bool:
         return name in self._tensors
@@ -44,7 +45,8 @@ class CheckpointWeights:
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
         weight = _widened(self._tensors[name], rows)
-        factor, shift = self._checkpoint.factor(name), self._checkpoint.shift(name)
+        factor = self._checkpoint.factor(name)
+        shift = self._checkpoint.shift(name)
         weight = weight if factor == 1 else weight.mul_(factor)
         return weight if not shift else weight.add_(shift)
 
@@ -53,7 +55,8 @@ class BundleWeights:
     """`WeightSource` of a bundle under construction: rounded, and dequantised if quantised."""
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
-        self._folder, self._stored = folder, stored
+        self._folder = folder
+        self._stored = stored
 
     def holds(self, name: str) -> bool:
         return name in self._stored
@@ -105,7 +108,8 @@ def _count(rows: RowIndex, count: int) -> int:
 
 def _stacked(parts: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> Tensor:
     """Rows of any number type, one part after the other, as float32 of `shape`."""
-    out, at = np.empty(shape, np.float32), 0
+    out = np.empty(shape, np.float32)
+    at = 0
     for part in parts:
         out[at : at + len(part)] = part
         at += len(part)

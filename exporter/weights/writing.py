@@ -145,20 +145,23 @@ def _rewrite(
     scalings: Mapping[str, Scaling],
 ) -> str:  # fmt: skip
     """Write the file's unfinished tensors in their new form, converted by chunks in `pool`. Returns its SHA-256."""
-    header, finished = file.header or b"", 0
+    header = file.header or b""
+    finished = 0
     digest = hashlib.sha256(header)
     # the tensors that an interrupted export finished
     with contextlib.suppress(OSError), target.open("rb") as source:
         source.seek(len(header))
         for entry, record in zip(file.entries, journal.tensors.get(file.name, []), strict=False):
-            after, crc = digest.copy(), 0
+            after = digest.copy()
+            crc = 0
             for size in pieces(entry.end - source.tell()):
                 data = source.read(size)
                 after.update(data)
                 crc = zlib.crc32(data, crc)
             if (entry.name, entry.end, crc) != (record.tensor, record.end, record.crc):
                 break
-            digest, finished = after, finished + 1
+            digest = after
+            finished = finished + 1
     with target.open("r+b" if finished else "wb") as out:
         if finished:
             out.truncate(out.seek(file.entries[finished - 1].end))
@@ -173,7 +176,8 @@ def _rewrite(
             convert, elements = _conversion(entry, scaling, tensor)
             length, step = tensor.shape[0], max(1, elements // max(1, prod(tensor.shape[1:])))
             spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
-            crc, following = 0, list[list[bytes]]()
+            crc = 0
+            following = list[list[bytes]]()
             for (data, *more), nbytes in in_order(pool, convert, spans):
                 out.write(data)
                 digest.update(data)
@@ -218,7 +222,8 @@ def _conversion(
 
 def _taken(entry: WeightEntry, matrix: Matrix, span: slice) -> Converted:
     """Rows of a quantised matrix of the checkpoint: its codes, scales and zero points. Raises `CheckpointError`."""
-    rows, name = matrix.rows(source_rows(entry.source, span)), entry.name
+    rows = matrix.rows(source_rows(entry.source, span))
+    name = entry.name
     check_finite(rows.scales, f"{name}{SCALES}")
     exact = rows.scales * np.float32(entry.factor)
     with np.errstate(over="ignore"):
@@ -238,7 +243,8 @@ def _converted(
     """A chunk of `source`, the entry's tensor, in its new form. Raises `CheckpointError` for NaN."""
     stored = read_bits(source, span)
     check_finite(stored, entry.name)
-    dtype, scheme = entry.form.dtype, entry.form.scheme
+    dtype = entry.form.dtype
+    scheme = entry.form.scheme
     if entry.source.dtype == dtype and not scaling and entry.factor == 1 and not entry.shift:
         return [stored.tobytes()], stored.nbytes
     narrow = entry.source.dtype == "BF16"
@@ -255,7 +261,8 @@ def _converted(
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])
     if dtype in LARGEST and values.size:
-        largest, most = float(np.abs(values).max()), LARGEST[dtype]
+        largest = float(np.abs(values).max())
+        most = LARGEST[dtype]
         if largest > most and not np.isfinite(widen_bf16(out) if dtype == "BF16" else out).all():
             raise ExportError(
                 f"tensor {entry.name} holds {largest:g}, {STORED[dtype].name} reaches {most:g} at most; export "

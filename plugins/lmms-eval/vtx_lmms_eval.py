@@ -56,7 +56,8 @@ class Vtx(lmms):
         if str(batch_size) != "1":
             raise ValueError(f"batch_size is {batch_size}; it must be 1; set parallel in --model_args instead")
         self._model = vtx.load(bundle, device=device or "auto", compute=compute, threads=threads, fit=fit)
-        self._k, self._reduce = k, reduce.replace(";", ",")
+        self._k = k
+        self._reduce = reduce.replace(";", ",")
         # Refuses what the bundle lacks before the first request.
         self._model.loaded.policy(self._k, reduce=self._reduce)
         self._engine = Engine("lmms-eval", self._model, Capacity(parallel, parallel, kept=parallel))

@@ -32,7 +32,9 @@ class Deadline:
     """A time from now on by which actions must be there, None: whenever. Raises RequestError."""
 
     def __init__(self, milliseconds: float | None, cure: str) -> None:
-        self._begun, self._ms, self._cure = monotonic(), milliseconds, cure
+        self._begun = monotonic()
+        self._ms = milliseconds
+        self._cure = cure
         if milliseconds is not None:
             check_number("deadline_ms", milliseconds, "milliseconds above 0, at most 1e9", least=1e-6, most=1e9)
 
@@ -55,8 +57,10 @@ class Actor:
     def __init__(self, loaded: LoadedBundle) -> None:
         if loaded.manifest.action is None:
             raise RequestError(f"{loaded.manifest.model.name} answers in words, not with actions; use ask")
-        self._loaded, self._spec = loaded, loaded.manifest.action
-        self._acting, self._lock = Acting(loaded.backend, loaded.manifest), threading.Lock()
+        self._loaded = loaded
+        self._spec = loaded.manifest.action
+        self._acting = Acting(loaded.backend, loaded.manifest)
+        self._lock = threading.Lock()
 
     @property
     def seconds(self) -> ActionSeconds:
@@ -76,7 +80,8 @@ class Actor:
     ) -> NDArray[np.float32]:  # fmt: skip
         """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
         deadline = Deadline(deadline_ms, "fewer steps or a smaller K")
-        loaded, spec = self._loaded, self._spec
+        loaded = self._loaded
+        spec = self._spec
         loaded.check_open()
         if unnorm_key is not None:
             raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
@@ -122,7 +127,8 @@ class Actor:
                 raise RequestError(
                     "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME"
                 )
-            missing, unknown = [n for n in names if n not in images], [n for n in images if n not in names]
+            missing = [n for n in names if n not in images]
+            unknown = [n for n in images if n not in names]
             if missing or unknown:
                 wrong = f"lack {', '.join(missing)}" if missing else f"hold {', '.join(map(str, unknown))}"
                 raise RequestError(f"the pictures {wrong}; this bundle's cameras are {', '.join(names)}")

@@ -110,7 +110,8 @@ def _values(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     elif schema.get("type") == "boolean":
         return dict(YES_NO) if not schema.keys() - {"type", *NOTES} else None
     else:
-        low, high = schema.get("minimum"), schema.get("maximum")
+        low = schema.get("minimum")
+        high = schema.get("maximum")
         plain = schema.get("type") == "integer" and not schema.keys() - LISTED_KEYS
         if plain and isinstance(low, int) and isinstance(high, int) and 0 <= high - low < MAX_SCORED:
             listed = range(low, high + 1)
@@ -132,13 +133,16 @@ class FillingStream(AnswerStream):
         after: Selection | None = None, completed: Completed | None = None,
     ) -> None:  # fmt: skip
         """`ask`: `stream_messages` of the conversation. Raises RequestError for a schema that lists no fields."""
-        options, guide = settings.options, settings.options.guide
+        options = settings.options
+        guide = settings.options.guide
         assert guide is not None
         for name, value in (("logprobs", options.logprobs), ("temperature", options.sampling.temperature)):
             if value:
                 raise RequestError(f"fill decodes each field by itself, greedily; leave {name} out")
         self._fields = read_form(json.loads(str(guide.schema)), "\n".join(texts_of(messages[-1])))
-        self._ask, self._messages, self._completed = ask, list(messages), completed
+        self._ask = ask
+        self._messages = list(messages)
+        self._completed = completed
         self._settings = replace(settings, options=replace(options, guide=None))
         self._ends_at = math.inf
         self._answers = list[Answer]()
@@ -190,12 +194,16 @@ class FillingStream(AnswerStream):
 
     def _turn_to(self, field: FormField, messages: Sequence[Message]) -> None:
         """Make the answer of a field the one that is computed."""
-        options, before = self._settings.options, self._answering
+        options = self._settings.options
+        before = self._answering
         left = None if self._ends_at == math.inf else max(1e-3, self._ends_at - monotonic())
         options = replace(options, guide=field.guide, logprobs=True, timeout=left, stop=())
         answering = self._begun(messages, replace(self._settings, options=options), resume=True, after=self._selection)
-        answering.stream, answering.beat, answering.reader = before.stream, before.beat, before.reader
-        answering.returns_by_itself, answering.cancelled = before.returns_by_itself, before.cancelled
+        answering.stream = before.stream
+        answering.beat = before.beat
+        answering.reader = before.reader
+        answering.returns_by_itself = before.returns_by_itself
+        answering.cancelled = before.cancelled
         self._answering = answering
 
     def _steps(self) -> Generator[str]:
@@ -212,7 +220,8 @@ class FillingStream(AnswerStream):
         """Put the answer together, as far as it has come."""
         if not self._answers:
             return
-        free, last = self._answers[0], self._answers[-1]
+        free = self._answers[0]
+        last = self._answers[-1]
         stopped = last.stopped if len(self._answers) > 1 or last.stopped in ("cancelled", "timeout") else "cancelled"
         forced = sum(answer.stats.forced or 0 for answer in self._answers)
         self._whole = replace(

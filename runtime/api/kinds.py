@@ -49,7 +49,8 @@ def _kind_of_values(values: Sequence[Any]) -> Kind:
 
 def _kinds_of_schema(schema: Any) -> frozenset[Kind]:
     """The kinds of the values that a JSON schema leaves open; a text without a list of its values is quoted text."""
-    kinds, parts = set[Kind](), [schema]
+    kinds = set[Kind]()
+    parts = [schema]
     while parts:
         part = parts.pop()
         if not isinstance(part, dict):

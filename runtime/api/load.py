@@ -76,7 +76,8 @@ def load(
     formats = check_formats(image_formats)
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
-    failed, backend = dict[str, str](), None
+    failed = dict[str, str]()
+    backend = None
     while backend is None:
         chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, failed=failed)
         if not force and not ENGINES[chosen.device].gpu:
@@ -114,7 +115,8 @@ def choose_for(
 def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
     """Raise DeviceError if a bundle does not fit into this machine's memory."""
     floats = float_bytes(chosen)
-    needed, free = needed_memory(bundle, floats), available_memory()
+    needed = needed_memory(bundle, floats)
+    free = available_memory()
     if free is not None and needed > free:
         from vtx.runtime.units import size
 

@@ -26,7 +26,8 @@ class AnswerStream:
     """
 
     def __init__(self, answering: AnswerInProgress) -> None:
-        self._answering, self._pieces = answering, answering.pieces()
+        self._answering = answering
+        self._pieces = answering.pieces()
         self._lock = threading.Lock()
         self.reader: Reader | None = None  # None: the thread that reads
         answering.stream = weakref.ref(self)

@@ -28,10 +28,12 @@ class TokenActor:
     """
 
     def __init__(self, loaded: LoadedBundle, bins: ActionBins) -> None:
-        self._loaded, self._bins = loaded, bins
+        self._loaded = loaded
+        self._bins = bins
         self._conversation: Conversation | None = None
         self._lock = threading.Lock()
-        self.seconds, self.encoded = ActionSeconds(0, 0, 0), 0
+        self.seconds = ActionSeconds(0, 0, 0)
+        self.encoded = 0
         self.token_ids: tuple[int, ...] = ()
 
     def act(
@@ -40,7 +42,8 @@ class TokenActor:
         deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
     ) -> NDArray[np.float32]:  # fmt: skip
         """See `Model.act`."""
-        deadline, loaded = Deadline(deadline_ms, "a smaller K"), self._loaded
+        deadline = Deadline(deadline_ms, "a smaller K")
+        loaded = self._loaded
         loaded.check_open()
         inputs = {"state": state, "noise": noise, "seed": seed, "steps": steps}
         if unread := [name for name, value in inputs.items() if value is not None]:
@@ -67,7 +70,8 @@ class TokenActor:
             decoding = times["first_token"] - times["vision"] - times["prefill"]
             decoding += (len(answer.token_ids) - 1) * times["decode_per_token"]
             self.seconds = ActionSeconds(times["vision"] / 1000, times["prefill"] / 1000, max(0.0, decoding / 1000))
-            self.encoded, self.token_ids = int(times["vision"] > 0), answer.token_ids
+            self.encoded = int(times["vision"] > 0)
+            self.token_ids = answer.token_ids
         deadline.left()
         if len(answer.token_ids) < count:
             given = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
@@ -81,7 +85,8 @@ class TokenActor:
         bins = np.clip(self._bins.vocab - 1 - np.array(answer.token_ids), 0, self._bins.edges - 2)
         numbers = ((edges[:-1] + edges[1:]) / 2)[bins]
         if not normalized:
-            low, high = np.array(limits.low), np.array(limits.high)
+            low = np.array(limits.low)
+            high = np.array(limits.high)
             numbers = np.where(limits.mask, (numbers + 1) / 2 * (high - low) + low, numbers)
         action: NDArray[np.float32] = numbers.astype(np.float32)[None]
         return action

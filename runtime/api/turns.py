@@ -49,7 +49,8 @@ class Request:
     """One question on its way: who reads its answer, and until when it may run. Any thread may cancel it."""
 
     def __init__(self, timeout: float | None = None, priority: int = 0) -> None:
-        self.timeout, self.priority = timeout, priority
+        self.timeout = timeout
+        self.priority = priority
         self.reader: Reader = threading.current_thread()
         self.returns_by_itself = False  # nobody pauses it between two tokens
         self.cancelled = False

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+_M_TRIM_THRESHOLD = -1
 _MAP_NORESERVE = 0x4000  # Python names it from 3.11 on
 _MADV_DONTNEED = 4
 

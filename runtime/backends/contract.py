@@ -66,7 +66,8 @@ def check(graph: str, inputs: Iterable[Port], outputs: Iterable[Port], promised:
         if {name for name, _, _ in actual} != set(declared):
             raise BundleError(f"{graph} is not the graph that vtx.json says it is; export the bundle again")
         for name, dtype, shape in actual:
-            spec, given = declared[name], shape or ()
+            spec = declared[name]
+            given = shape or ()
             kind = DTYPES.get(spec.dtype, spec.dtype)
             sizes = [size if isinstance(size, int) else None for size in spec.shape]
             agree = len(sizes) == len(given) and all(

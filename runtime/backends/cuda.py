@@ -23,7 +23,8 @@ from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import Ids
 
 ALIGNMENT = 256  # bytes, of every address bound to TensorRT (NvInferRuntime.h, setTensorAddress)
-_OUT_OF_MEMORY, _NO_DEVICE = 2, 100
+_OUT_OF_MEMORY = 2
+_NO_DEVICE = 100
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
@@ -54,7 +55,8 @@ class Cuda:
     """
 
     def __init__(self, driver: Any, number: int = 0) -> None:
-        self._driver, self.number = driver, number
+        self._driver = driver
+        self.number = number
         self._lock = threading.RLock()
         self._outside: list[int] = []  # the contexts that were current at each entry
         self._queued = False  # work that nothing has waited for, or that is being recorded
@@ -178,7 +180,8 @@ class Cuda:
 
     def record(self, work: Callable[[], None]) -> Graph | None:
         """The work that `work` queues, as a graph and not run; None if the driver or TensorRT cannot record it."""
-        queued, collects = self._queued, gc.isenabled()
+        queued = self._queued
+        collects = gc.isenabled()
         gc.disable()  # TensorRT's contexts free memory as they go, which voids a recording
         try:
             self.call("cuStreamBeginCapture_v2", self.stream, _THREAD_LOCAL)

@@ -30,7 +30,8 @@ class StateMemory:
     """Device memory for `capacity` states of a stage; `version`, of one state, is never that of another one."""
 
     def __init__(self, cuda: Cuda, capacity: int, nbytes: int) -> None:
-        self.capacity, self.version = capacity, 0
+        self.capacity = capacity
+        self.version = 0
         self.buffer = Buffer(cuda, capacity * nbytes, f"the states of layers after {capacity} tokens")
 
     def clear(self) -> None:
@@ -45,9 +46,11 @@ class DeviceStateHistory(StateHistory):
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec, cuda: Cuda, pool: MemoryPool) -> None:
-        self._cuda, self._pool = cuda, pool
+        self._cuda = cuda
+        self._pool = pool
         self._bytes = FLOAT.itemsize * len(spec.stateful) * model.state_numbers
-        self._one, self._several = ("state", self._bytes), ("states", self._bytes)  # keys of the pool
+        self._one = ("state", self._bytes)  # keys of the pool
+        self._several = ("states", self._bytes)
         self._free = list[StateMemory]()
         self._all = list[StateMemory]()  # free or not
         self._run: StateMemory | None = None  # of states of one run until they are put
@@ -97,7 +100,8 @@ class DeviceStateHistory(StateHistory):
             self._hold(length + int(ends[0]), self._room)
             self._room = None
             return
-        (layers, numbers), count = self.shape, len(ends)
+        layers, numbers = self.shape
+        count = len(ends)
         row = FLOAT.itemsize * numbers
         for number, end in enumerate(ends):
             memory = self._taken()
@@ -112,7 +116,8 @@ class DeviceStateHistory(StateHistory):
         if length:
             self._forget({length})
             with self._cuda:
-                source, memory = other.before(length), self._taken()
+                source = other.before(length)
+                memory = self._taken()
                 self._cuda.copy_rows(memory.buffer.address, self._bytes, source.address, self._bytes, self._bytes, 1)
             self._hold(length, memory)
         self.mark(length)

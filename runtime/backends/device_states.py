@@ -57,7 +57,8 @@ class StatesPool:
 
     def joined(self, parts: Sequence[HiddenStates]) -> DeviceStates:
         """States of the host and of the device one after the other, as a copy."""
-        out, start = self.empty(sum(map(len, parts))), 0
+        out = self.empty(sum(map(len, parts)))
+        start = 0
         with self.cuda:
             for part in parts:
                 put(self.cuda, out.row(start), part)
@@ -84,7 +85,10 @@ class DeviceStates:
     dtype, ndim = FLOAT, 2
 
     def __init__(self, pool: StatesPool, lease: object, address: int, tokens: int) -> None:
-        self._pool, self._lease, self._address, self._tokens = pool, lease, address, tokens
+        self._pool = pool
+        self._lease = lease
+        self._address = address
+        self._tokens = tokens
 
     def __len__(self) -> int:
         return self._tokens
@@ -130,7 +134,8 @@ class DeviceStates:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError("hidden states of a device can only be copied to the host")
-        out, cuda = np.empty(self.shape, FLOAT), self._pool.cuda
+        out = np.empty(self.shape, FLOAT)
+        cuda = self._pool.cuda
         if out.nbytes:
             with cuda:
                 cuda.copy_out(out, self._address)

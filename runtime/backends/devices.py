@@ -95,7 +95,8 @@ def missing_instructions(compute: str) -> str | None:
 
 def default_compute(manifest: Manifest, device: str) -> str:
     """The fastest arithmetic of a device that kept the bundle's answers at export, or the device's first."""
-    kinds, accepted = tuple(ENGINES[device].compute), accepted_arithmetic(manifest)
+    kinds = tuple(ENGINES[device].compute)
+    accepted = accepted_arithmetic(manifest)
     able = (kind for kind in reversed(kinds) if kind in accepted and not missing_instructions(kind))
     return next(able, kinds[0])
 
@@ -120,7 +121,8 @@ def choose_by_card(
         card = read_card(bundle)
     if card is None:
         return choose(bundle, device, compute, failed)
-    fitted, (name, number) = card.chosen.configuration, split_device(device)
+    fitted = card.chosen.configuration
+    name, number = split_device(device)
     if name not in (AUTO, fitted.device) or compute not in (None, fitted.compute):
         return replace(choose(bundle, device, compute, failed), ignored="another device or arithmetic was asked for")
     obstacle: str | None = "it is unknown"

@@ -70,7 +70,8 @@ class Driver:
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         values = iter(args)
-        results, arguments = list[Any](), list[Any]()
+        results = list[Any]()
+        arguments = list[Any]()
         for kind in _CALLS[name]:
             if kind in _RESULTS:
                 results.append(_RESULTS[kind]())

@@ -147,7 +147,8 @@ def split_device(device: str) -> tuple[str, int]:
 
 def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
     """The merit of OpenVINO, or of onnxruntime, by measurements (docs/how-to/openvino.md)."""
-    weights, hidden = manifest.precision, manifest.model.hidden
+    weights = manifest.precision
+    hidden = manifest.model.hidden
     if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
         return 1, "what is possible here"
     return 2, f"faster on CPUs with {weights} weights at hidden size {hidden}"

@@ -50,7 +50,8 @@ class HostBackend(ABC):
     _gates: Mapping[int, HostGraph]
 
     def __init__(self, bundle: Bundle) -> None:
-        self._bundle, self._manifest = bundle, bundle.manifest
+        self._bundle = bundle
+        self._manifest = bundle.manifest
         self._graphs = self._manifest.dialects[self.dialect]
         self._towers: dict[str, HostGraph] = {}
         self._tower_lock = threading.Lock()
@@ -79,13 +80,15 @@ class HostBackend(ABC):
         return contract.embedded(self._embed.name, outputs, len(ids))
 
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
-        m, name = self._manifest, self._graphs.vision
+        m = self._manifest
+        name = self._graphs.vision
         graph = self._towers.get(name) or self._tower(name, graphs.vision(m, self.dialect), m.image)
         outputs = graph.run({names.PIXELS: pixels, **contract.vision_extras(m, self.dialect, extras)})
         return ImageTokens.of(outputs, m.model.tower)
 
     def video(self, pixels: NDArray[np.float32]) -> ImageTokens:
-        name, declared = self._graphs.video, self._manifest.video
+        name = self._graphs.video
+        declared = self._manifest.video
         if name is None or declared is None:
             return self.vision(pixels)
         graph = self._tower(name, graphs.video(self._manifest), declared.image)
@@ -128,7 +131,8 @@ class HostBackend(ABC):
         return contract.of_each(graph.name, graph.run({names.TOWER_STATES: states})[names.HIDDEN], len(states))
 
     def share_caches(self, conversations: int) -> None:
-        slots, lanes = self._manifest.max_context, CACHES_OF_ONE * conversations
+        slots = self._manifest.max_context
+        lanes = CACHES_OF_ONE * conversations
         try:
             self._batches = self._new_batches(lanes, slots)
         except MemoryError as e:

@@ -63,7 +63,8 @@ class LanePool:
         """Give a lane a free number. Its content is lost; the owner has a copy."""
         with self._lock:
             self._free.remove(number)
-            left, lane.number = lane.number, number
+            left = lane.number
+            lane.number = number
             self._vacate(left)
 
     def _vacate(self, number: int) -> None:
@@ -107,7 +108,8 @@ def run_ends(tokens: TokenStates, first: int, end: int, most: int | None) -> lis
 
 def part_ends(tokens: TokenStates, most: int) -> list[int]:
     """Ends of parts of these tokens, each of `most` at most, but for one group, since none is cut in two."""
-    ends, count = [0], len(tokens)
+    ends = [0]
+    count = len(tokens)
     while ends[-1] < count:
         end = begin_of_group(tokens, min(ends[-1] + most, count))
         if end == ends[-1]:  # a group that is longer
@@ -132,8 +134,10 @@ class SlotCounter(ABC):
 
     def __init__(self, capacity: int, window: int | None = None, states: StateHistory | None = None) -> None:
         self.states = states
-        self.capacity, self._resident = capacity, capacity if self.reserved_whole else 0
-        self.length, self.window = 0, window
+        self.capacity = capacity
+        self._resident = capacity if self.reserved_whole else 0
+        self.length = 0
+        self.window = window
         self.positions = None if window is None else np.zeros(capacity, np.int64)
 
     @property
@@ -154,7 +158,8 @@ class SlotCounter(ABC):
         if self.run_limit is not None and count > self.run_limit and not query:
             parts: list[HiddenStates] = []
             for first, end in pairwise([0, *run_ends(tokens, 0, count, self.run_limit)]):
-                part, at = tokens.part(first, end), positions[first:end]
+                part = tokens.part(first, end)
+                at = positions[first:end]
                 self.place(at)
                 parts.append(self._run(part, at, query=False).copy())
                 self.fill(self.length + end - first)
@@ -322,8 +327,10 @@ class StateHistory:
     """
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
-        self.shape, held = (len(spec.stateful), model.state_numbers), HeldStates(model)
-        self.recent, self.tried = held.recent, held.tried
+        self.shape = (len(spec.stateful), model.state_numbers)
+        held = HeldStates(model)
+        self.recent = held.recent
+        self.tried = held.tried
         self.marks = set[int]()
         self.since: int | None = None
         self._held: dict[int, Any] = {0: self._zeros()}
@@ -378,7 +385,8 @@ class StateHistory:
         """
         layers, numbers = self.shape
         if self._room is not None and np.shares_memory(states, self._room):
-            made, self._room = {length + int(ends[0]): self._room}, None
+            made = {length + int(ends[0]): self._room}
+            self._room = None
         else:
             apart = states.reshape(layers, len(ends), numbers)
             made = {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}

@@ -19,7 +19,8 @@ from vtx.runtime.bundle.spec.manifest import MAX_BYTES, Manifest
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
 
-MANIFEST, CARD = "vtx.json", "card.json"  # the second by vtx-fit
+MANIFEST = "vtx.json"  # the second by vtx-fit
+CARD = "card.json"
 QUICK_BYTES = 64 << 20  # files up to this size are hashed whole at every load
 CURE = "copy the bundle again, or export it again"
 
@@ -141,7 +142,8 @@ class Bundle:
 
     def _open(self, name: str, limit: int | None = None, *, same: bool = False) -> BinaryIO:
         """Open a file, which must have the size that the manifest says, and with `same` be the one that was checked."""
-        record, file = self.manifest.files[name], self.files.open(name, limit)
+        record = self.manifest.files[name]
+        file = self.files.open(name, limit)
         now = Identity.of(os.fstat(file.fileno()))
         problem = None
         if now.size != record.bytes:

@@ -25,7 +25,8 @@ from vtx.runtime.strict import UPGRADE, Strict, optional, write_json
 
 FORMAT = "vtx-card-1"
 MAX_BYTES = 1 << 20
-CHANGED, LOST = "change", "were right and are wrong now"
+CHANGED = "change"
+LOST = "were right and are wrong now"
 CURE = "run vtx-fit again, or remove card.json"
 Kind = Literal["yes or no", "choice", "number", "word", "quoted text", "sentence"]
 KINDS: tuple[Kind, ...] = ("yes or no", "choice", "number", "word", "quoted text", "sentence")
@@ -180,7 +181,8 @@ class Card:
     def in_words(self) -> str:
         """One line for people who use the bundle."""
         estimated = "" if self.planned is None else f"; times are estimates for {self.planned}, not measured"
-        name, guarantee = self.chosen.configuration.name, self.guarantee
+        name = self.chosen.configuration.name
+        guarantee = self.guarantee
         limit = f"at most {100 * guarantee.limit:.3g}% of the answers {guarantee.loss}"
         promise = f"{limit} ({guarantee.confidence:.0%} confidence)"
         if f"{self.chosen.bundle}: {name}" == self.reference:

@@ -22,8 +22,10 @@ from vtx.runtime.errors import RequestError, VtxError
 BLOCK = 1 << 22  # bytes that are hashed at a time
 POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that git-lfs leaves until it fetches
 # Absent on Windows, which cannot open by the descriptor of a directory and has no pipes in folders.
-_NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
-_DIRECTORY, _FLAGS = getattr(os, "O_DIRECTORY", 0), getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and bool(_NO_FOLLOW and _DIRECTORY)
 
 

@@ -94,7 +94,8 @@ def read_engines(bundle: Bundle, target: str) -> EngineSet:
     They are built after a bundle was signed, so their record has a signature of its own, by the same key. Raises
     BundleError: there are none, the record is damaged, or not signed although the bundle must be.
     """
-    where, cure = f"{FOLDER}/{target}/{RECORD}", build_command(bundle, target)
+    where = f"{FOLDER}/{target}/{RECORD}"
+    cure = build_command(bundle, target)
     if not bundle.files.exists(where):
         raise BundleError(f"{bundle.folder} holds no engines for {target}; {cure}")
     try:

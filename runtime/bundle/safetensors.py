@@ -152,8 +152,10 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
         return np.ascontiguousarray(read_bits(info.turned, error=error).T[rows])
     if info.source is not None:
         return info.source.read(source_rows(info, rows))
-    dtype, height = _stored_dtype(info, error), info.shape[0] if info.shape else 1
-    nbytes, count = math.prod(info.shape[1:]) * dtype.itemsize, 0
+    dtype = _stored_dtype(info, error)
+    height = info.shape[0] if info.shape else 1
+    nbytes = math.prod(info.shape[1:]) * dtype.itemsize
+    count = 0
     if isinstance(rows, slice):
         first, last, step = rows.indices(height)
         assert step == 1, rows
@@ -215,7 +217,8 @@ def layout(
     Raises `ValueError` for an unknown dtype or a name used twice.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    relative, offset = list[TensorInfo](), 0
+    relative = list[TensorInfo]()
+    offset = 0
     for name, dtype, shape in specs:
         nbytes = nbytes_of(dtype, shape)
         if name in header or name == "__metadata__":
@@ -344,7 +347,9 @@ def _tensor_info(
     where = f"tensor {shown(name)} in {path.name}"
     if not isinstance(entry, dict):
         raise error(f"{where} is not described as the format demands; download it again")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    offsets = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise error(f"{where} has dtype {shown(str(dtype))}, which vtx does not know")
     if not is_sizes(shape) or len(shape) > MAX_DIMS:

@@ -22,8 +22,11 @@ from vtx.runtime.installing import install
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-CHECKSUM, SIGNATURE = ".sha256", ".sig"
-MAX_CHECKSUM, SIGNATURE_BYTES, MAX_KEY = 1 << 10, 64, 1 << 16
+CHECKSUM = ".sha256"
+SIGNATURE = ".sig"
+MAX_CHECKSUM = 1 << 10
+SIGNATURE_BYTES = 64
+MAX_KEY = 1 << 16
 _MAKE = "openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in key.pem -pubout -out public.pem"
 
 

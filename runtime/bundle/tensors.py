@@ -16,7 +16,8 @@ from vtx.runtime.precision import PRECISIONS
 
 Floats = NDArray[np.float32]
 RopeTables = tuple[Floats, Floats]
-NEWLINE_TENSOR, WEIGHT = "newline", "weight"
+NEWLINE_TENSOR = "newline"
+WEIGHT = "weight"
 MAX_HEADER = 1 << 18  # of two tensors a layer
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
@@ -45,7 +46,8 @@ def read_kv_scales(bundle: Bundle) -> dict[str, Floats]:
 
     Raises BundleError.
     """
-    model, cached = bundle.manifest.model, [layer for stage in bundle.manifest.stages for layer in stage.cached]
+    model = bundle.manifest.model
+    cached = [layer for stage in bundle.manifest.stages for layer in stage.cached]
     shapes = {layer: (1, model.kv_heads, 1, model.heads_of(layer)) for layer in cached}
     parts = (names.key_scale, names.value_scale)
     scales = _read(bundle, KV_SCALES, {name(layer): shape for layer, shape in shapes.items() for name in parts})

@@ -172,7 +172,9 @@ def _run(
             child = start_child(task, data, writing, log)
         finally:
             os.close(writing)
-        over, ended, deadline = threading.Event(), [""], time.monotonic() + task.limits.wall_seconds
+        over = threading.Event()
+        ended = [""]
+        deadline = time.monotonic() + task.limits.wall_seconds
 
         def watch() -> None:
             while not over.wait(max(0.0, min(_POLL_SECONDS if stopped else 60.0, deadline - time.monotonic()))):

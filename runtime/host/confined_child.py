@@ -36,7 +36,8 @@ class _Hiding:
     """An import finder without the heavy libraries that no parser needs; transformers takes any it sees."""
 
     def __init__(self, finder: Any, hidden: Collection[str]) -> None:
-        self._finder, self._hidden = finder, hidden
+        self._finder = finder
+        self._hidden = hidden
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)

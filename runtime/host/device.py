@@ -37,7 +37,8 @@ class Device:
 
 def recognise(root: Path = Path("/"), library: Any = None) -> Device:
     """The machine, by the system files under `root` and its GPUs' driver; `library` replaces it in tests."""
-    jetson, gpus = _jetson(root), find_gpus(library)
+    jetson = _jetson(root)
+    gpus = find_gpus(library)
     profiles = [load_profile(name) for name in profile_names()]
     names = [gpu.name for gpu in gpus]
     fits = (jetson.module in each.modules if jetson else each.name in names for each in profiles)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _DRIVERS = {"win32": "nvcuda.dll"}
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_MINOR = 76
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,10 @@ def find_gpus(library: Any = None) -> tuple[Gpu, ...]:
     release = (version.value // 1000, version.value % 1000 // 10)
     gpus = []
     for number in range(count.value):
-        device, memory, major, minor = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+        device = ctypes.c_int()
+        memory = ctypes.c_size_t()
+        major = ctypes.c_int()
+        minor = ctypes.c_int()
         if cuda.cuDeviceGet(ctypes.byref(device), number):
             continue
         name = ctypes.create_string_buffer(100)

@@ -41,15 +41,26 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262), "io_setup": (206, 0),
     "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
-_OPEN, _OPENAT, _CLONE, _KILL, _TGKILL, _PRLIMIT = (2, None), (257, 56), (56, 220), (62, 129), (234, 131), (302, 261)
+_OPEN = (2, None)
+_OPENAT = (257, 56)
+_CLONE = (56, 220)
+_KILL = (62, 129)
+_TGKILL = (234, 131)
+_PRLIMIT = (302, 261)
 _NEW = 424  # the first call with one number on every machine; from it on only these are allowed
 _NEW_ALLOWED = {"close_range": 436, "faccessat2": 439, "futex_waitv": 449}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _CLONE_THREAD = 0x10000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _SIGKILL = 1, 38, 9
-_SECCOMP, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = {"x86_64": 317, "aarch64": 277}, 444, 445, 446
-_READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NO_NEW_PRIVS = 38
+_SIGKILL = 9
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
 _SYSTEM = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/gnu/store",
     "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/proc/self", "/proc/cpuinfo", "/proc/meminfo",
@@ -116,8 +127,14 @@ def _restrict_files(libc: ctypes.CDLL, paths: Sequence[str]) -> bool:
 
 def _program(column: int, architecture: int, process: int) -> bytes:
     """The filter in the kernel's classic BPF."""
-    load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, unknown = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    leave = 0x06
+    allow = 0x7FFF0000
+    refuse = 0x00050000 | errno.EPERM
+    unknown = 0x00050000 | errno.ENOSYS
     made: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4), (equal, 1, 0, architecture), (leave, 0, 0, 0x80000000), (load, 0, 0, 0),
     ]  # fmt: skip

@@ -58,7 +58,8 @@ class Needs(NamedTuple):
         return self.merging or self.attention or self.last_attention or self.text_tower or bool(self.tower_layers)
 
     def __or__(self, other: Needs) -> Needs:
-        cuts, queries = sorted({*self.cuts, *other.cuts}), sorted({*self.queries, *other.queries})
+        cuts = sorted({*self.cuts, *other.cuts})
+        queries = sorted({*self.queries, *other.queries})
         shrinks = min(filter(None, (self.shrinks, other.shrinks)), default=None)
         return Needs(tuple(cuts), tuple(queries), shrinks, *map(or_, self[3:], other[3:]))
 
@@ -219,7 +220,8 @@ class Reduction:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(cast(Any, self)):
-            limits, value = each.metadata.get("limits"), getattr(self, each.name)
+            limits = each.metadata.get("limits")
+            value = getattr(self, each.name)
             if limits is not None and value is not None and not limits.allow(value):
                 raise RequestError(f"{self.name}: {each.name} is {option_text(value, exact=True)}; {limits.fix}")
         for values, message in self.conflicts:
@@ -305,7 +307,10 @@ class Policy:
     decisions: list[Decision] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        needs, reductions, partial_cuts, entries = Needs(), list[Reduction](), set[int](), list[Entry]()
+        needs = Needs()
+        reductions = list[Reduction]()
+        partial_cuts = set[int]()
+        entries = list[Entry]()
         exit = rest_cut = decisions = None
         renumbers = uses_question = False
         fixed = True
@@ -320,7 +325,8 @@ class Policy:
                 partial_cuts.add(rest_cut)
             elif part.fixed and own.cuts:
                 exit = own.cuts[0]
-            fixed, renumbers = fixed and part.fixed, renumbers or part.renumbers
+            fixed = fixed and part.fixed
+            renumbers = renumbers or part.renumbers
             if (entry := part.entry()) is not None:
                 entries.append(entry)
                 uses_question = uses_question or entry.uses_question
@@ -336,14 +342,16 @@ class Policy:
 
     def ask(self, boundary: Boundary) -> Removal | None:
         """The removal of tokens here; None: all go on. Tokens that one part leaves out stay out."""
-        kept, by = np.ones(boundary.count, bool), list[str]()
+        kept = np.ones(boundary.count, bool)
+        by = list[str]()
         shrinks = renumbers = False
         for part in self.parts:
             mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
             if mask is not None and not mask.all():
                 kept = kept & mask
                 by.append(part.name)
-                shrinks, renumbers = shrinks or not part.whole, renumbers or part.renumbers
+                shrinks = shrinks or not part.whole
+                renumbers = renumbers or part.renumbers
         return Removal(kept, tuple(by), renumbers, shrinks and self.needs.shrinks is not None) if by else None
 
 

@@ -38,7 +38,8 @@ class Clip(Reduction, Entry, ABC):
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         if (frames := image.patches.of_frames()) is None:
             return None
-        choose, kept = self.begin(len(frames)), np.empty(0, np.int64)
+        choose = self.begin(len(frames))
+        kept = np.empty(0, np.int64)
         window = self.at_once or len(frames)
         for first in range(0, len(frames), window):
             kept = choose(image.hidden[frames[first : first + window]])

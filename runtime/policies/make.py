@@ -246,7 +246,8 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     graphs = manifest.dialects[dialect]
     firsts = {stage.first for stage in manifest.stages}
     asked = {stage.last for stage in manifest.stages if stage.query}
-    cuts, queries = sorted(set(needs.boundaries) - firsts), sorted(set(needs.scored) - asked)
+    cuts = sorted(set(needs.boundaries) - firsts)
+    queries = sorted(set(needs.scored) - asked)
     if cuts:
         return f"a cut before layer {', '.join(map(str, cuts))}"
     if queries:

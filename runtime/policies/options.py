@@ -93,7 +93,8 @@ class Option:
 @cache
 def options_of(kind: type) -> tuple[Option, ...]:
     """The options of a method in their order: the fields of its dataclass."""
-    hints, options = typing.get_type_hints(kind), list[Option]()
+    hints = typing.get_type_hints(kind)
+    options = list[Option]()
     for field in dataclasses.fields(typing.cast(Any, kind)):
         hint = hints[field.name]
         optional = typing.get_origin(hint) in (types.UnionType, typing.Union)

@@ -88,6 +88,16 @@ def check_together(parts: Sequence[Reduction]) -> None:
                 both = f"{setting[name]} and {part.name}"
                 raise RequestError(f"{both} both set {name}; leave one out, or give {name}={OFF}")
             setting[name] = part.name
+    _check_patches(parts)
+    for before, after in pairwise(parts):
+        if before.needs().cuts and not after.needs().cuts:
+            raise RequestError(
+                f"{after.name} works before the decoder and {before.name} within it; write {after.name} first"
+            )
+
+
+def _check_patches(parts: Sequence[Reduction]) -> None:
+    """Raise RequestError for methods that work on whole frames or on all patches, but not first or not alone."""
     for number, part in enumerate(parts):
         for other in parts[:number] if part.of_videos else ():
             if other.entry() is not None:
@@ -98,11 +108,6 @@ def check_together(parts: Sequence[Reduction]) -> None:
                 raise RequestError(f"{other.name} and {part.name} both work on the tower's patches; leave one out")
             if place < number and other.entry() is not None:
                 raise RequestError(f"{part.name} works on all of the tower's patches; write it before {other.name}")
-    for before, after in pairwise(parts):
-        if before.needs().cuts and not after.needs().cuts:
-            raise RequestError(
-                f"{after.name} works before the decoder and {before.name} within it; write {after.name} first"
-            )
 
 
 def _parse_part(text: str) -> Reduction:
@@ -133,7 +138,8 @@ def _parse_part(text: str) -> Reduction:
 
 def _value(hint: Any, text: str, where: str) -> Any:
     """`text` as the type that an option has."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is typing.Literal:
         if text not in args:
             raise RequestError(f"{where} is {text[:40]!r}; it is one of {', '.join(args)}")

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from vtx.runtime.prompt.text import Text
 
 Schema = Mapping[str, Any] | str | bool
-MAX_SCHEMA, MAX_REGEX, MAX_GRAMMAR = 64 << 10, 4 << 10, 8 << 10  # bytes as UTF-8 text; of all choices as of a schema
+MAX_SCHEMA = 64 << 10  # bytes as UTF-8 text; of all choices as of a schema
+MAX_REGEX = 4 << 10
+MAX_GRAMMAR = 8 << 10
 BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "grammar": MAX_GRAMMAR, "tools": MAX_SCHEMA}
 MAX_CHOICES = 1024
 KEPT = 32  # compiled grammars of a bundle
@@ -35,7 +37,9 @@ KEPT = 32  # compiled grammars of a bundle
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
           "max_lexer_states": 50_000, "max_grammar_size": 500_000}  # fmt: skip
 # What these limits do not count, and llguidance compiles for minutes: several expressions for one text, remainders.
-MAX_COMBINED, MAX_MULTIPLE, MAX_OPERATORS = 8, 10_000, 1
+MAX_COMBINED = 8
+MAX_MULTIPLE = 10_000
+MAX_OPERATORS = 1
 OWN_KEYS = ("pattern", "format", "multipleOf", "properties", "patternProperties", "additionalProperties", "items",
             "prefixItems")  # fmt: skip
 # JSON as Python's json writes it: models know it, and no answer fills up with blanks.
@@ -160,7 +164,9 @@ class Grammars:
 
     def __init__(self, text: Text, vocab: int) -> None:
         llguidance = _llguidance()
-        self._library, self._space, self._lock = llguidance, text.may_begin_with_space, threading.Lock()
+        self._library = llguidance
+        self._space = text.may_begin_with_space
+        self._lock = threading.Lock()
         self._text = text
         self._compiled: OrderedDict[Guide, LLMatcher] = OrderedDict()
         model = type(text.tokenizer.model).__name__
@@ -189,7 +195,8 @@ class Grammars:
             return GuidedAnswer(matcher.deep_copy())
 
     def _compile(self, guide: Guide) -> LLMatcher:
-        library, kind = self._library, guide.kind
+        library = self._library
+        kind = guide.kind
         body: dict[str, Any] = {"lark_grammar": guide.grammar}
         if guide.schema is not None:
             schema = json.loads(str(guide.schema))
@@ -234,7 +241,9 @@ class GuidedAnswer:
         self._forced = matcher.compute_ff_tokens()
         self._drafting = False
         self.lookup: PromptLookup | None = None
-        self.complete, self.tokens, self.forced = False, 0, 0
+        self.complete = False
+        self.tokens = 0
+        self.forced = 0
         self.imposes = False  # of the last mask
 
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -287,7 +296,8 @@ class GuidedAnswer:
 
 def _check_work(kind: str, body: Mapping[str, Any]) -> None:
     """Refuse what would be compiled for minutes. Raises RequestError."""
-    schemas, grammar = [body.get("json_schema")], str(body.get("lark_grammar", ""))
+    schemas = [body.get("json_schema")]
+    grammar = str(body.get("lark_grammar", ""))
     for operator in "&~" if kind == "grammar" else "":
         count = grammar.count(operator)
         if count > MAX_OPERATORS:
@@ -300,14 +310,18 @@ def _check_work(kind: str, body: Mapping[str, Any]) -> None:
             schemas.append(json.JSONDecoder().raw_decode(grammar[start.end() :].lstrip())[0])
     remainders = 0.0
     for schema in schemas:
-        patterns, multiples, combined, nodes = 0, {1.0}, False, [schema]
+        patterns = 0
+        multiples = {1.0}
+        combined = False
+        nodes = [schema]
         while nodes:
             node = nodes.pop()
             nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
             if not isinstance(node, dict):
                 continue
             patterns += sum(isinstance(node.get(key), str) for key in ("pattern", "format"))
-            multiple, several = node.get("multipleOf"), node.get("allOf")
+            multiple = node.get("multipleOf")
+            several = node.get("allOf")
             if isinstance(multiple, int | float) and multiple > 0:
                 digits = re.sub(r"e.*|[.]", "", json.dumps(multiple))
                 multiples.add(max(float(multiple), float(digits)))

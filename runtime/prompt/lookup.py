@@ -19,7 +19,8 @@ class PromptLookup:
     """
 
     def __init__(self, ids: Iterable[int], most: int, first: int = FIRST) -> None:
-        self._most, self._length = most, min(first, most)
+        self._most = most
+        self._length = min(first, most)
         self._ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # the index of the token after each n-gram's last place
         self.drafted = self.accepted = 0

@@ -20,7 +20,8 @@ BOUNDS = {
 
 def open_ends(schema: Any) -> list[str]:
     """Each property without a bound, such as "'count' has no maximum", the outermost first."""
-    lines, parts = list[str](), [("the answer", schema)]
+    lines = list[str]()
+    parts = [("the answer", schema)]
     while parts:
         name, part = parts.pop(0)
         if not isinstance(part, dict):
@@ -28,7 +29,8 @@ def open_ends(schema: Any) -> list[str]:
         bounds = BOUNDS.get(str(part.get("type")), ())
         if bounds and not part.keys() & set(bounds):
             lines.append(f"{name} has no {bounds[0]}")
-        properties, items = part.get("properties"), part.get("items")
+        properties = part.get("properties")
+        items = part.get("items")
         parts += [(repr(key), value) for key, value in properties.items()] if isinstance(properties, dict) else []
         parts.append((f"an item of {name}", items))
     return lines

@@ -24,7 +24,9 @@ class TextTower:
 
     def __init__(self, read: Callable[[str, int], bytes], spec: TextTowerSpec, run: Run) -> None:
         text = utf8(read(spec.tokenizer, MAX_TOKENIZER_BYTES), spec.tokenizer, BundleError)
-        self._tokenizer, self._spec, self._run = parse_tokenizer(text, BundleError), spec, run
+        self._tokenizer = parse_tokenizer(text, BundleError)
+        self._spec = spec
+        self._run = run
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._last: tuple[str, Embeddings] | None = None  # a chat asks for its first question at every turn
@@ -36,7 +38,8 @@ class TextTower:
         """
         last = self._last
         if last is None or last[0] != text:
-            spec, ids = self._spec, list(encode(self._tokenizer, text, add_special_tokens=True).ids)
+            spec = self._spec
+            ids = list(encode(self._tokenizer, text, add_special_tokens=True).ids)
             if not ids or max(ids) >= spec.vocab:
                 raise BundleError(
                     f"{spec.tokenizer} gives token {max(ids, default=None)}, the text tower has {spec.vocab:,} tokens, "

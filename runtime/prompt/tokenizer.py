@@ -61,7 +61,8 @@ class Masking:
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int], unk_token: str | None, literals: str) -> None:
-        self._tokenizer, self._control = tokenizer, control
+        self._tokenizer = tokenizer
+        self._control = control
         self._ids = frozenset(control.values())
         self._taken = frozenset(literals).union(*control)
         unk = getattr(tokenizer.model, "unk_token", None) or unk_token
@@ -82,10 +83,12 @@ class Masking:
             return [values(item) for item in value] if isinstance(value, list | tuple) else value
 
         for message in messages:
-            role, content = self._mask_text(message["role"], masks, messages), message["content"]
+            role = self._mask_text(message["role"], masks, messages)
+            content = message["content"]
             extras = values(extras_of(message))
             # A special token may span two parts, so a message is masked as one text and cut again.
-            text, at = self._mask_text("".join(texts_of(message)), masks, messages), 0
+            text = self._mask_text("".join(texts_of(message)), masks, messages)
+            at = 0
             if isinstance(content, str):
                 masked.append(cast("Message", {"role": role, "content": text, **extras}))
                 continue
@@ -119,9 +122,11 @@ class Masking:
     def continuation(self, before: str, text: str) -> list[int]:
         """The ids of `text` behind the rendered `before`; control tokens in `text` are ordinary text."""
         start = max((match.end() for match in self._pattern.finditer(before)), default=0)
-        known, elsewhere = before[start:], self._text_tokenizers[1]
+        known = before[start:]
+        elsewhere = self._text_tokenizers[1]
         tokenizer = elsewhere if start else self._text_tokenizers[0]
-        prefix, ids = encode(tokenizer, known).ids, encode(tokenizer, known + text).ids
+        prefix = encode(tokenizer, known).ids
+        ids = encode(tokenizer, known + text).ids
         return list(ids[len(prefix) :] if ids[: len(prefix)] == prefix else encode(elsewhere, text).ids)
 
     @cached_property
@@ -229,5 +234,7 @@ class Detokenizer:
     def finish(self) -> str:
         """The rest, with U+FFFD for an incomplete character."""
         piece = decode(self._tokenizer, self._window)[len(self._shown) :]
-        self._window, self._context, self._shown = [], 0, ""
+        self._window = []
+        self._context = 0
+        self._shown = ""
         return piece

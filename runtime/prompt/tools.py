@@ -60,7 +60,8 @@ class CallForm:
 
         `complete`: nothing more follows.
         """
-        at, calls = text.find(self.marker), list[ToolCall]()
+        at = text.find(self.marker)
+        calls = list[ToolCall]()
         if (
             at < 0 and not complete
         ):  # the end may be the beginning of a marker, and blanks before it are none of the text
@@ -68,7 +69,8 @@ class CallForm:
             return text[: len(text) - known].rstrip(), calls
         content = text if at < 0 else text[:at].rstrip()
         while at >= 0 and (middle := text.find(self.middle, at)) >= 0:
-            name, begin = text[at + len(self.opening) : middle], middle + len(self.middle)
+            name = text[at + len(self.opening) : middle]
+            begin = middle + len(self.middle)
             end = text.find(self.closing, begin) if self.between is not None else -1
             calls.append(ToolCall(name, text[begin : end if end >= 0 else max(begin, len(text) - len(self.closing))]))
             at = -1 if end < 0 else text.find(self.opening, end)
@@ -147,7 +149,8 @@ class Tools:
                 raise RequestError(
                     f'the tool {tool!r:.60} is not {{"type": "function", "function": {{"name", "parameters"}}}}'
                 )
-            name, parameters = function["name"], function.get("parameters", {})
+            name = function["name"]
+            parameters = function.get("parameters", {})
             if not _NAME.fullmatch(name):
                 raise RequestError(f"the name {name!r:.80} of a tool must be 1 to 64 letters, digits, _ or -")
             if not isinstance(parameters, Mapping) or not isinstance(function.get("description", ""), str):
@@ -203,7 +206,8 @@ def read_calls(calls: Any) -> list[dict[str, Any]]:
 
 def _cut_object(text: str) -> dict[str, Any] | None:
     """The whole members of a JSON object whose text ends too early; None: the text is anything else."""
-    depth, ends = 0, list[int]()  # where members end
+    depth = 0  # where members end
+    ends = list[int]()
     for part in _JSON_PART.finditer(text):
         if part[0] in "{[":
             depth += 1

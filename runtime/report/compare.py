@@ -68,16 +68,19 @@ def parse_sources(text: str) -> tuple[str, str]:
 
 def compare(bundle: Bundle, first: str, second: str) -> Iterator[GraphDifference]:
     """Every graph that both sources have, in the order in which a prompt meets them."""
-    reference, other = open_source(bundle, first), open_source(bundle, second)
+    reference = open_source(bundle, first)
+    other = open_source(bundle, second)
     for part, inputs, limit in _cases(bundle, reference, other):
         graph = graph_file(bundle.manifest, other.dialect, part)
         if part.kind == "score":  # one graph, run after each of several stages
             graph += f" after layer {bundle.manifest.stages[part.number].last}"
-        wanted, given = reference.run(part, inputs), other.run(part, inputs)
+        wanted = reference.run(part, inputs)
+        given = other.run(part, inputs)
         outputs = list[TensorDifference]()
         for name, want in wanted.items():
             if name in given:
-                got, difference = given[name], math.inf  # also for NaN, and other shapes
+                got = given[name]  # also for NaN, and other shapes
+                difference = math.inf
                 if want.shape == got.shape and not np.isnan(largest := float(np.abs(want - got).max())):
                     difference = largest / max(1e-9, float(np.abs(want).max()))
                 outputs.append(TensorDifference(graph, name, difference, limit))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,7 +61,8 @@ class MachineReport:
         return usable[-1] if usable else None
 
     def to_dict(self) -> dict[str, Any]:
-        machine, devices = {fact.name: fact.value for fact in self.facts}, [asdict(state) for state in self.devices]
+        machine = {fact.name: fact.value for fact in self.facts}
+        devices = [asdict(state) for state in self.devices]
         problems = list(self.problems)
         return {"machine": machine, "profile": self.device.profile, "devices": devices, "problems": problems}
 
@@ -78,7 +79,8 @@ class BundleReport:
 
     @classmethod
     def of(cls, model: Model, checks: Iterable[Check]) -> BundleReport:
-        bundle, files = str(model.bundle.folder), len(model.manifest.files)
+        bundle = str(model.bundle.folder)
+        files = len(model.manifest.files)
         return cls(bundle, files, model.backend.device, model.backend.compute, tuple(checks))
 
     @property
@@ -92,7 +94,14 @@ class BundleReport:
 def look_at_machine(device: Device | None = None) -> MachineReport:
     """All facts that matter to vtx here; `device` is the result of `recognise` unless it is passed."""
     device = device or recognise()
-    free, swapped = available_memory(), swap()
+    facts = [*_host_facts(), *_device_facts(device), *_package_facts()]
+    return MachineReport(device, tuple(facts), tuple(engine.load().state(device) for engine in ENGINES.values()))
+
+
+def _host_facts() -> Iterator[MachineFact]:
+    """Versions, processor, memory, and how untrusted files are parsed."""
+    free = available_memory()
+    swapped = swap()
     swapping = "" if swapped is None else f", {size(swapped)} of swap" if swapped else ", no swap"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -100,39 +109,46 @@ def look_at_machine(device: Device | None = None) -> MachineReport:
         lines = []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     processor = next(named, platform.processor() or "unknown processor")
-    facts = [
-        MachineFact("vtx", version("vtx-edge") or "not installed as a package"),
-        MachineFact("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        MachineFact("processor", f"{processor}, {os.cpu_count()} cores"),
-        MachineFact("memory", ("unknown" if free is None else f"{size(free)} available") + swapping),
-    ]
+    yield MachineFact("vtx", version("vtx-edge") or "not installed as a package")
+    yield MachineFact("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield MachineFact("processor", f"{processor}, {os.cpu_count()} cores")
+    yield MachineFact("memory", ("unknown" if free is None else f"{size(free)} available") + swapping)
     try:
-        held = ", ".join(confinement()) or "time limits only: untrusted files are parsed less safely"
-        facts.append(MachineFact("confinement", held))
+        limits = ", ".join(confinement()) or "time limits only: untrusted files are parsed less safely"
+        yield MachineFact("confinement", limits)
     except VtxError as error:
-        facts.append(MachineFact("confinement", str(error), ok=False))
+        yield MachineFact("confinement", str(error), ok=False)
+
+
+def _device_facts(device: Device) -> Iterator[MachineFact]:
+    """The Jetson, or each GPU."""
     profile = f"profile {device.profile}" if device.profile else "no matching profile"
     if device.jetson:
         j = device.jetson
         parts = [j.model, f"module {j.module or 'unknown'}", "CPU and GPU share the memory", profile]
         jetpack = f"JetPack {j.jetpack or 'unknown'} (Linux for Tegra {j.l4t or 'unknown'})"
-        facts.append(MachineFact("Jetson", ", ".join(parts)))
-        facts.append(MachineFact("JetPack", f"{jetpack}, TensorRT {j.tensorrt or 'not installed'}"))
+        yield MachineFact("Jetson", ", ".join(parts))
+        yield MachineFact("JetPack", f"{jetpack}, TensorRT {j.tensorrt or 'not installed'}")
     else:
         for number, g in enumerate(device.gpus):
             value = f"{g.name} ({g.sm}), {size(g.memory)}, its driver supports CUDA {g.cuda[0]}.{g.cuda[1]}, {profile}"
-            facts.append(MachineFact("GPU" if len(device.gpus) == 1 else f"GPU {number}", value))
-    cpu, gpu = version("onnxruntime"), version("onnxruntime-gpu")
+            yield MachineFact("GPU" if len(device.gpus) == 1 else f"GPU {number}", value)
+
+
+def _package_facts() -> Iterator[MachineFact]:
+    """Two packages of onnxruntime at once, and what an export needs."""
+    cpu = version("onnxruntime")
+    gpu = version("onnxruntime-gpu")
     if cpu and gpu:  # they overwrite each other's files
         fix = f'pip uninstall -y onnxruntime onnxruntime-gpu, then {install("cpu")} or "vtx-edge[gpu]"'
-        both = f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}"
-        facts.append(MachineFact("onnxruntime", both, ok=False))
+        conflict = f"both onnxruntime {cpu} and onnxruntime-gpu {gpu} are installed: {fix}"
+        yield MachineFact("onnxruntime", conflict, ok=False)
     packages = {package: version(package) for package in EXPORT_PACKAGES}
     missing = ", ".join(package for package, number in packages.items() if number is None)
     export = ", ".join(f"{package} {number}" for package, number in packages.items())
-    export = f"not possible without {missing}: {install('export')}" if missing else export
-    facts.append(MachineFact("export", export))
-    return MachineReport(device, tuple(facts), tuple(engine.load().state(device) for engine in ENGINES.values()))
+    if missing:
+        export = f"not possible without {missing}: {install('export')}"
+    yield MachineFact("export", export)
 
 
 def altered_files(bundle: Bundle, progress: Progress) -> list[str]:
@@ -150,9 +166,9 @@ def check_traces(
     if theirs not in ARITHMETIC:
         raise RequestError(f"{given}: compute is {theirs!r:.40}, not one of {', '.join(ARITHMETIC)}")
     limit = max(logits_limit(model.manifest, compute) for compute in (model.backend.compute, theirs))
-    with TemporaryDirectory(prefix="vtx-traces-") as own:
-        write_traces(model, Path(own), progress)
-        return BundleReport.of(model, compare_traces(Path(own), given, limit, choice_limit(model.manifest)))
+    with TemporaryDirectory(prefix="vtx-traces-") as scratch:
+        write_traces(model, Path(scratch), progress)
+        return BundleReport.of(model, compare_traces(Path(scratch), given, limit, choice_limit(model.manifest)))
 
 
 def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:

@@ -32,7 +32,8 @@ DECODED_TOKENS = 128  # the image's first ones, with which the decoder is checke
 PIXEL_TOLERANCE = 1e-5
 # Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
-STATE, NOISE = "state", "noise"  # of actions
+STATE = "state"  # of actions
+NOISE = "noise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Check:
 def golden_image() -> Image.Image:
     """A fixed picture, 200 x 150, of smooth colours and sharp edges."""
     y, x = np.mgrid[0:150, 0:200]
-    red, green = x * 255 // 199, y * 255 // 149
+    red = x * 255 // 199
+    green = y * 255 // 149
     blue = np.where((x // 25 + y // 25) % 2, 220, 30)
     return Image.fromarray(np.stack((red, green, blue), -1).astype(np.uint8))
 
@@ -109,7 +111,8 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
     for name, last in sorted(sizes.items()):
         if name not in stored:
             raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
-        array, dtype = stored[name], np.int64 if name == "ids" else np.float32
+        array = stored[name]
+        dtype = np.int64 if name == "ids" else np.float32
         fits = array.dtype == dtype and array.ndim in axes.get(name, (1,)) and array.size
         shape = array.shape[array.ndim - len(last) :]
         if not fits or any(want not in (None, got) for want, got in zip(last, shape, strict=True)):
@@ -135,7 +138,8 @@ def choice_limit(manifest: Manifest) -> float:
 
 def check_golden(model: Model) -> Iterator[Check]:
     """Recompute every golden vector through the bundle. Raises BundleError."""
-    manifest, stored = model.manifest, read_golden(model.bundle)
+    manifest = model.manifest
+    stored = read_golden(model.bundle)
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     with without_notes():

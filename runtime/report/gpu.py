@@ -20,7 +20,8 @@ from vtx.runtime.host.machine import available_memory
 from vtx.runtime.report.doctor import BundleReport, look_at_machine
 from vtx.runtime.report.golden import check_golden
 
-LONG, SHORT = 400, 24  # tokens of answers: beyond a growth of the caches, and within one
+LONG = 400  # tokens of answers: beyond a growth of the caches, and within one
+SHORT = 24
 SIDE = 336  # pixels of the picture that is asked about
 NUMBERS = np.arange(1 << 16, dtype=np.float32).reshape(256, 256)
 
@@ -58,7 +59,8 @@ def use_driver(number: int = 0) -> dict[str, Any]:
         half = np.empty_like(NUMBERS)
         cuda.copy_out(half, to.address)
         cuda.wait()
-        told, out = cuda.pinned((1,), np.int64), cuda.pinned((1,), np.int64)
+        told = cuda.pinned((1,), np.int64)
+        out = cuda.pinned((1,), np.int64)
         graph = cuda.record(partial(_echo, cuda, source.address, told, out))
         told[0] = 7
         if graph is not None:

@@ -95,7 +95,8 @@ class DialectSource:
                 f"{bundle.folder} holds no graphs of the {dialect!r} dialect; export it with --dialect ort,{dialect}"
             )
         self.name = self.dialect = dialect
-        self._bundle, self._manifest = bundle, bundle.manifest
+        self._bundle = bundle
+        self._manifest = bundle.manifest
         self._graphs = bundle.manifest.dialects[dialect]
         self._ort = load_onnxruntime()
         self._kv_type = names.kv_type(dialect, bundle.manifest.kv_dtype)
@@ -107,7 +108,8 @@ class DialectSource:
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         if part.kind == "stage":
-            count, values = len(inputs[names.HIDDEN]), dict[str, NDArray[Any]]()
+            count = len(inputs[names.HIDDEN])
+            values = dict[str, NDArray[Any]]()
             for name, value in self._stage(part.number, inputs).items():
                 values[name] = value
                 if value.ndim == 4 and name != names.STATE_OUT:  # K or V: the filled slots
@@ -121,7 +123,8 @@ class DialectSource:
             return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
         if part.kind == "score":
             layer = self._manifest.stages[part.number].last
-            outputs, count = self._stage(part.number, inputs), len(inputs[names.HIDDEN])
+            outputs = self._stage(part.number, inputs)
+            count = len(inputs[names.HIDDEN])
             feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(layer)]}
             feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
             if self._scales:
@@ -137,10 +140,13 @@ class DialectSource:
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
         stage = self._manifest.stages[number]
-        count, model = len(inputs[names.HIDDEN]), self._manifest.model
-        slots, heads = count if self.dialect in names.IN_PLACE else 0, model.kv_heads
+        count = len(inputs[names.HIDDEN])
+        model = self._manifest.model
+        slots = count if self.dialect in names.IN_PLACE else 0
+        heads = model.kv_heads
         sizes = (slots, heads) if self.dialect in names.TENSORRT else (heads, slots)
-        past, present = (names.past_key, names.past_value), (names.present_key, names.present_value)
+        past = (names.past_key, names.past_value)
+        present = (names.present_key, names.present_value)
         sources = () if stage.keeps else model.sources(stage.first, stage.last)
         caches = {
             name(n): np.zeros((1, *sizes, model.heads_of(n)), self._kv_type) for n in stage.cached for name in past
@@ -197,8 +203,11 @@ class BackendSource:
     """The graphs of a device's backend."""
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self.name, self.dialect, self.compute = backend.device, backend.dialect, backend.compute
-        self._backend, self._manifest = backend, manifest
+        self.name = backend.device
+        self.dialect = backend.dialect
+        self.compute = backend.compute
+        self._backend = backend
+        self._manifest = manifest
         self._caches = dict[int, StageCache]()  # by the layers that they hold
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:

@@ -30,9 +30,12 @@ def kv_bytes(manifest: Manifest, k: int | None, *, text: int, vision: int) -> in
 def describe(bundle: Bundle) -> dict[str, Any]:
     """Sizes, stages, variants and KV bytes of a bundle, ready for JSON."""
     manifest = bundle.manifest
-    model, sizes = manifest.model, {name: record.bytes for name, record in manifest.files.items()}
-    vision, (height, width) = min(manifest.layout.max_tokens, manifest.max_context - 1), manifest.image.sides
-    rest, views = max(0, manifest.max_context - vision), read_layout(manifest.layout, model.tower).max_views
+    model = manifest.model
+    sizes = {name: record.bytes for name, record in manifest.files.items()}
+    vision = min(manifest.layout.max_tokens, manifest.max_context - 1)
+    height, width = manifest.image.sides
+    rest = max(0, manifest.max_context - vision)
+    views = read_layout(manifest.layout, model.tower).max_views
     aware = manifest.record.get("activation_aware")  # the questions by whose activations channels were scaled
     measured = aware.get("items") if isinstance(aware, dict) else None
     return {
@@ -67,7 +70,8 @@ def fidelity_lines(manifest: Manifest) -> list[str]:
     own = measured.get("f32") if isinstance(measured, dict) else None
     if not isinstance(measured, dict) or not isinstance(own, dict):
         return []
-    lines, tokens = list[str](), measured.get("tokens")
+    lines = list[str]()
+    tokens = measured.get("tokens")
     if measured.get("reference") == "the checkpoint":
         lines.append(f"quality: {_divergence(own)}, over {tokens} tokens of its answers, beside the checkpoint")
     kinds = {kind: part for kind, part in measured.items() if isinstance(part, dict) and kind != "f32"}
@@ -86,7 +90,8 @@ def _divergence(part: Mapping[str, Any]) -> str:
 
 def images_seen(facts: Mapping[str, Any]) -> str:
     """One line on the tower's input for an image, and the option that changes it."""
-    image, parameters = facts["image"], facts["layout"]["parameters"]
+    image = facts["image"]
+    parameters = facts["layout"]["parameters"]
     if image["height"] is None:
         least, most = (f"{parameters[name]:,}" for name in ("min_pixels", "max_pixels"))
         if facts["max_tiles"] > 1:

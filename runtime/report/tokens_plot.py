@@ -22,7 +22,8 @@ MARGIN = 12
 HEADER = 32  # the question, above its panels
 CAPTION = 30  # the caption, above each panel
 LEGEND = 30
-TEXT, SMALL = 22, 20  # heights of letters, to be read at two thirds of their size
+TEXT = 22  # heights of letters, to be read at two thirds of their size
+SMALL = 20
 DIMMED = 0.2  # brightness of a patch whose token is gone
 WINDOW = 3  # patches a side of a merged window
 MERGED = (255, 200, 0)
@@ -54,13 +55,15 @@ def draw_tokens(
     questions: Sequence[str], answers: Sequence[Stats], pictures: Sequence[PreparedImage], manifest: Manifest
 ) -> Image.Image:
     """One row for each question and image: the image as the tower sees it, lit where a token is left after each cut."""
-    side, rows = manifest.model.tower.grid, list[tuple[str, list[Panel]]]()
+    side = manifest.model.tower.grid
+    rows = list[tuple[str, list[Panel]]]()
     shown = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
     for question, report in shown:
         for number, picture in enumerate(pictures):
             values = picture.pixels.transpose(1, 2, 0) * np.array(manifest.image.std) + np.array(manifest.image.mean)
             pixels: NDArray[np.float64] = (values / manifest.image.rescale).clip(0, 255)  # as the tower sees them
-            entered, merged = len(report.kept[0].patches[number]), len(report.merged[number])
+            entered = len(report.kept[0].patches[number])
+            merged = len(report.merged[number])
             whole = set(range(side**2)) <= set(report.kept[0].patches[number])  # its first panel is the image itself
             panels: list[Panel] = [] if whole else [("the image", _enlarged(pixels))]
             for kept in report.kept:
@@ -75,7 +78,8 @@ def draw_tokens(
 
 def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept: Kept, number: int) -> Image.Image:
     """The image, `side` patches a side, `kept` ones lit; of several views the first, which shows all of the image."""
-    merged, alive = set(report.merged[number]), {index for index in kept.patches[number] if 0 <= index < side**2}
+    merged = set(report.merged[number])
+    alive = {index for index in kept.patches[number] if 0 <= index < side**2}
     lit = np.zeros((side, side), bool)
     for index in alive:
         y, x, reach = *divmod(index, side), WINDOW if index in merged else 1
@@ -83,7 +87,9 @@ def _panel(pixels: NDArray[np.float64], side: int, report: ReductionReport, kept
     height, width = pixels.shape[:2]
     bright = lit[np.arange(height) * side // height][:, np.arange(width) * side // width]
     image = _enlarged(np.where(bright[..., None], pixels, pixels * DIMMED))
-    draw, step, keys = ImageDraw.Draw(image), image.width / side, set(report.keys[number])
+    draw = ImageDraw.Draw(image)
+    step = image.width / side
+    keys = set(report.keys[number])
     for index in alive & (merged | keys):
         y, x = divmod(index, side)
         if index in merged:
@@ -109,7 +115,8 @@ def _corner(draw: ImageDraw.ImageDraw, x: float, y: float, size: float) -> None:
 
 def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> Image.Image:
     panel = rows[0][1][0][1]
-    width, height = panel.width + MARGIN, HEADER + CAPTION + panel.height + MARGIN
+    width = panel.width + MARGIN
+    height = HEADER + CAPTION + panel.height + MARGIN
     columns = max(len(panels) for _, panels in rows)
     size = MARGIN + max(width * columns, legend.width), MARGIN + height * len(rows) + LEGEND + MARGIN
     sheet = Image.new("RGB", size, "white")
@@ -128,11 +135,14 @@ def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> 
 
 def _legend(merged: bool, keys: bool) -> Image.Image:
     entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
-    shown, step, square = [label for label, there in entries.items() if there], 190, LEGEND - 8
+    shown = [label for label, there in entries.items() if there]
+    step = 190
+    square = LEGEND - 8
     image = Image.new("RGB", (step * len(shown), LEGEND), "white")
     draw = ImageDraw.Draw(image)
     for number, label in enumerate(shown):
-        x, light = number * step, 215 if label != "dark: left out" else round(215 * DIMMED)
+        x = number * step
+        light = 215 if label != "dark: left out" else round(215 * DIMMED)
         draw.rectangle((x, 0, x + square, square), fill=(light, light, light))
         if label == "merged window":
             _frame(draw, x, 0, square + 1)
@@ -143,7 +153,10 @@ def _legend(merged: bool, keys: bool) -> Image.Image:
 
 
 def _write(image: Image.Image, at: tuple[int, int], text: str, height: int, width: int) -> None:
-    font, line, end = ImageFont.load_default(height), printable(" ".join(text.split()))[:400], ""
+    font = ImageFont.load_default(height)
+    line = printable(" ".join(text.split()))[:400]
+    end = ""
     while line and font.getlength(line + end) > width:
-        line, end = line[:-1], " ..."
+        line = line[:-1]
+        end = " ..."
     ImageDraw.Draw(image).text(at, line + end, fill=INK, font=font)

@@ -30,7 +30,8 @@ class Batching:
     """
 
     def __init__(self, model: Model, most: int, conversations: int) -> None:
-        self.most, self._backend = most, model.backend
+        self.most = most
+        self._backend = model.backend
         self.obstacle: str | None = None
         if most <= 1:
             self.obstacle = "--max-batch is 1"
@@ -41,7 +42,8 @@ class Batching:
                 model.backend.share_caches(conversations)
             except DeviceError as e:
                 self.obstacle = str(e)
-        self.passes, self.tokens = 0, 0
+        self.passes = 0
+        self.tokens = 0
         self._failed = 0  # passes in a row
 
     @property

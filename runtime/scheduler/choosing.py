@@ -20,7 +20,8 @@ from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.errors import RequestError
 from vtx.runtime.scheduler.scheduler import recent
 
-FORMAT, MAX_REPORT = "vtx-eval-1", 64 << 20
+FORMAT = "vtx-eval-1"
+MAX_REPORT = 64 << 20
 FEW = 8  # tokens of a prompt below which its time says nothing of a whole one
 
 
@@ -56,7 +57,8 @@ class Chooser:
 
     def measured(self, method: Allowed, fresh: int, answer: Answer) -> None:
         """An answer is complete, of whose prompt `fresh` tokens were new."""
-        tokens, ms = len(answer.token_ids), answer.stats.timings_ms
+        tokens = len(answer.token_ids)
+        ms = answer.stats.timings_ms
         with self._lock:
             if fresh >= FEW and tokens:
                 self._prompt[method] = recent(self._prompt.get(method), ms["first_token"] / 1000 / fresh)
@@ -116,8 +118,10 @@ def read_allowed(path: Path, most_drop: float) -> tuple[str, list[Allowed]]:
     if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise RequestError(f"{path.name} is not a report of vtx-eval; give its report.json")
     try:
-        task, bundle = report["task"], str(report["model"]["bundle"])
-        main, points = task["main"], 100 if task["main"] in task["shares"] else 1
+        task = report["task"]
+        bundle = str(report["model"]["bundle"])
+        main = task["main"]
+        points = 100 if task["main"] in task["shares"] else 1
         methods = [
             Allowed(str(m["name"]), _k(m["k"]), str(m["reduce"]), float(m["figures"][main]["value"]), float(m["flops"]))
             for m in report["methods"]

@@ -39,7 +39,9 @@ class ConversationPool:
     """
 
     def __init__(self, loaded: LoadedBundle, limit_bytes: int, most: int) -> None:
-        self._loaded, self._limit, self._most = loaded, limit_bytes, most
+        self._loaded = loaded
+        self._limit = limit_bytes
+        self._most = most
         self._in_host_memory = loaded.backend.device.partition(":")[0] not in GPUS
         self._kept: list[Conversation] = []
         self._leased: list[tuple[Conversation, int]] = []  # and the bytes of K and V that it may come to need
@@ -56,13 +58,16 @@ class ConversationPool:
         not free.
         """
         self._check_free(needed)
-        conversation, best, keys = None, 0, _keys(images)
+        conversation = None
+        best = 0
+        keys = _keys(images)
         of_tenant = [kept for kept in self._kept if kept.tenant == tenant]
         for kept in of_tenant:
             agreed, held = kept.agreement(ids)
             # One that agrees in less than half of what it holds is left for the request that continues it.
             if _keys(kept.images) == keys and agreed > best and 2 * agreed >= held:
-                conversation, best = kept, agreed
+                conversation = kept
+                best = agreed
         if conversation is None:
             self.misses += 1
             before = _keys(instead_of)

@@ -114,7 +114,10 @@ class Engine:
     ) -> None:  # fmt: skip
         for method in () if chooser is None else chooser.methods:
             model.loaded.policy(method.k, None, method.reduce)  # refuses what the bundle lacks
-        self.name, self.model, self._parallel, self._chooser = name, model, capacity.parallel, chooser
+        self.name = name
+        self.model = model
+        self._parallel = capacity.parallel
+        self._chooser = chooser
         self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
         self.tiles = model.loaded.tile_cache = ImageCache(capacity.tiles) if capacity.tiles else None
         model.loaded.picture_cache = PictureCache(capacity.pictures)
@@ -124,7 +127,8 @@ class Engine:
         self.scheduler = Scheduler(name, capacity.parallel, self.batching.decode, clock=clock)
         if self.batching.obstacle is not None:
             log.info("%s decodes its answers in turn, not together: %s", name, self.batching.obstacle)
-        self.users, self.used_at = 0, time.monotonic()
+        self.users = 0
+        self.used_at = time.monotonic()
 
     def __enter__(self) -> Engine:
         return self
@@ -151,12 +155,15 @@ class Engine:
         """
         leased = list[Conversation]()
         chooser = self._chooser if asked.adapts and asked.images else None
-        chosen, fresh, needed = list[Chosen](), len(asked.ids), self._kv_bytes(asked, adapts=chooser is not None)
+        chosen = list[Chosen]()
+        fresh = len(asked.ids)
+        needed = self._kv_bytes(asked, adapts=chooser is not None)
 
         def begin() -> AnswerStream:
             nonlocal fresh
             if asked.stands is not None:
-                settings, loaded = asked.settings, self.model.loaded
+                settings = asked.settings
+                loaded = self.model.loaded
                 policy = loaded.policy(settings.k, settings.options, settings.reduce, asked.images)
                 images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles, asked.tenant)
                 if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
@@ -170,7 +177,8 @@ class Engine:
                 conversation = self.pool.lease_unshared(asked.images, needed=needed, tenant=asked.tenant)
             leased.append(conversation)
             try:
-                settings, left = asked.settings, max(1e-3, ends_at - job.begun)
+                settings = asked.settings
+                left = max(1e-3, ends_at - job.begun)
                 if left < math.inf:
                     settings = replace(settings, options=replace(settings.options, timeout=left))
                 if chooser is not None:
@@ -215,9 +223,11 @@ class Engine:
         answers that run are cancelled.
         """
         most = AHEAD + (self._parallel if self.batching.obstacle is None else 1)
-        ended, source = queue.SimpleQueue[tuple[int, int, Answer | Exception]](), iter(requests)
+        ended = queue.SimpleQueue[tuple[int, int, Answer | Exception]]()
+        source = iter(requests)
         running: dict[int, tuple[T, list[Job], list[Answer | Exception | None]]] = {}
-        number, reading = 0, True
+        number = 0
+        reading = True
 
         def emit(tag: T, number: int, turn: int, event: Event) -> None:
             try:
@@ -267,9 +277,11 @@ class Engine:
 
     def _kv_bytes(self, asked: AnswerRequest, *, adapts: bool) -> int:
         """Bytes of K and V of a whole prompt and its longest answer, without image tokens behind a fixed K."""
-        manifest, options = self.model.manifest, asked.settings.options
+        manifest = self.model.manifest
+        options = asked.settings.options
         tokens = min(len(asked.ids) + options.max_new_tokens, manifest.max_context)
-        image, exit = int((asked.ids == manifest.text.image_token_id).sum()), None
+        image = int((asked.ids == manifest.text.image_token_id).sum())
+        exit = None
         if not adapts:
             try:
                 exit = self.model.loaded.policy(asked.settings.k, options, asked.settings.reduce, asked.images).exit

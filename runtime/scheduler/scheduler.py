@@ -58,7 +58,8 @@ class TooLateError(VtxError):
             f"the answer would end after about {needed:.1f} s, the deadline is in {max(left, 0):.1f} s; "
             "ask again later, or allow more time"
         )
-        self.needed, self.left = needed, left
+        self.needed = needed
+        self.left = left
 
 
 class Heartbeat:
@@ -98,8 +99,12 @@ class Job:
         fits: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self.tokens = tokens
-        self._begin, self._end, self._emit, self.fits = begin, end, emit, fits
-        self.ends_at, self.urgent = ends_at, urgent
+        self._begin = begin
+        self._end = end
+        self._emit = emit
+        self.fits = fits
+        self.ends_at = ends_at
+        self.urgent = urgent
         self.order = order(ends_at, limit, priority, urgent=urgent)
         self.lacks_memory = False  # it waits for others to end
         self.begun = self.first = math.nan  # and the time of its first token, by the scheduler's clock
@@ -136,7 +141,8 @@ class Job:
 
     def step(self) -> bool:
         """Compute the prompt and its first token, or one token more; False at the end."""
-        stream, ended = self.stream, False
+        stream = self.stream
+        ended = False
         assert stream is not None
         try:
             if self.cancelled:  # maybe while it began
@@ -144,7 +150,8 @@ class Job:
             try:
                 text = stream.step()
             except StopIteration:
-                answer, ended = stream.answer, True
+                answer = stream.answer
+                ended = True
                 self._end(True)
                 self._emit(Done(answer))
                 return False
@@ -159,7 +166,8 @@ class Job:
 
     def abandon(self) -> None:
         """End it because the thread that computes ends."""
-        stream, self.stream = self.stream, None
+        stream = self.stream
+        self.stream = None
         self._fail(ClosedError(), stream)
 
     def refuse(self, error: VtxError) -> None:
@@ -200,13 +208,16 @@ class Scheduler:
         self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None, *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._parallel, self._together, self._clock = parallel, together, clock
+        self._parallel = parallel
+        self._together = together
+        self._clock = clock
         self._waiting = list[Job]()
         # Of recent answers: seconds to the first token and of each further one, and their tokens.
         self._prompt_seconds = self._token_seconds = self._tokens = 0.0
         self._active: list[Job] = []
         self._prompts: list[Job] = []  # those whose prompts are being computed, each inside of the one before it
-        self._round_seconds, self._round_ended = 0.0, -math.inf
+        self._round_seconds = 0.0
+        self._round_ended = -math.inf
         self._changed = threading.Condition()
         self._closing = self._dead = False
         self.heartbeat = Heartbeat()
@@ -236,7 +247,8 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 raise ClosedError
-            left, needed = job.ends_at - self._clock(), self._expected(job)
+            left = job.ends_at - self._clock()
+            needed = self._expected(job)
             # With nothing else to do it is tried: else times that were once long would refuse all that come, for ever.
             busy = bool(self._active or self._waiting)
             if job.urgent and (left <= 0 or (busy and needed > left)):
@@ -275,7 +287,8 @@ class Scheduler:
 
     def _room(self, now: float) -> float:
         """Seconds that a prompt may take until an urgent request that waits, and can make its end, no longer does."""
-        room, needed = math.inf, 0.0
+        room = math.inf
+        needed = 0.0
         for job in sorted(self._waiting, key=lambda job: job.order):
             needed += job.quickest() or self._prompt_seconds
             end = now + needed + self._further(job)
@@ -307,10 +320,12 @@ class Scheduler:
                 self._begin()
         finally:
             with self._changed:
-                self._dead, self._closing = not self._closing, True
+                self._dead = not self._closing
+                self._closing = True
             for job in (*self._active, *self._waiting):
                 job.abandon()
-            self._active, self._waiting = [], []
+            self._active = []
+            self._waiting = []
 
     def _decode(self) -> None:
         """A round: a token of every answer whose prompt has been computed."""
@@ -373,10 +388,13 @@ class Scheduler:
         with self._changed:
             if not self._waiting or self.active >= self._parallel:
                 return
-            now, late, kept = self._clock(), list[tuple[Job, TooLateError]](), list[Job]()
+            now = self._clock()
+            late = list[tuple[Job, TooLateError]]()
+            kept = list[Job]()
             others = len(self._active) + len(self._waiting) - 1
             for job in self._waiting:
-                left, needed = job.ends_at - now, self._needed(job)
+                left = job.ends_at - now
+                needed = self._needed(job)
                 if job.urgent and not job.lacks_memory and needed > left and others > len(late):
                     late.append((job, TooLateError(needed, left)))
                 else:

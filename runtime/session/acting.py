@@ -51,8 +51,11 @@ class Acting:
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         assert manifest.action is not None, "models that answer in words are refused before"
-        self.backend, self.manifest, self._spec = backend, manifest, manifest.action
-        self.seconds, self.encoded = ActionSeconds(0, 0, 0), 0
+        self.backend = backend
+        self.manifest = manifest
+        self._spec = manifest.action
+        self.seconds = ActionSeconds(0, 0, 0)
+        self.encoded = 0
         self._pictures: Mapping[bytes, HiddenStates] = {}
         self._stages: dict[int, StageCache] = {}
         self._prompt: tuple[Any, list[Any]] | None = None
@@ -65,7 +68,8 @@ class Acting:
         if new:
             tokens = self.backend.vision(np.stack([*new.values()])).hidden
             known |= zip(new, np.split(tokens, len(new)), strict=True)
-        self.encoded, self._pictures = len(new), {key: known[key] for key in keys}
+        self.encoded = len(new)
+        self._pictures = {key: known[key] for key in keys}
         return keys, np.concatenate([known[key] for key in keys])
 
     def prompt(self, ids: Ids, features: HiddenStates, k: int | None, key: object, check: Check) -> list[Any]:
@@ -87,14 +91,17 @@ class Acting:
         is_image = ids == self.manifest.text.image_token_id
         hidden = np.empty((len(ids), self.manifest.model.hidden), np.float32)
         hidden[is_image], hidden[~is_image] = features, self.backend.embed(ids[~is_image]).hidden
-        positions, found = np.arange(len(ids)), list[Any]()
+        positions = np.arange(len(ids))
+        found = list[Any]()
         for number, stage in enumerate(self.manifest.stages):
             check()
             if stage.first == k:
-                hidden, positions = hidden[~is_image], positions[~is_image]
+                hidden = hidden[~is_image]
+                positions = positions[~is_image]
             if number not in self._stages:
                 self._stages[number] = self.backend.stage(number, room)
-            cache, group = self._stages[number], np.zeros((len(hidden), 1), np.float32)
+            cache = self._stages[number]
+            group = np.zeros((len(hidden), 1), np.float32)
             cache.keep(0)
             hidden = cache.append(TokenStates(hidden, {names.GROUP: group}), positions)
             found.append(cache.read(np.arange(len(positions))))
@@ -126,7 +133,8 @@ class Acting:
         """The actions after `steps` Euler steps of time from 1 to 0, behind a prompt of `length` positions."""
         assert isinstance(self.backend, ActingBackend), "engines without an expert are refused when a bundle is loaded"
         step = self.backend.expert(prompt, state, np.arange(length, length + self._spec.horizon + 1))
-        actions, change = noise, np.float32(-1 / steps)
+        actions = noise
+        change = np.float32(-1 / steps)
         for number in range(steps):
             check()
             actions = actions + change * step(actions, 1 - number / steps)

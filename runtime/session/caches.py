@@ -30,11 +30,15 @@ class PrefixCaches:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self._backend, self._token_inputs, self._model = backend, manifest.token_inputs, manifest.model
+        self._backend = backend
+        self._token_inputs = manifest.token_inputs
+        self._model = manifest.model
         self.two_way = manifest.model.two_way == "prompt"  # all of its tokens see each other
         self._groups = manifest.model.two_way is not None  # tokens of a group do
         self.stateful = bool(manifest.model.conv_layers)
-        self.stages, self.capacity, self._width = manifest.stages, manifest.max_context, manifest.model.hidden
+        self.stages = manifest.stages
+        self.capacity = manifest.max_context
+        self._width = manifest.model.hidden
         self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
         # all can be cut back anywhere, and a suffix runs behind the prefix as any other tokens do
         self.cuts = all(self.keeping) and not self.two_way and not self.stateful
@@ -54,7 +58,8 @@ class PrefixCaches:
         """The cache in which the suffix runs through stage `number`."""
         if self.keeping[number]:
             return (self.full if number < self.first_pruned else self.pruned)[number]
-        stage, sources = self.stages[number], dict[int, StageCache]()
+        stage = self.stages[number]
+        sources = dict[int, StageCache]()
         for layer in self._model.sources(stage.first, stage.last):
             sources[layer] = self.cache(next(n for n, s in enumerate(self.stages) if s.first <= layer <= s.last))
         if self._reading is None or self._reading[0] != sources:
@@ -82,7 +87,8 @@ class PrefixCaches:
         prefix = self._embed(prompt, key, check)
         if self.continues and not self.two_way and not self.stateful:
             prefix = prefix.after(self.prefix)
-        self._former, self.pruned_prefix = self.pruned_prefix if prefix.common else None, None
+        self._former = self.pruned_prefix if prefix.common else None
+        self.pruned_prefix = None
         self.prefix, self.continues, self._holding = prefix, False, set()
 
     def begin(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
@@ -90,7 +96,9 @@ class PrefixCaches:
 
         Raises ValueError for other sizes or types.
         """
-        slots, caches, stages = np.arange(prefix.size), dict[int, StageCache](), self.stages[: prefix.depth]
+        slots = np.arange(prefix.size)
+        caches = dict[int, StageCache]()
+        stages = self.stages[: prefix.depth]
         alike = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
         if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")
@@ -102,25 +110,30 @@ class PrefixCaches:
             raise ValueError(f"it has K and V of layers {sorted(kv)}")
         for number, stage in enumerate(stages):
             cache = caches[number] = self._backend.stage(number, self.capacity)
-            none, given = cache.read(slots[:0]), [kv[layer] for layer in stage.cached]
+            none = cache.read(slots[:0])
+            given = [kv[layer] for layer in stage.cached]
             slides = isinstance(none, tuple)
             for layer, mine, theirs in zip(stage.cached, none[0] if slides else none, given, strict=True):
                 if theirs.dtype != mine.dtype or theirs.shape != tuple(size or len(slots) for size in mine.shape):
                     raise ValueError(f"K and V of layer {layer} are {theirs.dtype} {list(theirs.shape)}")
             cache.write(slots, (given, prefix.positions) if slides else given, length=len(slots))
-        self.full, self.prefix, self.continues = caches, prefix, True
+        self.full = caches
+        self.prefix = prefix
+        self.continues = True
 
     def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""
         length = prompt.prefix_length
         if not length:
             return replace(self._empty_prefix(), key=key)
-        is_vision, embedded = prompt.is_vision[:length], self.embed_text(prompt.ids[:length], of_prompt=True)
+        is_vision = prompt.is_vision[:length]
+        embedded = self.embed_text(prompt.ids[:length], of_prompt=True)
         images = []
         for _, encode in prompt.encoders:
             check()
             images.append(encode())
-        hidden, inputs = embedded.hidden, embedded.inputs
+        hidden = embedded.hidden
+        inputs = embedded.inputs
         hidden[is_vision] = np.concatenate([image.hidden for image in images])
         for each in self._token_inputs:
             if each.of_images:
@@ -150,19 +163,22 @@ class PrefixCaches:
 
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
-        prefix, pruned = other.prefix, other.pruned_prefix
+        prefix = other.prefix
+        pruned = other.pruned_prefix
         if prefix.saved_kv:  # some of it is not in its caches
             return
         first = other.first_pruned
         if pruned is None or first == len(self.stages) or pruned.begun:
-            pruned, first = None, len(self.stages)
+            pruned = None
+            first = len(self.stages)
         copied = [(self.full, other.full, number, prefix.size) for number in range(prefix.depth)]
         if pruned is not None:
             copied += [(self.pruned, other.pruned, number, pruned.size) for number in range(first, pruned.depth)]
         for mine, theirs, number, size in copied:
             mine[number] = self._backend.stage(number, theirs[number].capacity)
             mine[number].copy(theirs[number], size)
-        self.prefix, self.pruned_prefix = replace(prefix, begun=prefix.begun[: prefix.depth]), pruned
+        self.prefix = replace(prefix, begun=prefix.begun[: prefix.depth])
+        self.pruned_prefix = pruned
 
     def _empty_prefix(self) -> Prefix:
         hidden = np.zeros((0, self._width), np.float32)
@@ -214,11 +230,13 @@ class PrefixCaches:
         if not self.keeping[number]:  # only the last token's hidden state is read
             end = len(suffix)
             return self.cache(number).append(suffix.part(end - 1, end), np.array([prefix.next_position + end - 1]))
-        following, whole = prefix.next_position + np.arange(len(suffix)), number < self.first_pruned
+        following = prefix.next_position + np.arange(len(suffix))
+        whole = number < self.first_pruned
         if self.follow(number):
             return self.cache(number).append(suffix, following, query=query)
         if not whole:  # no slot for tokens that never enter it
-            wanted, held = self._room(prefix), self.pruned.get(number)
+            wanted = self._room(prefix)
+            held = self.pruned.get(number)
             withdrawn = not (prefix.present & prefix.is_vision).any()
             if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
                 held = None
@@ -242,7 +260,8 @@ class PrefixCaches:
         alone = query and (alone or self._groups)
         together = self.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
-        hidden, ran = tokens.hidden, suffix.hidden[:0]
+        hidden = tokens.hidden
+        ran = suffix.hidden[:0]
         if len(tokens):  # all of it may be in the cache
             own = len(tokens) if kept is None else len(kept)
             if kept is not None:
@@ -252,7 +271,8 @@ class PrefixCaches:
                 places = places[:, None].repeat(positions.shape[1], 1)
             queried = query and together
             both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=queried, outputs=kept)
-            hidden, ran = both[:own].copy(), both[own:]
+            hidden = both[:own].copy()
+            ran = both[own:]
         deeper = prefix.deeper(hidden, hold=number in self._holding)
         if whole:
             self.prefix = deeper
@@ -281,11 +301,13 @@ class PrefixCaches:
 
     def remove(self, number: int, removal: Removal) -> Prefix:
         """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
-        before, first = self.pruned_prefix, self.first_pruned == len(self.stages)
+        before = self.pruned_prefix
+        first = self.first_pruned == len(self.stages)
         pruned = (self.prefix if first or before is None else before).without(removal, number)
         again = first and before is not None and before.removals == pruned.removals and not removal.kept.any()
         if not again:
-            former, self._former = self._former, None
+            former = self._former
+            self._former = None
             held = [self.pruned.get(n) for n in range(number, len(self.stages))]
             if former is not None and all(cache and cache.capacity == self._room(pruned) for cache in held):
                 pruned = pruned.after_removal(former, self.prefix.common, len(self.stages))
@@ -299,7 +321,9 @@ class PrefixCaches:
         `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and
         what is computed holds only while the caches stay as they are.
         """
-        prefix, hidden, layer = self.prefix_in(number - 1), suffix.hidden, self.stages[number].first
+        prefix = self.prefix_in(number - 1)
+        hidden = suffix.hidden
+        layer = self.stages[number].first
         slots = np.flatnonzero(prefix.is_vision[before.present])
         is_vision = prefix.is_vision[prefix.present]  # of the tokens that have come this far
 
@@ -345,14 +369,19 @@ class PrefixCaches:
         `layouts` are the stages' slots of the prefix; the new ones are returned. K/V that a full stage loses are
         saved for the next question. Until all is done no prefix is known, so that an interrupt costs a computation.
         """
-        prefix, self.prefix, self.pruned_prefix = self.prefix, self._empty_prefix(), None
-        saved, layouts = [], list(layouts)
+        prefix = self.prefix
+        self.prefix = self._empty_prefix()
+        self.pruned_prefix = None
+        saved = []
+        layouts = list(layouts)
         for number in numbers:
-            layout, cache = layouts[number], self.cache(number)
+            layout = layouts[number]
+            cache = self.cache(number)
             stays = survivors[layout.present]
             if stays.all():
                 continue
-            kept, dropped = np.flatnonzero(stays), np.flatnonzero(~stays)
+            kept = np.flatnonzero(stays)
+            dropped = np.flatnonzero(~stays)
             if number < self.first_pruned:
                 saved.append(SavedKV(number, kept, dropped, cache.read(dropped)))
             moved = np.concatenate([kept, np.arange(layout.slots, layout.slots + suffix)])

@@ -100,8 +100,11 @@ class PreparedImage:
 
     def encode_chosen(self, backend: Backend, clip: Clip, check: Check = no_check) -> ImageTokens:
         """The tokens of a video that `clip` chooses; of the others those of one window are in memory at a time."""
-        choose, frames = clip.begin(len(self.views)), range(len(self.views))
-        kept, numbers, count = list[ImageTokens](), np.empty(0, np.int64), 0
+        choose = clip.begin(len(self.views))
+        frames = range(len(self.views))
+        kept = list[ImageTokens]()
+        numbers = np.empty(0, np.int64)
+        count = 0
         for first in frames[:: clip.at_once]:
             views = list[ImageTokens]()
             for place in frames[first : first + clip.at_once]:
@@ -109,7 +112,8 @@ class PreparedImage:
                 view = self.views[place]
                 views.append(backend.video(view if view.ndim == 4 else view[None]))
             tokens = self.arrange(views, first=first)
-            shown, patches = tokens.patches.of_frames(), tokens.patches
+            shown = tokens.patches.of_frames()
+            patches = tokens.patches
             assert shown is not None
             assert patches.frames is not None
             indices = np.where(patches.indices >= 0, patches.indices + first * len(views[0]), patches.indices)
@@ -120,7 +124,8 @@ class PreparedImage:
                 entering = np.concatenate([entering, np.flatnonzero(patches.frames < 0)])
             before = [part.take(np.flatnonzero(np.isin(numbers, stays))) for part in kept]
             kept = [concatenated([*before, replace(tokens, patches=own).take(entering)])]
-            numbers, count = stays, count + shown.size
+            numbers = stays
+            count = count + shown.size
         return replace(kept[0], key=self.key[:64])
 
 
@@ -164,7 +169,8 @@ def next_dropped(entries: Iterable[tuple[T, str, int]]) -> T:
 
     `entries` come with their tenant and bytes, the oldest first. So no tenant loses any of its equal share to others.
     """
-    entries, totals = list(entries), Counter[str]()
+    entries = list(entries)
+    totals = Counter[str]()
     for _, tenant, size in entries:
         totals[tenant] += size
     largest = max(totals, key=lambda tenant: totals[tenant])
@@ -180,7 +186,8 @@ class ImageCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.hits, self.misses = 0, 0
+        self.hits = 0
+        self.misses = 0
         self._tokens = OrderedDict[tuple[str, Hashable], ImageTokens]()
         self._lock = threading.Lock()
 
@@ -406,7 +413,8 @@ def selecting_text(
     if not is_vision.any() or not policy.uses_question:
         return None
     end = int(np.flatnonzero(is_vision)[-1]) + 1
-    before, question = ids[:end][~is_vision[:end]], ids[end:]
+    before = ids[:end][~is_vision[:end]]
+    question = ids[end:]
     if after is not None and after.policy == policy:
         question = np.array(after.ids, np.int64)
     text = np.concatenate([before, question])

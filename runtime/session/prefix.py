@@ -142,7 +142,8 @@ class Prefix:
 
     def after(self, other: Prefix) -> Prefix:
         """Begin where caches hold another prefix: what both have in common is not run again."""
-        count, groups = 0 if other.saved_kv else self.agreement(other), self.inputs.get(names.GROUP)
+        count = 0 if other.saved_kv else self.agreement(other)
+        groups = self.inputs.get(names.GROUP)
         if groups is not None and count < self.size and groups[count, 0] >= 0:  # none is cut in two
             count = min(count, int(np.argmax(groups[:, 0] == groups[count, 0])))
         if not count or not other.depth:
@@ -151,7 +152,8 @@ class Prefix:
 
     def after_removal(self, other: Prefix, common: int, stages: int) -> Prefix:
         """As `after`, for what is left of both, if that is text and `other` has run; before, `common` tokens agreed."""
-        mine, others = self.removals, other.removals
+        mine = self.removals
+        others = other.removals
         alike = len(mine) == len(others) == 1 and (mine[0][0], mine[0][2]) == (others[0][0], others[0][2])
         images = any((prefix.present & prefix.is_vision).any() for prefix in (self, other))
         count = int(self.present[:common].sum())
@@ -179,9 +181,11 @@ class Prefix:
         hidden = self.boundaries[boundary - self.first]
         hidden = hidden[stays[self._tokens_of(hidden)]]
         assert len(hidden) == stays.sum(), "image tokens continue whose hidden states were not held"
-        positions, following = self.positions[stays], self.next_position
+        positions = self.positions[stays]
+        following = self.next_position
         if removal.renumbers:
-            positions, following = np.arange(len(hidden), dtype=np.int64), len(hidden)
+            positions = np.arange(len(hidden), dtype=np.int64)
+            following = len(hidden)
         return replace(
             self, positions=positions, next_position=following, boundaries=(hidden,), present=present, first=boundary,
             inputs={name: each[stays] for name, each in self.inputs.items()},
@@ -199,15 +203,20 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
     offsets = [np.arange(len(i)) if i.offsets is None else i.offsets for i in images]
     parts = offsets[0].shape[1:] if offsets else ()
     positions = np.zeros((len(is_vision), *parts), np.int64)
-    at, token = 0, 0
+    at = 0
+    token = 0
     for image, offset in zip(images, offsets, strict=True):
-        first, end = 0, len(image) if image.span is None else image.span
+        first = 0
+        end = len(image) if image.span is None else image.span
         for run in [count for count in image.runs if count] or [len(offset)]:
             text = int(np.argmax(is_vision[token:])) if run else 0
             positions[token : token + text] = np.arange(at, at + text).reshape(-1, *(1 for _ in parts))
-            token, at = token + text, at + text
+            token = token + text
+            at = at + text
             positions[token : token + run] = at + offset[first : first + run]
-            token, at, first = token + run, at + end, first + run
+            token = token + run
+            at = at + end
+            first = first + run
     return positions, at
 
 

@@ -69,7 +69,9 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
 
 def check_prefix(path: Path, bundle: Bundle, backend: Backend) -> None:
     """Raise BundleError for a file that is too large, or not signed by the key that must have signed the bundle."""
-    model, slots, key = bundle.manifest.model, bundle.manifest.max_context, bundle.key
+    model = bundle.manifest.model
+    slots = bundle.manifest.max_context
+    key = bundle.key
     rows = len(bundle.manifest.stages) + 3 + sum(each.width for each in bundle.manifest.token_inputs) // model.hidden
     most = (1 << 20) + 2 * slots * model.layers * backend.kv_slot_bytes + 4 * slots * model.hidden * rows
     try:
@@ -116,8 +118,11 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
 
 def _prefix(tensors: Tensors) -> Prefix:
     """The prefix of a file, which no prompt has by its key."""
-    hidden, is_vision, positions = tensors["hidden"], tensors["is_vision"].astype(bool), tensors["positions"]
-    count, inputs = len(hidden), {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
+    hidden = tensors["hidden"]
+    is_vision = tensors["is_vision"].astype(bool)
+    positions = tensors["positions"]
+    count = len(hidden)
+    inputs = {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
     text = [tensors[f"text {number}"] for number in range(sum(name.startswith("text ") for name in tensors))]
     sizes = [len(tensors["ids"]), len(is_vision), len(positions), *map(len, inputs.values())]
     widths = {each.shape[1:] for each in (hidden, *text)}

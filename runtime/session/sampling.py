@@ -80,7 +80,8 @@ class Sampler:
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]. Raises BundleError: the largest is not a number."""
-        s, penalty = self._settings, np.float32(self._settings.repetition_penalty)
+        s = self._settings
+        penalty = np.float32(self._settings.repetition_penalty)
         if self._adds:
             logits = logits.copy()
             for token, bias in s.logit_bias:
@@ -101,7 +102,8 @@ class Sampler:
         return token
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
-        s, best = self._settings, int(logits.argmax())  # the first that is not a number, if there is one
+        s = self._settings  # the first that is not a number, if there is one
+        best = int(logits.argmax())
         most = float(logits[best])
         check_finite(most)
         if s.temperature == 0:

@@ -151,7 +151,9 @@ def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
         rich.TextColumn("{task.description:>10}"), rich.BarColumn(24), rich.TaskProgressColumn(),
         rich.TextColumn("{task.fields[amount]}"), rich.TimeElapsedColumn(), rich.TimeRemainingColumn(),
     )  # fmt: skip
-    console, ended, latest = Console(stderr=True), threading.Event(), "starting"
+    console = Console(stderr=True)
+    ended = threading.Event()
+    latest = "starting"
 
     def lines() -> None:
         while not ended.wait(LINE_EVERY):
@@ -208,7 +210,8 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
     if sum(widths) <= width:
         return [list(range(len(widths)))]
     first = min(widths[0], width // 3)
-    tables, used = [[0]], first
+    tables = [[0]]
+    used = first
     for column, needed in enumerate(widths[1:], 1):
         if used + needed > width and len(tables[-1]) > 1:
             tables.append([0])

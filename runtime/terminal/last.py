@@ -43,7 +43,8 @@ def first_today(text: str) -> bool:
     """Return False if a terminal has shown this text today; where stderr is none, always True."""
     if not sys.stderr.isatty():
         return True
-    file, key = _file().with_name("shown-today"), hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = _file().with_name("shown-today")
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     today = date.today().isoformat()
     try:
         shown = file.read_text(encoding="utf-8").split() if file.exists() else []

@@ -37,15 +37,18 @@ def decoded(packets: Iterable[Any], *, exact: bool = False) -> Iterator[tuple[An
         except FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
-            damage, since = error, packet.pts
+            damage = error
+            since = packet.pts
             yield None, error
             continue
         doubtful = marked if packet.is_corrupt else max(0, doubtful - 1)
         if doubtful:  # their frames may come after later packets
-            damage, since = ImageError("a frame is damaged"), packet.pts
+            damage = ImageError("a frame is damaged")
+            since = packet.pts
         for frame in frames:
             if frame.is_corrupt:
-                damage, since = ImageError("a frame is damaged"), frame.pts
+                damage = ImageError("a frame is damaged")
+                since = frame.pts
             elif frame.key_frame and not doubtful and _is_behind(frame, since, exact=exact):
                 damage = None
             yield frame, damage

@@ -49,7 +49,8 @@ class FrameFile:
         return -(-len(self.order) // (self._together or 1))
 
     def __getitem__(self, place: int) -> NDArray[np.float32]:
-        first, count = place * (self._together or 1), self._together or 1
+        first = place * (self._together or 1)
+        count = self._together or 1
         last = len(self.order) - 1
         written = [self._written[self.order[min(first + number, last)]] for number in range(count)]
         view = np.empty((count, *written[0][1]), np.float32)

@@ -42,11 +42,14 @@ class FrameSampling:
         if self.a_second is not None and wanted is None:
             exact = count / rate * self.a_second
             number = min(max(round(exact) if self.rounded else int(exact), self.fewest), most, count)
-        first, last = 0, count - 1
+        first = 0
+        last = count - 1
         if self.without_ends and self.a_second is not None and count / rate - 2 > most * self.a_second:
-            first, last = int(rate), min(int(count - rate), last)
+            first = int(rate)
+            last = min(int(count - rate), last)
             if first >= last:
-                first, last = 0, count - 1
+                first = 0
+                last = count - 1
         places = evenly(number, first, last, nearest=self.nearest, padded=self.padded)
         return sorted({*places}) if self.without_ends and wanted is None else places
 

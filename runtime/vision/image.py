@@ -43,15 +43,18 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
         with _image_errors("the array"):
             return to_rgb(from_array(source))
     if isinstance(source, Image.Image):
-        name, content = "the given image", b""
+        name = "the given image"
+        content = b""
     else:
         file = read_file(source)
-        name, content = file.name, file.content
+        name = file.name
+        content = file.content
     with _image_errors(name):
         if isinstance(source, Image.Image):
             check_size(name, *source.size)
             source.load()  # before EXIF: TIFF turns itself upright while loading
-            image, orientation = to_rgb(source), source.getexif().get(TAG, 1)
+            image = to_rgb(source)
+            orientation = source.getexif().get(TAG, 1)
         else:
             container = read_container(name, content, formats)
             opened = Image.open(_Metered(name, b"".join(container.pieces)), formats=(container.kind,))
@@ -60,7 +63,8 @@ def load_image(source: ImageSource, formats: Sequence[str] = DEFAULT_FORMATS) ->
                     f"{name} is damaged and cannot be decoded (it states two sizes); save or copy it again"
                 )
             opened.load()
-            image, orientation = to_rgb(opened), container.orientation
+            image = to_rgb(opened)
+            orientation = container.orientation
         turn = UPRIGHT.get(orientation)
         return image if turn is None else image.transpose(turn)
 
@@ -108,7 +112,8 @@ class _Metered(BytesIO):
 
     def __init__(self, name: str, content: bytes) -> None:
         super().__init__(content)
-        self._name, self._end = name, time.thread_time() + MAX_DECODE_SECONDS
+        self._name = name
+        self._end = time.thread_time() + MAX_DECODE_SECONDS
 
     def read(self, size: int | None = -1, /) -> bytes:
         if time.thread_time() > self._end:

@@ -61,7 +61,8 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
                 )
             image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
         shown_height, shown_width = settings.size
-        left, top = (width - shown_width) // 2, (height - shown_height) // 2
+        left = (width - shown_width) // 2
+        top = (height - shown_height) // 2
         return normalised(image.crop((left, top, left + shown_width, top + shown_height)), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
@@ -72,7 +73,8 @@ def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     if settings.centred:  # with openpi's rounding
         ratio = max(image.width / width, image.height / height)
         sides = max(1, int(image.width / ratio)), max(1, int(image.height / ratio))
-        left, top = (width - sides[0]) // 2, (height - sides[1]) // 2
+        left = (width - sides[0]) // 2
+        top = (height - sides[1]) // 2
         out = normalised(Image.new("RGB", (width, height)), settings)
     else:
         scale = min(height / image.height, width / image.width)
@@ -87,7 +89,8 @@ def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
 def normalised(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     """An RGB picture of the size that the vision graph takes, float32 [3, height, width]."""
     rescaled = (np.arange(256) * settings.rescale).astype(np.float32)  # rounded to float32 after each step, as HF does
-    mean, std = np.array(settings.mean, np.float32)[:, None], np.array(settings.std, np.float32)[:, None]
+    mean = np.array(settings.mean, np.float32)[:, None]
+    std = np.array(settings.std, np.float32)[:, None]
     tables: NDArray[np.float32] = (rescaled - mean) / std  # of each byte's value, [3, 256]
     pixels = np.asarray(image)
     out = np.empty((3, image.height, image.width), np.float32)
@@ -167,7 +170,8 @@ def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, 
         return 0.0, 0.0
     resized_width, resized_height = resized_size(width, height, settings.resize)
     crop_height, crop_width = settings.crop
-    across, down = min(crop_width / resized_width, 1.0), min(crop_height / resized_height, 1.0)
+    across = min(crop_width / resized_width, 1.0)
+    down = min(crop_height / resized_height, 1.0)
     return 1.0 - across / max(across, down), 1.0 - down / max(across, down)
 
 

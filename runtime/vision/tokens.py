@@ -76,7 +76,8 @@ class Patches:
 
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
         """Of each view the `part` of its tokens, rounded up, with the highest `signal`; never a newline."""
-        values, chosen = self.signals[signal], np.zeros(len(self), bool)
+        values = self.signals[signal]
+        chosen = np.zeros(len(self), bool)
         for own in self.of_views():
             chosen[own] = highest(values[own], share(part, len(own)))
         return chosen
@@ -169,11 +170,13 @@ class ImageTokens:
         features = outputs[names.FEATURES]
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
         patches = cls.one_per_patch(hidden).patches
-        indices, merged = outputs.get(names.PATCH_INDEX, patches.indices), outputs.get(names.MERGED, patches.merged)
+        indices = outputs.get(names.PATCH_INDEX, patches.indices)
+        merged = outputs.get(names.MERGED, patches.merged)
         present = np.flatnonzero(merged != names.GONE)
         known = names.VISION_SIGNALS
         signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
-        patches, before = Patches(indices, merged == names.WINDOW, signals), None
+        patches = Patches(indices, merged == names.WINDOW, signals)
+        before = None
         if tower is not None and (own := outputs.get(names.TOWER_TOKENS)) is not None:
             width = tower.state_width
             before = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
@@ -203,7 +206,8 @@ class ImageTokens:
 
     def take(self, which: Ids, *, keep_positions: bool = False) -> ImageTokens:
         """Some of the tokens; once positions have been kept, they are."""
-        hidden, patches = self.hidden[which], self.patches.take(which)
+        hidden = self.hidden[which]
+        patches = self.patches.take(which)
         if not keep_positions and self.offsets is None:
             return ImageTokens(hidden, patches, key=self.key, tower=self.tower)
         offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
@@ -240,10 +244,12 @@ class PromptImage:
 
 def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
     """The tokens of views, and of newlines, one after the other; `columns` of tiles stand in a row."""
-    placed, before = list[ImageTokens](), 0
+    placed = list[ImageTokens]()
+    before = 0
     for number, view in enumerate(views):
         own = view.patches.indices
-        indices, numbers = np.where(own >= 0, own + before, own), np.where(own == NEWLINE, -1, number)
+        indices = np.where(own >= 0, own + before, own)
+        numbers = np.where(own == NEWLINE, -1, number)
         placed.append(replace(view, patches=replace(view.patches, indices=indices, views=numbers, frames=None)))
         before += len(own)
     tokens = concatenated(placed)
@@ -270,7 +276,8 @@ def concatenated(parts: Sequence[ImageTokens]) -> ImageTokens:
         return None if any(part is None for part in each) else np.concatenate(each)
 
     columns = Patches(column("indices"), column("merged"), signals, column("views"), column("frames"))
-    hidden, idle = np.concatenate([part.hidden for part in parts]), sum(part.idle for part in parts)
+    hidden = np.concatenate([part.hidden for part in parts])
+    idle = sum(part.idle for part in parts)
     offsets = [part.offsets for part in parts if part.offsets is not None]
     if len(offsets) < len(parts):
         return ImageTokens(hidden, columns, idle)

@@ -38,7 +38,8 @@ T = TypeVar("T")
 HEAD_BYTES = 32
 MAX_RATE = 1000  # frames a second
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
-CHILD, LIBRARIES = "vtx.runtime.vision.video_child:frames_of", ("av",)
+CHILD = "vtx.runtime.vision.video_child:frames_of"
+LIBRARIES = ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
 PICTURES = (  # brands of images in MP4's container
     b"avif", b"avis", b"heic", b"heim", b"heis", b"heix", b"hevc", b"hevm", b"hevs", b"hevx", b"mif1", b"msf1", b"crx ",
@@ -128,27 +129,13 @@ def load_frames(
     Raises ImageError if it is not a video, damaged, or beyond a limit (`limits.py`); DeviceError if PyAV, which reads
     files, is missing; RequestError if it was stopped.
     """
-    from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
-
     most = given.frames or sampling.most
     if isinstance(given.source, np.ndarray):
-        frames = given.source
-        if frames.ndim == 4 and not len(frames):
-            raise ImageError("the given video has no frames; give at least one")
-        if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
-            raise ImageError(
-                f"an array of shape {list(frames.shape)} and type {frames.dtype} is not a video; give uint8 "
-                "[frames, height, width, 3] RGB"
-            )
-        if (height := frames.shape[1]) * (width := frames.shape[2]) > MAX_FRAME_PIXELS:
-            raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
-        rate = float(given.fps or USUAL_RATE)
-        places = sampling.numbers(len(frames), rate, given.frames)
-        begun(SampledFrames(tuple(places), len(frames), rate))
-        black = np.zeros_like(frames[0])
-        shown = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*places})}
-        return [shown[n] for n in places]
-    prepared, clips = dict[int, T](), list[SampledFrames]()
+        clip = _clip_of(given.source, given, sampling)
+        begun(clip)
+        return _prepared(given.source, clip, prepare)
+    prepared = dict[int, T]()
+    clips = list[SampledFrames]()
 
     def receive(number: int, image: Image.Image, _: float, about: dict[str, Any]) -> bool:
         clip = _clip(about)
@@ -169,6 +156,31 @@ def load_frames(
     if len(order) != most and (given.frames is not None or sampling.a_second is None):
         raise _broken(name)
     return [prepared[number] for number in order]
+
+
+def _clip_of(frames: NDArray[Any], video: Video, sampling: FrameSampling) -> SampledFrames:
+    """The frames to sample of an array [frames, height, width, 3]. Raises ImageError if it is not a video."""
+    from vtx.runtime.vision.video_child import USUAL_RATE, pixels_refused
+
+    if frames.ndim == 4 and not len(frames):
+        raise ImageError("the given video has no frames; give at least one")
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or not frames.size:
+        raise ImageError(
+            f"an array of shape {list(frames.shape)} and type {frames.dtype} is not a video; give uint8 "
+            "[frames, height, width, 3] RGB"
+        )
+    _, height, width, _ = frames.shape
+    if height * width > MAX_FRAME_PIXELS:
+        raise ImageError(pixels_refused("the given video", width, height, MAX_FRAME_PIXELS))
+    rate = float(video.fps or USUAL_RATE)
+    return SampledFrames(tuple(sampling.numbers(len(frames), rate, video.frames)), len(frames), rate)
+
+
+def _prepared(frames: NDArray[Any], clip: SampledFrames, prepare: Callable[[Image.Image], T]) -> list[T]:
+    """`prepare` of each sampled frame, once of those that are sampled twice; number -1 is a black one."""
+    black = np.zeros_like(frames[0])
+    images = {n: prepare(Image.fromarray(frames[n] if n >= 0 else black)) for n in sorted({*clip.numbers})}
+    return [images[n] for n in clip.numbers]
 
 
 def _clip(about: dict[str, Any]) -> SampledFrames | None:
@@ -222,7 +234,8 @@ def _decoded(
                 return damaged(reason[:200])
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
-            whole, seconds = all(type(value) is int for value in values), frame.get("seconds")
+            whole = all(type(value) is int for value in values)
+            seconds = frame.get("seconds")
             if not whole or min(width, height) < 1 or 3 * width * height != len(pixels):
                 raise _broken(name)
             stored = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)

@@ -36,7 +36,9 @@ def frames_of(request: dict[str, Any]) -> Frames:
 
     Raises ImageError if it is not a video, damaged, or beyond a limit of the request; DeviceError if PyAV is missing.
     """
-    file, sampling, number = _File(request), FrameSampling(**request["sampling"]), request["wanted"]
+    file = _File(request)
+    sampling = FrameSampling(**request["sampling"])
+    number = request["wanted"]
     count = file.count()
     wanted = sampling.numbers(count, file.rate, number)
     frames = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
@@ -65,9 +67,12 @@ class _File:
         except ImportError as e:
             raise DeviceError(f"reading video files needs PyAV; {install('video')}") from e
         self._av: Any = av
-        self._name, self._kind = str(request["name"]), str(request["container"])
+        self._name = str(request["name"])
+        self._kind = str(request["container"])
         self._codecs = tuple(request["codecs"])
-        self._seconds, self._frames, self._pixels = request["seconds"], request["frames"], request["pixels"]
+        self._seconds = request["seconds"]
+        self._frames = request["frames"]
+        self._pixels = request["pixels"]
         self.rate = USUAL_RATE  # frames a second
 
     def count(self) -> int:
@@ -81,13 +86,10 @@ class _File:
             context = stream.codec_context
             if context is None:  # the file ends before it says how frames are coded
                 self._damaged(0)
-            codec = DECODERS.get(context.name, context.name)
-            if codec not in self._codecs:
-                raise ImageError(
-                    f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
-                )
+            self._check_codec(context.name)
             self._check_pixels(context.width, context.height)
-            count, timed = 0, list[tuple[int, int]]()  # when a frame begins and ends
+            count = 0  # when a frame begins and ends
+            timed = list[tuple[int, int]]()
             for packet in container.demux(stream):
                 count += bool(packet.size)
                 if packet.size and packet.pts is not None:
@@ -107,6 +109,13 @@ class _File:
         if not count:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
+
+    def _check_codec(self, decoder: str) -> None:
+        codec = DECODERS.get(decoder, decoder)
+        if codec not in self._codecs:
+            raise ImageError(
+                f"{self._name} is coded as {codec!r:.40}; vtx decodes {', '.join(self._codecs)}; convert it"
+            )
 
     def decode(
         self, wanted: Sequence[int], about: Mapping[str, Any] = MappingProxyType({}), *, whole: bool = True
@@ -138,7 +147,8 @@ class _File:
                 self._check_pixels(*size)
                 if number in wanted:
                     mirrored, turns = orientation(frame)
-                    plane, line = frame.reformat(format="rgb24").planes[0], 3 * size[0]
+                    plane = frame.reformat(format="rgb24").planes[0]
+                    line = 3 * size[0]
                     pixels = memoryview(plane)
                     lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
                     lines = [pixels[: line * size[1]]] if plane.line_size == line else lines

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,3 +388,17 @@ def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: li
     assert running.returncode == 1
     assert b"Traceback" not in stderr
     assert b"Exception ignored" not in stderr
+
+
+def test_a_command_of_another_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "further.py").write_text("import click\n@click.command\ndef extra():\n    'Do more.'\n")
+    (tmp_path / "further-1.dist-info").mkdir()
+    (tmp_path / "further-1.dist-info" / "METADATA").write_text("Name: further\nVersion: 1\n")
+    (tmp_path / "further-1.dist-info" / "entry_points.txt").write_text("[vtx.commands]\nextra = further:extra\n")
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    script = "from vtx.cli import extra, main; assert main.commands['extra'] is extra; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "Do more." in done.stdout

@@ -131,6 +131,7 @@ def test_jetson_checks_graphs_and_asks_for_jetpack(install: Callable[[str], Comm
 
 def test_tune_trains_and_its_checkpoint_exports(install: Callable[[str], Command]) -> None:
     command = install("tune")
+    command("pip", "install", "--no-deps", ROOT / "plugins/tune")
     told = command("vtx-tune", "--k", "5", "--items", "4", "--held-out", "2", "--batch", "2", "--out", "tuned")
     assert "earliest K within 1 point" in told
     command("vtx-export", "--model", "tuned/merged", "--k", "5", "--out", "bundle")

@@ -55,7 +55,11 @@ HEAVY = EXPORTING | {
     "h11",
     "tokenizers",
 }
-SCRIPTS = dict(re.findall(r'^vtx-([\w-]+) = "vtx\.start:(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+SCRIPTS = dict(
+    script
+    for path in ("pyproject.toml", "plugins/tune/pyproject.toml")
+    for script in re.findall(r'^vtx-([\w-]+) = "vtx\.start:(\w+)"$', (ROOT / path).read_text(), re.MULTILINE)
+)
 
 
 def loaded_by(code: str) -> set[str]:

@@ -26,8 +26,8 @@ MARKED = ("covering", "gpu")  # of tests whose cases are all wanted, or chosen b
 ROOMS = tuple(
     f"tests/{room}/"
     for room in (
-        "exporter/bundling", "exporter/calibration", "exporter/gates", "exporter/graphs", "exporter/tuning",
-        "exporter/weights", "runtime/backends", "runtime/cpp", "runtime/report", "runtime/session", "tools/bench",
+        "exporter/bundling", "exporter/calibration", "exporter/gates", "exporter/graphs", "exporter/weights",
+        "plugins/tune", "runtime/backends", "runtime/cpp", "runtime/report", "runtime/session", "tools/bench",
         "tools/evaluation",
     )
 )  # fmt: skip

@@ -175,8 +175,10 @@ def _asked(
     model: Model, lines: Sequence[Line], asking: Asking, chats: dict[int, ChatRequest]
 ) -> Iterator[tuple[Line, list[AnswerRequest] | Exception]]:
     """Each line with what it asks, or its error; the request of OpenAI's lines goes into `chats`."""
-    limits, loaded = Limits(new_tokens=model.manifest.max_context), model.loaded
-    images, pictures = tuple[PreparedImage, ...](), None
+    limits = Limits(new_tokens=model.manifest.max_context)
+    loaded = model.loaded
+    images = tuple[PreparedImage, ...]()
+    pictures = None
     for line in lines:
         try:
             if isinstance(line, BadLine):
@@ -192,7 +194,8 @@ def _asked(
                     check_text("system", system)
                     messages.insert(0, {"role": "system", "content": system})
                     loaded.check_system(messages)
-                k, reduce = own.pop("k"), own.pop("reduce")
+                k = own.pop("k")
+                reduce = own.pop("reduce")
                 settings = Settings(k, combined(asking.options, own), reduce)
                 yield line, [AnswerRequest.of(loaded, images, messages, settings)]
                 continue
@@ -201,7 +204,8 @@ def _asked(
             sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]
             seen = loaded.prepare_all(sources, messages=chat.messages)
             loaded.check_system(chat.messages)
-            k, reduce = (asking.k if chat.k == DEFAULT else chat.k), chat.reduce
+            k = asking.k if chat.k == DEFAULT else chat.k
+            reduce = chat.reduce
             chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
             chats[line.number] = chat
             yield (

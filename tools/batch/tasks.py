@@ -121,7 +121,8 @@ def _task(number: int, record: Any, images: Path) -> Task:
     if not isinstance(record, dict):
         raise RequestError(f"a JSON {type(record).__name__} is not an object with image and question")
     if "custom_id" in record:
-        name, body = record["custom_id"], record.get("body")
+        name = record["custom_id"]
+        body = record.get("body")
         if not isinstance(name, str) or not isinstance(body, dict) or set(record) - OPENAI:
             raise RequestError(f"a line with custom_id has {', '.join(sorted(OPENAI))} and nothing else")
         url = record.get("url")

@@ -27,7 +27,8 @@ from vtx.tools.bench.work import WorkCounter
 from vtx.tools.common import memory
 
 K = int | str | None
-FILLER, ENDINGS = " a", (".", "a", " .", "?")
+FILLER = " a"
+ENDINGS = (".", "a", " .", "?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,12 @@ class Bench:
 
     def __init__(self, model: Model, options: BenchOptions, ks: Sequence[K]) -> None:
         """Raises VtxError for a K that is not prebuilt, a bad image, or a question that does not fit."""
-        loaded, description = memory.resident(), machine.describe()
+        loaded = memory.resident()
+        description = machine.describe()
         backend, self._calls = timed(model.backend)
-        self.model, self.options, self.ks = Model(model.bundle, backend, model.loaded.load_ms), options, tuple(ks)
+        self.model = Model(model.bundle, backend, model.loaded.load_ms)
+        self.options = options
+        self.ks = tuple(ks)
         (self._image,) = self.model.loaded.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
@@ -148,7 +152,8 @@ class Bench:
         try:
             for number in range(rounds):
                 report("measuring", number, rounds)
-                keep, first = number >= self.options.warmup, number % len(self.ks)
+                keep = number >= self.options.warmup
+                first = number % len(self.ks)
                 if keep and self.result.ceilings:
                     self.result.ceilings.measure()
                 order = (*self.ks[first:], *self.ks[:first])

@@ -60,13 +60,15 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
 
 def short(part: Reduction) -> str:
     """A reduction's spec for tables: its preset, or what is not the default; thresholds, shares, `k` always."""
-    values, defaults = _options(part), _options(type(part)())
+    values = _options(part)
+    defaults = _options(type(part)())
     always = [key for key in values if key == "k" or isinstance(getattr(part, key), float)]
     keys = [key for key in values if values[key] != defaults[key] or key in always]
     start = []
     for name, preset in part.presets.items():
         if all(getattr(part, key) == value for key, value in preset.items()):
-            start, keys = [name], [key for key in values if values[key] != defaults[key] and key not in preset]
+            start = [name]
+            keys = [key for key in values if values[key] != defaults[key] and key not in preset]
             break
     return f"{part.name}:{','.join([*start, *(f'{key}={values[key]}' for key in keys)])}"
 

@@ -16,7 +16,8 @@ def draw_report(report: BenchReport, path: Path) -> None:
     """Draw `make_report`'s result into `path`. Raises as `draw` does."""
     depths = sorted(report.depths, key=lambda depth: depth.full_layers)
     full = [depth.full_layers for depth in depths]
-    model, work = report.model, report.workload
+    model = report.model
+    work = report.workload
 
     def fill(figure: Any) -> None:
         latency, cache = figure.subplots(1, 2)

@@ -64,7 +64,9 @@ class BenchReport:
 
 def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     ceilings = result.ceilings.report() if result.ceilings else None
-    m, backend, options = bench.model.manifest, bench.model.backend, bench.options
+    m = bench.model.manifest
+    backend = bench.model.backend
+    options = bench.options
     stats = next(iter(result.turns.values()))[0].stats
     return BenchReport(
         machine=result.machine,
@@ -84,7 +86,8 @@ def make_report(bench: Bench, result: BenchResult) -> BenchReport:
 
 
 def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings | None) -> Depth:
-    turns, stats = result.turns[k], result.turns[k][0].stats
+    turns = result.turns[k]
+    stats = result.turns[k][0].stats
     switched = result.switched_ms.get(k)
     phases = ("vision", "prefill", "first_token", "decode_per_token")
     ms: dict[str, Series | None] = {

@@ -33,7 +33,10 @@ class Stopwatch:
     __slots__ = ("_caches", "_calls", "_stage", "inner")
 
     def __init__(self, inner: Any, calls: list[Call], stage: int | None = None, *, caches: bool = True) -> None:
-        self.inner, self._calls, self._stage, self._caches = inner, calls, stage, caches
+        self.inner = inner
+        self._calls = calls
+        self._stage = stage
+        self._caches = caches
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.inner, name)
@@ -55,7 +58,8 @@ class Stopwatch:
     def _step(self, call: Callable[..., Any], caches: Sequence[Any], *args: Any, **named: Any) -> Any:
         """A token through all graphs in one call, listed as `append` of each stage and `head`, which has its time."""
         inner = [cache.inner if isinstance(cache, Stopwatch) else cache for cache in caches]
-        filled, start = [cache.length for cache in inner], time.perf_counter()
+        filled = [cache.length for cache in inner]
+        start = time.perf_counter()
         result = call(inner, *args, **named)
         ms = 1000 * (time.perf_counter() - start)
         self._calls += [Call("append", 0.0, number, 1, before) for number, before in enumerate(filled)]

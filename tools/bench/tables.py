@@ -12,7 +12,9 @@ from vtx.tools.bench.series import Series, shown
 
 def report_tables(report: BenchReport) -> list[str | WideTable]:
     """The report as paragraphs and a table: machine, model and workload, times and cache, what each K gains."""
-    model, work, depths = report.model, report.workload, report.depths
+    model = report.model
+    work = report.workload
+    depths = report.depths
     cut_short = " INTERRUPTED: fewer repeats than requested." if report.interrupted else ""
     held = "" if report.loaded_bytes is None else f", which takes {size(report.loaded_bytes)} of memory"
     peaks = [depth.peak_bytes for depth in depths if depth.peak_bytes is not None]
@@ -42,13 +44,15 @@ HEADS = ("K", "first token", "vision", "prefill", "second", "a token", "KV cache
 
 def _gains(depths: Sequence[Depth]) -> list[str]:
     """One sentence for each K but none: how its times and its cache compare with those of none."""
-    full, lines = next((depth for depth in depths if depth.k is None), None), list[str]()
+    full = next((depth for depth in depths if depth.k is None), None)
+    lines = list[str]()
     for depth in depths if full else ():
         if full is None or depth.k is None:
             continue
         times = []
         for name, words in (("first_token", "first token"), ("second_question", "second question")):
-            before, after = full.ms[name], depth.ms[name]
+            before = full.ms[name]
+            after = depth.ms[name]
             times += [f"{words} {before.median / after.median:.2f} times as fast"] if before and after else []
         cache = f"KV cache {full.kv_bytes / depth.kv_bytes:.1f} times smaller"
         lines.append(f"K = {depth.k} against none: {', '.join([*times, cache])}.")

@@ -29,7 +29,8 @@ from vtx.tools.estimate.sizes import ModelSize, bundle_size
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
 SEEING = re.compile(r"vision|visual|video|clip|projector|tower|mlp1|connector")
-HEAD, EMBEDDING = re.compile(r"(head|output)\.weight"), re.compile(r"(embed_tokens|tok_embeddings)\.weight")
+HEAD = re.compile(r"(head|output)\.weight")
+EMBEDDING = re.compile(r"(embed_tokens|tok_embeddings)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class WorkCounter:
                 f"{manifest.model.name}: the work of layers that read the keys and values of others is not counted; "
                 "vtx-run, vtx-serve and the Python API answer with such a model, and vtx-plan estimates its cost"
             )
-        self._stages, self._text_tower = manifest.stages, manifest.text_tower
+        self._stages = manifest.stages
+        self._text_tower = manifest.text_tower
         arithmetic = ARITHMETIC[compute]
         self.weights = manifest.precision if PRECISIONS[manifest.precision].bits else arithmetic.weights
         self._weights = weights_read(bundle, arithmetic.bytes)
@@ -96,7 +98,8 @@ class WorkCounter:
 
         The tower of frames has the sizes of the one of images, and projects the tokens that it gives.
         """
-        vision, text = self._size.vision, self._text_tower
+        vision = self._size.vision
+        text = self._text_tower
         passes = [c.tokens for c in prefill if c.name == "vision"]
         if vision is not None and vision.model.vision.positions != "table":
             return sum(encode_flops(vision.seeing(tokens), 1) for tokens in passes)

@@ -74,7 +74,8 @@ def choose(curve: Sequence[Point], choosing: Choosing, samples: int) -> tuple[Ch
 
 def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choice:
     """The smallest K that keeps `min_kept` percent of the answers, at the lower end: 20 of 20 answers show 84%."""
-    limit, rule = min_kept / 100, f"at least {min_kept:g}% of the answers kept"
+    limit = min_kept / 100
+    rule = f"at least {min_kept:g}% of the answers kept"
     points = [(point, point.agree) for point in curve[1:] if point.agree is not None]
     fits = [point for point, kept in points if kept.low >= limit]
     if not fits:
@@ -87,7 +88,8 @@ def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choic
         if kept.count < needed:
             notes.append(f"to show {min_kept:g}% takes at least {needed} answers, all unchanged; give more --samples")
         return Choice(rule, None, tuple(notes))
-    chosen, notes = fits[0], []
+    chosen = fits[0]
+    notes = []
     if chosen.kl.mean >= eta:
         notes.append(f"second opinion: the mean KL at K = {chosen.k} is {chosen.kl.mean:.2g}, not below {eta:g}")
     below = [point.k for point, kept in points if (point.k or 0) > (chosen.k or 0) and kept.low < limit]
@@ -98,10 +100,13 @@ def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choic
 
 def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
     """The first K, in rising order, whose mean KL is below eta (VTW Eq. 6 and Algorithm 1)."""
-    points, rule = curve[1:], f"mean KL < {eta:g}"
+    points = curve[1:]
+    rule = f"mean KL < {eta:g}"
     for i, point in enumerate(points):
         if point.kl.mean < eta:
-            k, kl, notes = point.k, point.kl, []
+            k = point.k
+            kl = point.kl
+            notes = []
             if above := [p.k for p in points[i + 1 :] if p.kl.mean >= eta]:
                 notes.append(
                     f"not monotone: after K = {k} the mean KL is {eta:g} or more again at K = {_listed(above)}"
@@ -123,7 +128,8 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     none, *shares = [point.right if by_data else point.agree for point in curve]
     if none is None:
         raise RequestError("--max-accuracy-drop needs answers; give --max-new-tokens above 0, or data with answers")
-    full, count = none.share, none.count
+    full = none.share
+    count = none.count
     rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
     drops = {
         point.k: 100 * (full - share.share)

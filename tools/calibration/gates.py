@@ -147,7 +147,9 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
     """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
     at = np.arange(len(columns)), columns
-    known, ks, flops = held.right[:, 0] != UNKNOWN, (*held.ks, None), list[int]()
+    known = held.right[:, 0] != UNKNOWN
+    ks = (*held.ks, None)
+    flops = list[int]()
     for column, (text, vision) in zip(columns, held.tokens.tolist(), strict=True):
         schedule = withdrawal_schedule(held.layers, ks[column], text=text, vision=vision)
         flops.append(total_flops(size.decoder, schedule, size.seeing(vision).vision, size.views(vision)))
@@ -173,7 +175,9 @@ def best_fixed(held: HeldOut, cost: float) -> tuple[str, NDArray[np.float64]]:
 
 
 def _verdict(gates: GatesOutcome) -> str:
-    (low, high), (least, most), rival = gates.agreement_interval, gates.difference_interval, gates.fixed_at_equal_cost
+    low, high = gates.agreement_interval
+    least, most = gates.difference_interval
+    rival = gates.fixed_at_equal_cost
     end = "no difference beyond chance, and a fixed K needs no gates."
     end = "the gates are better here." if least > 0 else "a fixed K is better here." if most < 0 else end
     return (

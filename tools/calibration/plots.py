@@ -32,7 +32,8 @@ def _plot_bands(axes: Any, points: Sequence[Point], bands: Mapping[str, Band]) -
     ks = [point.k for point in points if point.k is not None]
     colors = lines(axes, ks, {label: [middle for _, middle, _ in band] for label, band in bands.items()})
     for label, band in bands.items():
-        low, high = [i[0] for i in band], [i[2] for i in band]
+        low = [i[0] for i in band]
+        high = [i[2] for i in band]
         axes.fill_between(ks, low, high, alpha=0.15, color=colors[label], linewidth=0)
 
 
@@ -45,7 +46,8 @@ def _finish(figure: Any, axes: Any, report: CalibrationReport, title: str) -> No
 
 
 def _source(report: CalibrationReport) -> str:
-    model, data = report.model, report.data
+    model = report.model
+    data = report.data
     by = f"by its engine: {model.engine}" if model.engine else "in float32 on the CPU"
     return (
         f"{model.name}, {model.layers} layers; {data.items} items of {data.source}; computed {by}; "
@@ -54,7 +56,8 @@ def _source(report: CalibrationReport) -> str:
 
 
 def _kl(figure: Any, report: CalibrationReport) -> None:
-    axes, points = figure.subplots(), report.curve[1:]
+    axes = figure.subplots()
+    points = report.curve[1:]
     bands = {
         "KL(withdrawn || full)": [_nats(p.kl) for p in points],
         "KL(full || withdrawn)": [_nats(p.kl_reverse) for p in points],
@@ -70,7 +73,8 @@ def _nats(interval: MeanInterval) -> tuple[float, float, float]:
 
 
 def _accuracy(figure: Any, report: CalibrationReport) -> None:
-    axes, (none, *points) = figure.subplots(), report.curve
+    axes = figure.subplots()
+    none, *points = report.curve
     shares = {
         "right answer": [p.right for p in points],
         "answer as without withdrawal": [p.agree for p in points],
@@ -93,7 +97,8 @@ def _attention(figure: Any, report: CalibrationReport) -> None:
     means = report.attention
     assert means is not None
     layers, steps = figure.subplots(1, 2, sharey=True)
-    count, output = len(means.answer), range(1, len(means.steps) + 1)
+    count = len(means.answer)
+    output = range(1, len(means.steps) + 1)
     for i, kind in enumerate(means.kinds):
         line = layers.plot(range(1, count + 1), [100 * a[i] for a in means.answer], label=kind)[0]
         by_question = [100 * a[i] for a in means.question]

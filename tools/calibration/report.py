@@ -137,7 +137,8 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
         mean_intervals(np.array([[0.0, *getattr(r, name)] for r in measured.results]), images)
         for name in ("kl", "kl_reverse")
     )
-    shares, lost = list[list[ShareInterval | None]](), list[MeanInterval | None]([None] * len(ks))
+    shares = list[list[ShareInterval | None]]()
+    lost = list[MeanInterval | None]([None] * len(ks))
     for name in ("top1", "agree", "right"):  # over the items that have the quantity
         known = [n for n, result in enumerate(measured.results) if getattr(result, name) is not None]
         if not known:
@@ -183,7 +184,8 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     report = read_json_object(path, MAX_REPORT, error=RequestError)
     if report.get("format") != FORMAT:
         raise RequestError(f"{path} is not a report of vtx-calibrate")
-    strict, choices = Strict(RequestError, "calibrate again"), report.get("choices")
+    strict = Strict(RequestError, "calibrate again")
+    choices = report.get("choices")
     model = strict.read(CalibratedModel, report.get("model"), f"{path.name}: model")
     if model.fingerprint != fingerprint:
         if modes := other_downsampling(model.fingerprint, fingerprint):
@@ -200,7 +202,8 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
     data = strict.read(CalibrationData, report.get("data"), f"{path.name}: data")
     last = choices[-1] if isinstance(choices, list) and choices else None
     choice = strict.read(Choice, last, f"{path.name}: the last of choices")
-    k, curve = report.get("k"), report.get("curve")
+    k = report.get("k")
+    curve = report.get("curve")
     points = [point for point in curve if isinstance(point, dict)] if isinstance(curve, list) else []
     at = [strict.read(Point, point, f"{path.name}: K = {k} of the curve") for point in points if point.get("k") == k]
     return _recorded(k, choice, data, at)

@@ -130,7 +130,9 @@ def chunked(items: Sequence[T], alike: Callable[[T], Hashable], workers: int) ->
     """Chunks of items for this number of workers; those that are `alike` follow one another, up to twice the size."""
     firsts: dict[Hashable, int] = {}
     kinds = [firsts.setdefault(alike(item), number) for number, item in enumerate(items)]
-    size, chunks, before = max(1, min(CHUNK, len(items) // (4 * workers))), list[list[T]]([[]]), -1
+    size = max(1, min(CHUNK, len(items) // (4 * workers)))
+    chunks = list[list[T]]([[]])
+    before = -1
     for number in sorted(range(len(items)), key=lambda number: (kinds[number], number)):
         if len(chunks[-1]) >= (size if kinds[number] != before else 2 * size):
             chunks.append([])
@@ -145,7 +147,10 @@ class ChunkWorker:
     def __init__(
         self, bundle: Path, digest: str, loading: Loading, begin: Callable[[Model], Work], chunks: Any, cores: int
     ) -> None:
-        self._bundle, self._digest, self._begin, self._chunks = bundle, digest, begin, chunks
+        self._bundle = bundle
+        self._digest = digest
+        self._begin = begin
+        self._chunks = chunks
         self._loading = replace(loading, threads=loading.threads or cores)
         self._work: Work | None = None
 

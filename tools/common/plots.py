@@ -69,7 +69,8 @@ def integer_axis(axes: Any, label: str) -> None:
 
 def lines(axes: Any, x: Sequence[float], series: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """One line per label, the first the widest, so that coinciding lines stay visible; returns their colours."""
-    colors, step = {}, min(1.0, 2.5 / max(1, len(series) - 1))
+    colors = {}
+    step = min(1.0, 2.5 / max(1, len(series) - 1))
     for above, (label, y) in zip(reversed(range(len(series))), series.items(), strict=True):
         line = axes.plot(x, y, label=label, linewidth=1.5 + 2 * step * above, markersize=4 + 2.5 * step * above)[0]
         colors[label] = line.get_color()

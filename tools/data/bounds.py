@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RISK = 0.05  # that a stated bound is wrong
-EXACT, BETTING = "Clopper-Pearson", "betting on image means"
+EXACT = "Clopper-Pearson"
+BETTING = "betting on image means"
 _STAKES = (np.arange(64) + 0.5) / 64
 _HALVINGS = 40
 
@@ -90,7 +91,8 @@ def quantile_upper(values: Sequence[float], quantile: float) -> float | None:
 
     `least_images(1 - quantile, single=True)` values are enough.
     """
-    beyond, rank = 1 - quantile, 0
+    beyond = 1 - quantile
+    rank = 0
     while _binomial_tail(rank, len(values), beyond) <= RISK:
         rank += 1
     return sorted(values)[-rank] if rank else None
@@ -123,7 +125,8 @@ def _binomial_tail(hits: int, count: int, share: float) -> float:
 
 def _bisect(below: Callable[[float], bool]) -> float:
     """The end of the range from 0 on in which `below` holds."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) else (low, middle)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Groups = Sequence[int]  # of each sample; those of a group, such as questions about one image, are not independent
-CONFIDENCE, NORMAL = 0.95, 1.959964
+CONFIDENCE = 0.95
+NORMAL = 1.959964
 DRAWS = 4000
 
 
@@ -95,7 +96,8 @@ def effective_count(hits: NDArray[np.float64], counts: NDArray[np.float64]) -> f
     `hits` and `counts` are per group. Questions about one image tend to be right or wrong together. Where all are hits,
     or none, nothing shows how much they do, and each group counts as one.
     """
-    total, groups = counts.sum(), len(counts)
+    total = counts.sum()
+    groups = len(counts)
     share = hits.sum() / total
     variance = ((hits - share * counts) ** 2).sum() / total**2 * groups / max(1, groups - 1)
     worth = share * (1 - share) / variance if variance > 0 else groups if share in (0, 1) else total

@@ -104,7 +104,8 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
     folder = (file.parent if images is None else images.expanduser()).resolve()
     if not folder.is_dir():
         raise RequestError(f"the image path {folder} is not a directory; give one with --images")
-    items, skipped = list[Item](), list[str]()
+    items = list[Item]()
+    skipped = list[str]()
     raw = read_text_file(file, MAX_FILE)
     if raw.lstrip()[:1] != b"[":
         records: list[tuple[str, Any]] = [(f"line {n}", x) for n, x in enumerate(raw.splitlines(), 1) if x.strip()]
@@ -132,7 +133,8 @@ def scene_items(count: int, questions: int = 1) -> tuple[Item, ...]:
     from vtx.tools.data.scene_questions import ask_some
     from vtx.tools.data.scenes import photograph, random_scene
 
-    rng, items = random.Random(SCENES_SEED), list[Item]()
+    rng = random.Random(SCENES_SEED)
+    items = list[Item]()
     for _ in range(count):
         scene = random_scene(rng)
         drawn = {asked.question: asked.answer for asked in ask_some(scene, 4 * questions - 3, rng)}
@@ -175,7 +177,9 @@ def _item(record: Any, folder: Path) -> Item:
     paths = named_files(record, "image", folder)
     if not paths:
         raise RequestError("it names no image")
-    question, answer, turns = record.get("question"), record.get("answer"), record.get("conversations")
+    question = record.get("question")
+    answer = record.get("answer")
+    turns = record.get("conversations")
     if turns is not None:  # the first two turns of a conversation
         by_role: dict[str, str] = {}
         for turn in turns if isinstance(turns, list) else ():
@@ -183,7 +187,8 @@ def _item(record: Any, folder: Path) -> Item:
             if isinstance(role, str) and isinstance(text, str):
                 text = text.replace(f"{_MARKER}\n", "").replace(f"\n{_MARKER}", "").replace(_MARKER, "")
                 by_role.setdefault(role, text)
-        question, answer = by_role.get("human"), by_role.get("gpt")
+        question = by_role.get("human")
+        answer = by_role.get("gpt")
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     answer = answer.strip() if isinstance(answer, str) else None

@@ -37,7 +37,8 @@ class ResultJournal:
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self._path, self._identity = path, json.loads(json.dumps(identity))
+        self._path = path
+        self._identity = json.loads(json.dumps(identity))
         self.results: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> ResultJournal:

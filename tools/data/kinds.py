@@ -20,7 +20,8 @@ LONG = 12  # words; more are one, however they end
 def kind_of(answer: str, choices: int = 0) -> Kind:
     """The kind of a reference answer, of a question with that many `choices`; what fits no other is quoted text."""
     text = " ".join(answer.split())
-    bare, words = text.rstrip(" .!").casefold(), len(text.split())
+    bare = text.rstrip(" .!").casefold()
+    words = len(text.split())
     if bare in ("yes", "no"):
         return YES_NO
     if choices or _LETTER.fullmatch(text):

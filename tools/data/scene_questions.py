@@ -84,7 +84,8 @@ def _plural(shape: str) -> str:
 
 def _asked(kind: str, scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     """A question of that kind and its answer; None if the scene has no clear one."""
-    by_shape, by_color = _unique(scene, lambda t: t.shape), _unique(scene, lambda t: t.color)
+    by_shape = _unique(scene, lambda t: t.shape)
+    by_color = _unique(scene, lambda t: t.color)
     match kind:
         case "count":
             return _how_many(rng, rng.choice(("shapes", "shapes", "things", "objects")), len(scene.things))
@@ -138,7 +139,8 @@ def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
     """A colour and shape that is absent; mostly a near miss, with one of the two present."""
-    mixed, thing = rng.random(), rng.choice(scene.things)
+    mixed = rng.random()
+    thing = rng.choice(scene.things)
     colors = [thing.color] if mixed < 0.3 else list(COLORS)
     shapes = [thing.shape] if 0.3 <= mixed < 0.6 else list(SHAPES)
     absent = [f"{c} {s}" for c in colors for s in shapes if f"{c} {s}" not in names]
@@ -168,7 +170,8 @@ def ask_some(
     scene: Scene, count: int, rng: random.Random, weights: dict[str, float] | None = None
 ) -> list[SceneQuestion]:
     """`count` questions of kinds drawn by `weights` (even when not given)."""
-    kinds, items = list(KINDS), list[SceneQuestion]()
+    kinds = list(KINDS)
+    items = list[SceneQuestion]()
     odds = [weights[k] if weights else 1.0 for k in kinds]
     while len(items) < count:
         if item := ask(scene, rng.choices(kinds, odds)[0], rng):

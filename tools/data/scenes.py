@@ -75,7 +75,8 @@ def _outline(shape: str, x: float, y: float, r: float, turn: float) -> list[tupl
     arm = r * 0.36
     corners = [(-arm, -r), (arm, -r), (arm, -arm), (r, -arm), (r, arm), (arm, arm),
                (arm, r), (-arm, r), (-arm, arm), (-r, arm), (-r, -arm), (-arm, -arm)]  # fmt: skip
-    c, s = math.cos(turn), math.sin(turn)
+    c = math.cos(turn)
+    s = math.sin(turn)
     return [(x + px * c - py * s, y + px * s + py * c) for px, py in corners]
 
 
@@ -86,7 +87,9 @@ def draw(scene: Scene, size: int, rng: random.Random | None = None) -> Image.Ima
     pen = ImageDraw.Draw(image)
     for thing in scene.things:
         fill = tuple(max(0, min(255, v + rng.randint(-12, 12))) for v in COLORS[thing.color])
-        x, y, r = thing.x * size, thing.y * size, thing.radius * size
+        x = thing.x * size
+        y = thing.y * size
+        r = thing.radius * size
         if thing.shape == "circle":
             pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
         else:

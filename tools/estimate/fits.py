@@ -78,7 +78,8 @@ def what_fits(
     assert free is not None
     found = dict[str, tuple[Fit, ...]]()
     for name in models:
-        model, fits = KNOWN[name], list[Fit]()
+        model = KNOWN[name]
+        fits = list[Fit]()
         work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:

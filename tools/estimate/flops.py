@@ -67,7 +67,8 @@ def encode_flops(vision: VisionSize | None, views: int, *, whole: bool = False, 
     """
     if vision is None:
         return 0
-    tower, layers = vision.tower, vision.layers if whole else vision.used
+    tower = vision.tower
+    layers = vision.layers if whole else vision.used
     merging = max(0, layers - 1) * tower.layer_macs(vision.tower_tokens - merged)
     projector = (vision.view_tokens - merged) * vision.projector_macs
     return 2 * views * (tower.patch_macs(vision.patches) + min(layers, 1) * vision.layer_macs + merging + projector)

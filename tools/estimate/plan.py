@@ -52,39 +52,53 @@ class Reduced:
     ahead: tuple[int, ...] = ()
 
 
+def _check_tower(parts: Sequence[Reduction], model: ModelSize) -> None:
+    """Raise RequestError, UnsupportedModelError for a reduction that the tower or the layout does not allow."""
+    tower = model.vision
+    if tower is None and parts:
+        raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
+    if tower is not None:
+        side = round((tower.patches / tower.view_tokens) ** 0.5)
+        shape = tower.model.vision
+        for part in parts:
+            check_patches(part, side, class_token=shape.class_token, two_towers=shape.several)
+    if model.layout is not None:
+        check_layout(parts, model.layout)
+
+
+def _token_counts(parts: Sequence[Reduction], layers: int, vision: int, views: int) -> tuple[list[int], list[str]]:
+    """The tokens in each layer, and the methods of which only the picture tells how many they drop."""
+    counts = list[int]()
+    count = vision
+    unknown = dict[str, None]()
+    for layer in range(1, layers + 1):
+        for part in parts:
+            if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
+                share = views if part.per_view else 1
+                number = part.number_kept((counts[0] if part.of_entered else count) // share, layer)
+                if number is None:
+                    unknown[part.name] = None
+                else:
+                    count = min(count, number * share)
+        counts.append(count)
+    return counts, [*unknown]
+
+
 def reduce_counts(parts: Sequence[Reduction], model: ModelSize, vision: int, views: int = 1) -> Reduced:
     """The tokens of one image of `vision` tokens, of `views` views, in each layer, in the runtime's order of methods.
 
     Raises RequestError, UnsupportedModelError.
     """
     check_depth(parts, model.decoder.layers)
-    tower = model.vision
-    if tower is None and parts:
-        raise UnsupportedModelError(f"{parts[0].name} leaves out image tokens, and {model.name} sees no images")
-    if tower is not None:
-        side = round((tower.patches / tower.view_tokens) ** 0.5)
-        class_token, several = tower.model.vision.class_token, tower.model.vision.several
-        for part in parts:
-            check_patches(part, side, class_token=class_token, two_towers=several)
-    if model.layout is not None:
-        check_layout(parts, model.layout)
-    counts, count, unknown = list[int](), vision, dict[str, None]()
-    for layer in range(1, model.decoder.layers + 1):
-        for part in parts:
-            if layer in part.needs().cuts or (layer == 1 and part.entry() is not None):
-                each = views if part.per_view else 1
-                kept = part.number_kept((counts[0] if part.of_entered else count) // each, layer)
-                if kept is None:
-                    unknown[part.name] = None
-                else:
-                    count = min(count, kept * each)
-        counts.append(count)
+    _check_tower(parts, model)
+    counts, unknown = _token_counts(parts, model.decoder.layers, vision, views)
     assumed = tuple(
         f"{name}: how many tokens leave depends on the picture and the question; counted as if none left, the "
         "upper limit"
         for name in unknown
     )
-    size, full = model.decoder, flops.with_exit(model.decoder, [vision] * len(counts))
+    size = model.decoder
+    full = flops.with_exit(model.decoder, [vision] * len(counts))
     ahead = tuple(sorted(layer for part in parts for layer in part.needs().ahead))
     macs = flops.decoder_macs(size, flops.with_exit(size, counts)) + flops.ahead_flops(size, counts, ahead, text=0) // 2
     ratio = macs / max(1, flops.decoder_macs(size, full))
@@ -134,7 +148,8 @@ def latency(
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
-        own, action = model.action.beside(size), model.action
+        own = model.action.beside(size)
+        action = model.action
         del work["decode_per_token"]
         layers = weights.stored_bytes(weights.layer_weights(size), precisions, wide=wide)
         work["prefill"] = 2 * flops.decoder_macs(size, schedule) + again, layers + cache  # without the output matrix
@@ -302,7 +317,8 @@ def make_plan(
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
     parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
-    size, depths = model.decoder, list[DepthCost]()
+    size = model.decoder
+    depths = list[DepthCost]()
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
     whole = flops.total_flops(size, full, model.vision, views)
     deepest = size.first_source or size.layers
@@ -312,7 +328,8 @@ def make_plan(
                 f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
                 f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
             )
-        withdrawn, stays = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision), 0
+        withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
+        stays = 0
         if k is not None:
             stays = WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
             withdrawn = (*withdrawn[: k - 1], *(count + stays for count in withdrawn[k - 1 :]))
@@ -395,12 +412,15 @@ def largest_activation_bytes(
     A layer holds two residual vectors a token, and q, k, v and their product or the three vectors of the feed-forward
     block (of the tower: `widest`); no square of attention scores, which fused kernels never write.
     """
-    size, encode, ends = model.decoder, 0, 0
+    size = model.decoder
+    encode = 0
+    ends = 0
     prefill = max(tokens) * (2 * size.hidden + max(_attention_values(model), 3 * size.ffn))
     if model.vision is not None:
         encode = views * model.vision.widest
     if largest is not None:
-        encode, ends = largest.widest, largest.ends
+        encode = largest.widest
+        ends = largest.ends
     return element_bytes * max(prefill, encode) + 4 * (ends + size.vocab)
 
 
@@ -410,7 +430,9 @@ def summed_activation_bytes(model: ModelSize, tokens: Sequence[int], views: int,
     Those of a layer's attention and its feed-forward block, of the tower, of a stage that sees the image and of one
     that does not, each with its hidden states in fp32.
     """
-    size, vision, stages = model.decoder, model.vision, sum({max(tokens), min(tokens)})
+    size = model.decoder
+    vision = model.vision
+    stages = sum({max(tokens), min(tokens)})
     values = stages * (2 * size.hidden + _attention_values(model) + 3 * size.ffn)
     ends = stages * 2 * size.hidden
     if vision is not None and views:

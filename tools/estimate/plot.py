@@ -13,7 +13,8 @@ LAYERS = "layers that see the image (K - 1)"
 
 
 def plot_plan(plan: CostPlan, path: Path) -> None:
-    profile, depths = plan.profile, sorted(plan.depths, key=lambda depth: depth.full_layers)
+    profile = plan.profile
+    depths = sorted(plan.depths, key=lambda depth: depth.full_layers)
     full = [depth.full_layers for depth in depths]
 
     def each(of: Callable[[PrecisionCost], float]) -> dict[str, list[float]]:
@@ -42,7 +43,8 @@ def plot_plan(plan: CostPlan, path: Path) -> None:
         work.legend()
         figure.legend(*memory.get_legend_handles_labels(), loc="outside right center")
         prompt = f"a prompt of {plan.workload.text} text and {plan.workload.vision} image tokens"
-        model, mode = plan.model.name, f"; {profile.power_mode}" if profile else ""
+        model = plan.model.name
+        mode = f"; {profile.power_mode}" if profile else ""
         title = f"{model} on {profile.name}" if profile else f"{model}, no device named"
         headline(figure, title, f"calculated, not measured; {prompt}{mode}")
 

@@ -128,7 +128,8 @@ KNOWN: Mapping[str, ModelSize] = {name: _known(name, **data) for name, data in _
 
 def bundle_size(bundle: Bundle) -> ModelSize:
     manifest = bundle.manifest
-    layout, decoder = read_layout(manifest.layout, manifest.model.tower), decoder_of(text_values(manifest.model))
+    layout = read_layout(manifest.layout, manifest.model.tower)
+    decoder = decoder_of(text_values(manifest.model))
     vision = vision_size(vision_of(manifest.model), layout, decoder.hidden)
     if manifest.dialects["ort"].vision_last_attention:
         vision = replace(vision, last_attention=True)
@@ -165,7 +166,8 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
 
 def vision_size(model: VisionModel, layout: Layout, out: int) -> VisionSize:
     """The sizes of a tower before a decoder of `out` channels; an image counts with its most tokens and views."""
-    tower, most = model.vision, layout.max_tokens
+    tower = model.vision
+    most = layout.max_tokens
     if tower.native:
         return VisionSize(model, out, tower.square**2 * most, view_tokens=most, image_tokens=most)
     return VisionSize(model, out, tower.grid**2, model.view_tokens, most, layout.max_views)

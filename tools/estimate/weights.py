@@ -114,7 +114,8 @@ def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int]
 
 @lru_cache(PLANS)
 def _resident(model: ModelSize, precisions: Precisions, floats: tuple[tuple[str, int], ...]) -> int:
-    total, bytes_by_type = 0, dict(floats)
+    total = 0
+    bytes_by_type = dict(floats)
     for group in all_weights(model, precisions):
         if group.name == PER_LAYER or (group.name == EMBEDDING and not head_is_table(model, precisions)):
             continue

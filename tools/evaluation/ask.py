@@ -132,66 +132,98 @@ def ask_all(
     RequestError for a journal of another bundle, or too many bad questions.
     """
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
-    questions, skipped = data.questions, dict[int, str]()
-    kept, replies = list[TaskQuestion](), list[tuple[CostedAnswer, ...]]()
     identity = {
         "model": sha256(by.bundle.folder / "vtx.json"), "device": [by.device, by.compute],
         "--max-new-tokens": max_new_tokens, "--fit": by.fit,
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }  # fmt: skip
-    timed = 0 if by.alone is None else timed
-    step = -(-len(questions) // timed) if timed else len(questions) + 1
-    with ResultJournal(journal, identity) as held:
-        keys = [[f"{question.digest()} {method.key}" for method in methods] for question in questions]
+    with ResultJournal(journal, identity) as results:
+        run = _Round(data, methods, results, report, 0 if by.alone is None else timed)
+        if by.alone is not None and timed:
+            run.ask_alone(by.alone(options), predict)
+        run.ask_together(by.many(options))
+        return run.answers()
 
-        def missing(n: int) -> dict[Method, str]:
-            """The methods by which question `n` has yet to be asked, each with its key."""
-            alone = timed and n % step == 0
-            return {
-                method: key for method, key in zip(methods, keys[n], strict=True)
-                if key not in held.results or (alone and held.results[key].get("first_token_ms") is None)
-            }  # fmt: skip
 
-        def skip(n: int, error: Exception) -> None:
-            if not isinstance(error, BAD):
-                raise error
-            skipped.setdefault(n, f"{questions[n].text[:40]!r}: {error}")
-            check_skipped(data.source, len(keys), [*data.skipped, *skipped.values()], "questions")
+class _Round:
+    """Questions on their way into a journal. Each `step`-th of them is asked alone."""
 
-        left = [n for n in range(len(keys)) if missing(n)]
-        start, done = time.monotonic(), len(keys) - len(left)
-        alone = [n for n in left if timed and n % step == 0]
-        asker = by.alone(options) if by.alone and alone else None
-        for turn, n in enumerate(alone):
-            assert asker is not None
-            report("questions", done + turn, len(keys))
-            wanted = missing(n)
+    def __init__(
+        self, data: QuestionSet, methods: Sequence[Method], journal: ResultJournal, report: Progress, timed: int
+    ) -> None:
+        self._data = data
+        self._questions = data.questions
+        self._methods = methods
+        self._journal = journal
+        self._report = report
+        self._keys = [[f"{question.digest()} {method.key}" for method in methods] for question in data.questions]
+        self._skipped = dict[int, str]()
+        count = len(self._keys)
+        self._timed = set(range(0, count, -(-count // timed))) if timed and count else set[int]()
+        self._left = [n for n in range(count) if self._missing(n)]
+
+    def _missing(self, n: int) -> dict[Method, str]:
+        """The methods by which question `n` has yet to be asked, each with its key."""
+        results = self._journal.results
+        return {
+            method: key for method, key in zip(self._methods, self._keys[n], strict=True)
+            if key not in results or (n in self._timed and results[key].get("first_token_ms") is None)
+        }  # fmt: skip
+
+    def _skip(self, n: int, error: Exception) -> None:
+        if not isinstance(error, BAD):
+            raise error
+        self._skipped.setdefault(n, f"{self._questions[n].text[:40]!r}: {error}")
+        check_skipped(self._data.source, len(self._keys), self._lines, "questions")
+
+    @property
+    def _lines(self) -> tuple[str, ...]:
+        return (*self._data.skipped, *self._skipped.values())
+
+    def ask_alone(self, asker: Asker, predict: Callable[[float], None]) -> None:
+        """Ask the questions whose times are measured; `predict` gets the seconds of all, estimated from the first."""
+        start = time.monotonic()
+        done = len(self._keys) - len(self._left)
+        for turn, n in enumerate(n for n in self._left if n in self._timed):
+            self._report("questions", done + turn, len(self._keys))
+            missing = self._missing(n)
             try:
-                held.add({wanted[m]: json_value(reply) for m, reply in asker(questions[n], (*wanted,), turn).items()})
+                replies = asker(self._questions[n], (*missing,), turn)
+                self._journal.add({missing[method]: json_value(reply) for method, reply in replies.items()})
             except BAD as e:
-                skip(n, e)
+                self._skip(n, e)
             if turn == 0:
-                predict((time.monotonic() - start) * len(left))
-        rest, first = dict[int, list[Method]](), set[str]()  # a question that is in the data twice is asked once
-        for n in sorted({*left} - {*alone}):
-            rest[n] = [method for method, key in missing(n).items() if key not in first]
-            first.update(keys[n])
-        with closing(by.many(options)(questions, rest)) as answers:
+                predict((time.monotonic() - start) * len(self._left))
+
+    def ask_together(self, many: Answers) -> None:
+        """Ask the others, each method's answer once of a question that is in the data twice."""
+        rest = dict[int, list[Method]]()
+        first = set[str]()
+        for n in self._left:
+            if n not in self._timed:
+                rest[n] = [method for method, key in self._missing(n).items() if key not in first]
+                first.update(self._keys[n])
+        count = len(self._keys)
+        with closing(many(self._questions, rest)) as answers:
             for n, method, reply in answers:
                 if isinstance(reply, Exception):
-                    skip(n, reply)
+                    self._skip(n, reply)
                 else:
-                    held.add({missing(n)[method]: json_value(reply)})
+                    self._journal.add({self._missing(n)[method]: json_value(reply)})
                     rest[n].remove(method)
-                report("questions", len(keys) - sum(map(bool, rest.values())), len(keys))
-        report("questions", len(keys), len(keys))
-        for question, names in zip(questions, keys, strict=True):
-            if all(name in held.results for name in names):
-                kept.append(question)
-                replies.append(tuple(STRICT.read(CostedAnswer, held.results[name], "an answer") for name in names))
-    told = (*data.skipped, *skipped.values())
-    check_skipped(data.source, len(kept), told, "questions")
-    return Asked(tuple(kept), tuple(methods), tuple(replies), told)
+                self._report("questions", count - sum(map(bool, rest.values())), count)
+        self._report("questions", count, count)
+
+    def answers(self) -> Asked:
+        """The questions that every method has answered. Raises RequestError if too many are left out."""
+        results = self._journal.results
+        complete = [n for n, keys in enumerate(self._keys) if all(key in results for key in keys)]
+        replies = [
+            tuple(STRICT.read(CostedAnswer, results[key], "an answer") for key in self._keys[n]) for n in complete
+        ]
+        check_skipped(self._data.source, len(complete), self._lines, "questions")
+        questions = tuple(self._questions[n] for n in complete)
+        return Asked(questions, tuple(self._methods), tuple(replies), self._lines)
 
 
 def _settings(model: Model, question: TaskQuestion, method: Method, options: Options) -> Settings:
@@ -201,10 +233,11 @@ def _settings(model: Model, question: TaskQuestion, method: Method, options: Opt
 
 
 def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> CostedAnswer:
-    stats, kept = answer.stats, answer.stats.vision_tokens_kept
+    stats = answer.stats
+    layers = answer.stats.vision_tokens_kept
     return CostedAnswer(
         text=answer.text, first_token_ms=first_token_ms, kv_bytes=stats.kv_bytes, flops=flops,
-        vision_tokens=fmean((*kept[1:], kept[-1])), full_layers=sum(tokens > 0 for tokens in kept),
+        vision_tokens=fmean((*layers[1:], layers[-1])), full_layers=sum(tokens > 0 for tokens in layers),
         new_tokens=len(answer.token_ids), probability=_probability(answer),
     )  # fmt: skip
 
@@ -220,7 +253,8 @@ class Asker:
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
-        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
+        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
     def __call__(self, question: TaskQuestion, methods: Sequence[Method], number: int) -> dict[Method, CostedAnswer]:
@@ -249,7 +283,8 @@ class SideBySide:
 
     def __init__(self, model: Model, options: Options, parallel: int) -> None:
         backend, self._calls = timed(model.backend, caches=False)
-        self._model, self._options = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit), options
+        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self._capacity = Capacity(parallel, parallel, kept=parallel)
         self._encoded: dict[str, int] = {}  # FLOPs of the tower, by the image, of the prompt that is computed
@@ -263,7 +298,7 @@ class SideBySide:
         if not wanted:
             return
         images: dict[int, tuple[PreparedImage, ...]] = {}  # of the questions that are being answered
-        left = {n: len(methods) for n, methods in wanted.items()}
+        counts = {n: len(methods) for n, methods in wanted.items()}
 
         def watch(tag: tuple[int, Method], _: Event) -> None:
             n, method = tag
@@ -271,18 +306,18 @@ class SideBySide:
                 return
             extras = repr(vision_extras(self._model.loaded.policy(method.k, None, method.reduce).entries))
             self._towers |= {(key, extras): flops for key, flops in self._encoded.items()}
-            read = self._counter.count_vision([call for call in self._calls if call.name == "text_tower"])
-            seen = sum(self._towers.get((image.key, extras), 0) for image in images[n])
-            self._flops[tag] = read + seen
+            text_flops = self._counter.count_vision([call for call in self._calls if call.name == "text_tower"])
+            image_flops = sum(self._towers.get((image.key, extras), 0) for image in images[n])
+            self._flops[tag] = text_flops + image_flops
             self._encoded.clear()
             self._calls.clear()
 
         with Engine("eval", self._model, self._capacity) as engine:
-            for (n, method), found in engine.answers(self._requests(questions, wanted, images), watch):
-                answer = found if isinstance(found, Exception) else found[0]
+            for (n, method), outcome in engine.answers(self._requests(questions, wanted, images), watch):
+                answer = outcome if isinstance(outcome, Exception) else outcome[0]
                 flops = self._flops.pop((n, method), 0)
-                left[n] -= 1
-                if not left[n]:
+                counts[n] -= 1
+                if not counts[n]:
                     images.pop(n, None)
                 if isinstance(answer, Exception):
                     yield n, method, answer
@@ -294,25 +329,26 @@ class SideBySide:
         images: dict[int, tuple[PreparedImage, ...]],
     ) -> Iterator[tuple[tuple[int, Method], list[AnswerRequest] | Exception]]:  # fmt: skip
         """The requests, image by image, and of each first the methods that keep it longest, whose caches serve all."""
-        layers, groups = self._model.manifest.model.layers, dict[Any, list[int]]()
+        layers = self._model.manifest.model.layers
+        groups = dict[Any, list[int]]()
         for n in wanted:
             groups.setdefault((questions[n].images, questions[n].videos), []).append(n)
         for (pictures, videos), numbers in groups.items():
-            seen: tuple[PreparedImage, ...] | Exception
+            prepared: tuple[PreparedImage, ...] | Exception
             try:
-                seen = tuple(map(self._counted, self._model.loaded.prepare_all([*pictures, *map(video, videos)])))
+                prepared = tuple(map(self._counted, self._model.loaded.prepare_all([*pictures, *map(video, videos)])))
             except BAD as e:
-                seen = e
-            asked = [(n, method) for n in numbers for method in wanted[n]]
-            for n, method in sorted(asked, key=lambda tag: -(tag[1].k if isinstance(tag[1].k, int) else layers + 1)):
-                if isinstance(seen, Exception):
-                    yield (n, method), seen
+                prepared = e
+            tags = [(n, method) for n in numbers for method in wanted[n]]
+            for n, method in sorted(tags, key=lambda tag: -(tag[1].k if isinstance(tag[1].k, int) else layers + 1)):
+                if isinstance(prepared, Exception):
+                    yield (n, method), prepared
                     continue
-                images[n], question = seen, questions[n]
-                messages: list[Message] = [{"role": "user", "content": opening_parts(seen, question.text)}]
+                images[n], question = prepared, questions[n]
+                messages: list[Message] = [{"role": "user", "content": opening_parts(prepared, question.text)}]
                 try:
                     settings = _settings(self._model, question, method, self._options)
-                    yield (n, method), [AnswerRequest.of(self._model.loaded, seen, messages, settings)]
+                    yield (n, method), [AnswerRequest.of(self._model.loaded, prepared, messages, settings)]
                 except BAD as e:
                     yield (n, method), e
 

@@ -86,7 +86,8 @@ def _exact(record: Any, source: QuestionFiles) -> TaskQuestion:
     """{"image": name or list, "video": the same, "question", "answer"}, a line each; images as for vtx-calibrate."""
     fields = _fields(record)
     images, videos = (named_files(fields, kind, source.images) for kind in ("image", "video"))
-    question, about = _text(fields, "question"), "\0".join(str(path) for path in (*images, *videos))
+    question = _text(fields, "question")
+    about = "\0".join(str(path) for path in (*images, *videos))
     return TaskQuestion(images, question, (_text(fields, "answer"),), about or question, videos=videos)
 
 
@@ -111,10 +112,10 @@ def _mme(record: tuple[str, str, str], source: QuestionFiles) -> TaskQuestion:
     folders = [f"{category}/images", category]
     names = [f"{folder}/{stem}{ending}" for folder in folders for ending in IMAGE_ENDINGS]
     paths = [inside(source.images, name) for name in names]
-    found = next((path for path in paths if is_file(path)), None)
-    if found is None:
+    picture = next((path for path in paths if is_file(path)), None)
+    if picture is None:
         raise RequestError(f"no image {shown(stem)} in {category}")
-    return TaskQuestion((found,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
+    return TaskQuestion((picture,), question.strip(), _yes_or_no(answer), f"{category}/{stem}", category)
 
 
 def _science_problems(source: QuestionFiles) -> Iterator[Record]:
@@ -126,19 +127,22 @@ def _science_problems(source: QuestionFiles) -> Iterator[Record]:
 
 
 def _science(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
-    name, number = record.get("image"), record["number"]
+    name = record.get("image")
+    number = record["number"]
     paths = (inside(source.images, f"{source.split}/{number}/{name}"),) if isinstance(name, str) and name else ()
     return _multiple_choice(record, paths, number, str(record.get("subject", "")))
 
 
 def _multiple_choice(record: dict[str, Any], paths: tuple[Path, ...], image: str, group: str) -> TaskQuestion:
     """{"hint", "question", "choices", "answer"}: the index of a choice, or its letter."""
-    choices, right = _texts(record.get("choices"), 2, MAX_CHOICES, "choices"), record.get("answer")
+    choices = _texts(record.get("choices"), 2, MAX_CHOICES, "choices")
+    right = record.get("answer")
     letters = [letter(n) for n in range(len(choices))]
     index = letters.index(right) if isinstance(right, str) and right in letters else right
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
         raise RequestError(f"its answer is {right!r:.40}, not the index or letter of one of {len(choices)} choices")
-    hint, options = record.get("hint"), [f"{name}. {choice}" for name, choice in zip(letters, choices, strict=True)]
+    hint = record.get("hint")
+    options = [f"{name}. {choice}" for name, choice in zip(letters, choices, strict=True)]
     context = [f"Context: {hint}"] if isinstance(hint, str) and hint else []
     text = "\n".join([*context, _text(record, "question", strip=False), *options])
     return TaskQuestion(paths, text, (letters[index],), image, group, len(choices))
@@ -185,7 +189,8 @@ def _viz_wiz_records(source: QuestionFiles) -> Iterator[Record]:
 def _viz_wiz(record: Any, source: QuestionFiles) -> TaskQuestion:
     fields = _fields(record)
     name = _text(fields, "image")
-    question, humans = _text(fields, "question", strip=False), _humans(fields.get("answers"))
+    question = _text(fields, "question", strip=False)
+    humans = _humans(fields.get("answers"))
     return TaskQuestion((inside(source.images, name),), question, humans, name, str(fields.get("answer_type", "")))
 
 
@@ -198,21 +203,23 @@ def _vqa_records(source: QuestionFiles) -> Iterator[Record]:
     """Each question with its annotation, from the two files of a release."""
     if source.annotations is None:
         raise RequestError("VQAv2's answers are in a separate file; give it with --annotations")
-    held, answered = _object(source.data), _object(source.annotations)
+    release = _object(source.data)
+    answered = _object(source.annotations)
     notes = {
         note["question_id"]: note
         for note in _list(answered, "annotations", source.annotations)
         if isinstance(note, dict) and isinstance(note.get("question_id"), int)
     }
-    subtype = str(held.get("data_subtype", ""))
-    for number, question in enumerate(_list(held, "questions", source.data), 1):
+    subtype = str(release.get("data_subtype", ""))
+    for number, question in enumerate(_list(release, "questions", source.data), 1):
         known = isinstance(question, dict) and isinstance(question.get("question_id"), int)
         note = notes.get(question["question_id"]) if known else None
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
 
 
 def _vqa(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
-    question, note = record["question"], record["annotation"]
+    question = record["question"]
+    note = record["annotation"]
     if note is None:
         raise RequestError("it has no annotation")
     fields = _fields(question)
@@ -220,7 +227,8 @@ def _vqa(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
     if not isinstance(number, int) or not 0 <= number < 10**12:
         raise RequestError("its image_id is not a number of at most 12 digits")
     name = f"COCO_{record['subtype']}_{number:012d}.jpg"
-    path, kind = inside(source.images, name), str(note.get("answer_type", ""))
+    path = inside(source.images, name)
+    kind = str(note.get("answer_type", ""))
     return TaskQuestion((path,), _text(fields, "question", strip=False), _humans(note.get("answers")), name, kind)
 
 

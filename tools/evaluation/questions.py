@@ -96,7 +96,8 @@ def read_questions(
     if not source.images.is_dir():
         raise RequestError(f"the image path {source.images} is not a directory; give one with --images")
     instruction = form.instruction if instruction is None else instruction
-    questions, skipped = list[TaskQuestion](), list[str]()
+    questions = list[TaskQuestion]()
+    skipped = list[str]()
     for label, record in form.records(source):
         try:
             question = form.question(record, source)
@@ -126,12 +127,14 @@ def _drawn(questions: Sequence[TaskQuestion], samples: int, seed: int) -> list[T
     by_image: dict[str, int] = {}
     for question in questions:
         by_image[question.image] = by_image.get(question.image, 0) + 1
-    images, kept, room = list(by_image), set[str](), samples
+    images = list(by_image)
+    selection = set[str]()
+    room = samples
     random.Random(seed).shuffle(images)
     for image in images:
         if by_image[image] <= room:
-            kept.add(image)
+            selection.add(image)
             room -= by_image[image]
-    if not kept:
+    if not selection:
         raise RequestError(f"--samples is {samples}, but every image has more questions; raise it")
-    return [question for question in questions if question.image in kept]
+    return [question for question in questions if question.image in selection]

@@ -122,19 +122,23 @@ def make_report(
     protocol: str = "authors", coverage: bool = False,
 ) -> Evaluation:  # fmt: skip
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
-    questions, by_question = asked.questions, asked.replies
+    questions = asked.questions
+    by_question = asked.replies
     scores = [
         [metric.judge(question, replies[n].text) for question, replies in zip(questions, by_question, strict=True)]
         for n in range(len(asked.methods))
     ]
     tallies = [metric.tally(questions, of_method) for of_method in scores]
-    draws, main = _draws(tallies), tallies[0].main
-    main_figure, groups = tallies[0].figures[main], sorted({question.group for question in questions})
+    draws = _draws(tallies)
+    main = tallies[0].main
+    main_figure = tallies[0].figures[main]
+    groups = sorted({question.group for question in questions})
     kinds = [kind_of(Counter(q.answers).most_common(1)[0][0], q.choices) for q in questions]
     methods = list[MethodFigures]()
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
-        total, replies = tally.counts.sum(0), [replies[n] for replies in by_question]
-        known = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
+        total = tally.counts.sum(0)
+        replies = [replies[n] for replies in by_question]
+        times_ms = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
         figures = {name: _with_interval(tally, name, draws[n]) for name in tally.figures}
         value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
         by_group = partial(_by_group, metric, main, questions, scores[n])
@@ -145,14 +149,15 @@ def make_report(
                 vision_tokens=fmean(reply.vision_tokens for reply in replies),
                 full_layers=fmean(reply.full_layers for reply in replies),
                 new_tokens=fmean(reply.new_tokens for reply in replies),
-                first_token_ms=spread(known) if times and known else None,
+                first_token_ms=spread(times_ms) if times and times_ms else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
                 rest=method.rest, kinds=by_group(kinds, KINDS),
                 coverage=scored_answers(asked, metric, n).points() if coverage else (),
             )
         )  # fmt: skip
-    m, shares = by.bundle.manifest, tuple(sorted(tallies[0].shares))
+    m = by.bundle.manifest
+    shares = tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),
         model=EvaluatedModel(
@@ -179,7 +184,8 @@ def scored_answers(asked: Asked, metric: Metric, number: int = 0) -> ScoredAnswe
 
 def _draws(tallies: Sequence[Tally]) -> list[Counts]:
     """For each tally the sums [draws, columns] of images resampled within each stratum, the same for all tallies."""
-    rng, strata = np.random.default_rng(0), tallies[0].strata
+    rng = np.random.default_rng(0)
+    strata = tallies[0].strata
     joined = np.hstack([tally.counts for tally in tallies])
     total: Counts = np.zeros((DRAWS, joined.shape[1]))
     for stratum in np.unique(strata):
@@ -218,7 +224,8 @@ def _interval(value: float, draws: Counts) -> FigureInterval:
 
 def _front(methods: Sequence[MethodFigures], cost: str, main: str) -> tuple[str, ...]:
     """Names, in rising cost, of the methods that are better than every cheaper one."""
-    front, best = list[str](), -np.inf
+    front = list[str]()
+    best = -np.inf
     for method in sorted(methods, key=lambda m: (COSTS[cost](m), -m.figures[main].value)):
         if method.figures[main].value > best:
             front.append(method.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,32 @@ KINDS = {"withdrawal": "o", "gates": "*", "pruning": "s", "both": "^"}
 
 def in_tables(report: Evaluation) -> list[str | WideTable]:
     """The report as paragraphs and tables: machine, model and data, the methods, the groups of questions, the front."""
-    model, task, first = report.model, report.task, report.methods[0]
+    model = report.model
+    task = report.task
+    first = report.methods[0]
     skipped = f", {len(task.skipped)} skipped" if task.skipped else ""
+    parts: list[str | WideTable] = [
+        report.machine.in_words() if first.first_token_ms else report.machine.cpu,
+        f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
+        f"{model.compute} arithmetic; {task.name}: {counted(task.questions, 'question')} about "
+        f"{counted(task.images, 'image')} of {task.source}{skipped}. "
+        f"In brackets {report.confidence:.0%} intervals over images.",
+        _methods_table(report),
+        *_group_tables(report),
+    ]
+    for method in report.methods:
+        if method.coverage:
+            rows = [[f"{p.threshold:g}", f"{p.coverage:.1%}", f"{p.accepted:,}", _accuracy(p)] for p in method.coverage]
+            heads = [f"{method.name}: accepted from", "coverage", "answers", "accuracy, %"]
+            parts.append(WideTable("", heads, rows))
+    fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
+    return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
+
+
+def _methods_table(report: Evaluation) -> WideTable:
+    """Figures and costs of each method."""
+    task = report.task
+    first = report.methods[0]
     factors = {name: 100 if name in task.shares else 1 for name in first.figures}
     heads = [
         "method", *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
@@ -40,29 +65,20 @@ def in_tables(report: Evaluation) -> list[str | WideTable]:
         ]
         for method in report.methods
     ]  # fmt: skip
-    parts: list[str | WideTable] = [
-        report.machine.in_words() if first.first_token_ms else report.machine.cpu,
-        f"{model.name} ({model.bundle}), {model.layers} layers, {model.precision} weights, on {model.device} in "
-        f"{model.compute} arithmetic; {task.name}: {counted(task.questions, 'question')} about "
-        f"{counted(task.images, 'image')} of {task.source}{skipped}. "
-        f"In brackets {report.confidence:.0%} intervals over images.",
-        WideTable("", heads, rows),
-    ]
-    if groups := first.groups:
+    return WideTable("", heads, rows)
+
+
+def _group_tables(report: Evaluation) -> Iterator[WideTable]:
+    """The main figure by the groups of questions, and by the kind of answer."""
+    task = report.task
+    if groups := report.methods[0].groups:
         heads = [task.main, *(f"{name or 'other'} ({group.questions})" for name, group in groups.items())]
         rows = [[m.name, *(f"{task.factor * m.groups[name].value:.1f}" for name in groups)] for m in report.methods]
-        parts.append(WideTable("", heads, rows))
-    if len(kinds := first.kinds) > 1:
+        yield WideTable("", heads, rows)
+    if len(kinds := report.methods[0].kinds) > 1:
         heads = [f"{task.main} by kind of answer", *(f"{kind} ({of.questions})" for kind, of in kinds.items())]
         rows = [[m.name, *(_figure(m.kinds[kind], task.factor) for kind in kinds)] for m in report.methods]
-        parts.append(WideTable("", heads, rows))
-    for method in report.methods:
-        if method.coverage:
-            rows = [[f"{p.threshold:g}", f"{p.coverage:.1%}", f"{p.accepted:,}", _accuracy(p)] for p in method.coverage]
-            heads = [f"{method.name}: accepted from", "coverage", "answers", "accuracy, %"]
-            parts.append(WideTable("", heads, rows))
-    fronts = [f"{COST_NAMES[cost]}: {', '.join(names)}" for cost, names in report.front.items()]
-    return [*parts, "Pareto front by " + "; by ".join(fronts) + "."]
+        yield WideTable("", heads, rows)
 
 
 def _figure(figure: FigureInterval, factor: int, sign: str = "") -> str:
@@ -80,7 +96,9 @@ def _accuracy(point: CoveragePoint) -> str:
 
 def draw_report(report: Evaluation, path: Path) -> None:
     """Draw an evaluation into `path`. Raises as `draw` does."""
-    model, task, methods = report.model, report.task, report.methods
+    model = report.model
+    task = report.task
+    methods = report.methods
 
     def fill(figure: Any) -> None:
         panels = figure.subplots(1, len(report.front), sharey=True, squeeze=False)[0]

@@ -105,12 +105,16 @@ class KeptAnswers:
                 "give answers, or use --keep"
             )
         self._of_right = of_right
-        self.questions, self._journal, self._threads, self._report = questions, journal, threads, report
+        self.questions = questions
+        self._journal = journal
+        self._threads = threads
+        self._report = report
         self._options = Options(max_new_tokens=max_new_tokens)
         self._models: dict[ImageLimit, Model] = {}  # of one engine, by the limit of their images
         self._on: LoadedOn | None = None
         self.skipped: dict[int, str] = {}
-        self.asked, self.loading_s = 0, 0.0
+        self.asked = 0
+        self.loading_s = 0.0
 
     def __enter__(self) -> KeptAnswers:
         return self
@@ -135,7 +139,8 @@ class KeptAnswers:
         by_engine: dict[LoadedOn, list[Setting]] = {}
         for setting in dict.fromkeys(settings):
             by_engine.setdefault(setting.on, []).append(setting)
-        done, total = 0, len(numbers) * len(by_engine)
+        done = 0
+        total = len(numbers) * len(by_engine)
         for on in sorted(by_engine, key=lambda on: on != self._on):  # the one that is loaded first
             for number in numbers:
                 self._report(phase, done, total)
@@ -149,22 +154,28 @@ class KeptAnswers:
         self._report(phase, total, total)
 
     def _answers(self, on: LoadedOn, settings: Sequence[Setting], number: int, turn: int) -> dict[str, dict[str, Any]]:
-        item, replies = self.questions.data.items[number], dict[str, dict[str, Any]]()
+        item = self.questions.data.items[number]
+        replies = dict[str, dict[str, Any]]()
         models = {setting.limit: self._load(on, setting.limit) for setting in settings}
         images = {limit: model.loaded.prepare_all(item.images) for limit, model in models.items()}
         first = number % len(settings)  # so that none always runs with cold caches
         for setting in (*settings[first:], *settings[:first]):
-            start, seen = time.perf_counter(), images[setting.limit]
+            start = time.perf_counter()
+            seen = images[setting.limit]
             with Conversation(models[setting.limit].loaded, seen) as conversation:
                 options = replace(self._options, rest=setting.rest)
                 answer = conversation.ask(item.question, setting.k, options, reduce=setting.reduce)
-            answer_ms, times, further = 1000 * (time.perf_counter() - start), answer.stats.timings_ms, None
-            first_token, tokens = times["first_token"], len(answer.token_ids)
+            answer_ms = 1000 * (time.perf_counter() - start)
+            times = answer.stats.timings_ms
+            further = None
+            first_token = times["first_token"]
+            tokens = len(answer.token_ids)
             if tokens > 1:
                 further = times["decode_per_token"]
             if on.planned is not None:
                 first_token, each = on.planned.times(answer, sum(len(image.views) for image in seen))
-                further, answer_ms = (each if tokens > 1 else None), first_token + each * max(0, tokens - 1)
+                further = each if tokens > 1 else None
+                answer_ms = first_token + each * max(0, tokens - 1)
             reply = TimedAnswer(answer.text, first_token, further, answer_ms)
             replies[self._key(setting, number, turn)] = json_value(reply)
             self.asked += 1
@@ -175,9 +186,11 @@ class KeptAnswers:
         if self._on != on:
             self._unload()
             backend = open_backend(on.bundle, DeviceChoice(on.device, on.compute, "a candidate"), self._threads)
-            self._models, self._on = {NO_LIMIT: Model(on.bundle, backend, 0.0)}, on
+            self._models = {NO_LIMIT: Model(on.bundle, backend, 0.0)}
+            self._on = on
         if limit not in self._models:
-            backend, (tiles, pixels) = self._models[NO_LIMIT].backend, limit
+            backend = self._models[NO_LIMIT].backend
+            tiles, pixels = limit
             self._models[limit] = Model(on.bundle, backend, 0.0, max_tiles=tiles, max_pixels=pixels)
         self.loading_s += time.monotonic() - start
         return self._models[limit]
@@ -185,10 +198,12 @@ class KeptAnswers:
     def _unload(self) -> None:
         if self._models:
             self._models[NO_LIMIT].close()  # and with it the engine of all
-        self._models, self._on = {}, None
+        self._models = {}
+        self._on = None
 
     def _skip(self, number: int, error: Exception) -> None:
-        items, source = self.questions.data.items, self.questions.data.source
+        items = self.questions.data.items
+        source = self.questions.data.source
         self.skipped[number] = f"{items[number].question[:40]!r}: {error}"
         told = [*self.questions.data.skipped, *self.skipped.values()]
         check_skipped(source, len(items) - len(self.skipped), told, "questions")

@@ -22,7 +22,8 @@ from vtx.tools.fit.settings import Setting, pairs_of
 TIMED = 300  # questions whose times are measured again until they agree
 FURTHER = 2  # turns of measuring beyond those that must agree
 TURNS = 20  # of these, where few questions are held out
-QUIET, QUIET_LATE = 0.1, 0.25  # the shares by which the medians and the 99th percentiles of these turns may differ
+QUIET = 0.1  # the shares by which the medians and the 99th percentiles of these turns may differ
+QUIET_LATE = 0.25
 LATE = 0.99  # the quantile of times that a budget is about
 LEAST_TIMES = least_images(1 - LATE, single=True)  # of which a bound of this quantile is known
 
@@ -54,7 +55,8 @@ class Fitted:
     @property
     def front(self) -> tuple[Setting, ...]:
         """Of the reference and those tested, the ones that no other beats in both time and changed answers."""
-        kept, least = list[Setting](), float("inf")
+        kept = list[Setting]()
+        least = float("inf")
         for setting in sorted(self.evidence, key=lambda s: (self.evidence[s].answer_ms.p50, self.evidence[s].changed)):
             if self.evidence[setting].changed < least:
                 kept.append(setting)
@@ -64,8 +66,10 @@ class Fitted:
 
 def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) -> None:
     """Raise RequestError if so few images are held out that no result could show what `keep` asks for."""
-    have, asked = len(set(questions.images)), len(questions.images)
-    held, least = len({questions.images[n] for n in held_out}), least_images(budget.limit, single=have == asked)
+    have = len(set(questions.images))
+    asked = len(questions.images)
+    held = len({questions.images[n] for n in held_out})
+    least = least_images(budget.limit, single=have == asked)
     if held < least:
         same = "stay right where they were" if budget.of_right else "stay the same"
         alike = "; questions about one image count as one" if have < asked else ""
@@ -86,7 +90,8 @@ def fit(
     `predict` gets the total seconds, at most, estimated from the first question. The times of `timed` questions held
     out are measured several times.
     """
-    questions, estimated = answers.questions, reference.on.planned is not None
+    questions = answers.questions
+    estimated = reference.on.planned is not None
     searched, held_out = split(questions, seed)
     check_enough(questions, held_out, budget)
     timed = min(timed, len(held_out))
@@ -103,7 +108,9 @@ def fit(
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
     answers.ask([reference, *finalists], held_out, "testing")
     used = answers.usable(held_out)
-    clocked, turns, quiet = used[:timed], range(1), True
+    clocked = used[:timed]
+    turns = range(1)
+    quiet = True
     if not estimated:
         several = [sum(answers.reply(s, n).per_token_ms is not None for n in clocked) for s in (reference, *finalists)]
         fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
@@ -172,7 +179,8 @@ def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Se
     """
 
     def times(by_turn: Sequence[Sequence[float]]) -> Times:
-        values, ends = [ms for turn in by_turn for ms in turn], [np.quantile(turn, LATE) for turn in by_turn if turn]
+        values = [ms for turn in by_turn for ms in turn]
+        ends = [np.quantile(turn, LATE) for turn in by_turn if turn]
         upper = None if setting.on.planned else quantile_upper(values, LATE)
         widened = None if upper is None else round(upper * float(max(ends) / min(ends)), 3)
         middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))

@@ -20,7 +20,8 @@ def fit_kinds(fitted: Fitted, answers: KeptAnswers, seed: int) -> tuple[KindDept
     """
     if fitted.chosen is None:
         return ()
-    items, reference = answers.questions.data.items, fitted.reference
+    items = answers.questions.data.items
+    reference = fitted.reference
     pairs = pairs_of(fitted.chosen)
     halves = [answers.usable(half) for half in split(answers.questions, seed)]
     kinds = {n: kind_of(items[n].answer or answers.reply(reference, n).text) for half in halves for n in half}
@@ -36,7 +37,8 @@ def _depth(
     kind: Kind, pairs: list[Setting], fitted: Fitted, answers: KeptAnswers, searched: list[int], held_out: list[int]
 ) -> KindDepth:
     """The pair of one kind, from the numbers of its questions."""
-    images, reference = answers.questions.images, fitted.reference
+    images = answers.questions.images
+    reference = fitted.reference
     budget = Budget(fitted.budget.keep, of_right=fitted.budget.of_right)  # whatever the time: the choice keeps limits
     seen = [images[n] for n in held_out]
     in_full = KindDepth(kind, None, 0.0, 1.0, 1.0, len(held_out))

@@ -38,7 +38,8 @@ class PlannedEngine:
 
         Raises RequestError, UnsupportedModelError: none answers, or the bundle has no graphs for it.
         """
-        manifest, size = bundle.manifest, bundle_size(bundle)
+        manifest = bundle.manifest
+        size = bundle_size(bundle)
         parts = precisions_of(size, manifest.precision, manifest.vision_precision, manifest.head_precision)
         parts = replace(parts, kv=KV_DTYPES[manifest.kv_dtype].name)
         engines = engines_on(profile, size, {manifest.precision: parts})
@@ -68,7 +69,8 @@ class PlannedEngine:
 
     def times(self, answer: Answer, views: int) -> tuple[float, float]:
         """Milliseconds until the first token and for a further one, of an answer to images of that many `views`."""
-        stats, size = answer.stats, self.size.seeing(answer.stats.vision_tokens)
+        stats = answer.stats
+        size = self.size.seeing(answer.stats.vision_tokens)
         reductions = () if stats.reduce == NONE else parse(stats.reduce)
         ahead = sorted(layer for part in reductions for layer in part.needs().ahead)
         text = stats.prompt_tokens - stats.vision_tokens

@@ -63,8 +63,8 @@ def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str,
 
 
 def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[str | WideTable]:
-    data, heads = data_of(fitted, questions), ["", "changed", "upper end alone", "first token, ms", "token, ms",
-                                               "answer, ms", "memory", "answers kept"]  # fmt: skip
+    data = data_of(fitted, questions)
+    heads = ["", "changed", "upper end alone", "first token, ms", "token, ms", "answer, ms", "memory", "answers kept"]
 
     heads[1] = "lost" if fitted.budget.of_right else heads[1]
 
@@ -141,7 +141,8 @@ def draw_front(fitted: Fitted, source: str, path: Path) -> None:
                   marker="", linewidth=1, label="Pareto front")  # fmt: skip
         for number, (setting, found) in enumerate(fitted.evidence.items()):
             mark = "*" if setting == fitted.chosen else "s" if setting in fitted.passed else "o"
-            value, upper = 100 * found.changed, 100 * found.upper
+            value = 100 * found.changed
+            upper = 100 * found.upper
             axes.errorbar(found.answer_ms.p50, value, yerr=[[0], [upper - value]], fmt=mark, capsize=3,
                           markersize=12 if mark == "*" else 6, color=COLORS[number % len(COLORS)],
                           label=setting.name)  # fmt: skip

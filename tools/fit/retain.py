@@ -21,7 +21,8 @@ SAMPLES = 20
 STEPS = 24  # the most specs that are tried
 CLOSE = 0.5  # tokens; the search stops when it is this near
 DIGITS = 4  # of a threshold
-OPEN, SHUT = 0.0, 2.0  # thresholds that drop no image token, and as many as possible
+OPEN = 0.0  # thresholds that drop no image token, and as many as possible
+SHUT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,20 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
     They are the given ones times a factor, found by bisection on its logarithm; the mean falls as the factor grows.
     Raises RequestError.
     """
-    model, items, target, tried = load(folder), retain.data.items, retain.tokens, 0
-    manifest, parts = model.manifest, parse(model.manifest.reductions[0])
+    model = load(folder)
+    items = retain.data.items
+    target = retain.tokens
+    tried = 0
+    manifest = model.manifest
+    parts = parse(model.manifest.reductions[0])
     part = next(part for part in parts if part.thresholds)
     starts: dict[str, float] = {name: getattr(part, name) for name in part.thresholds}
 
     def attempt(thresholds: Mapping[str, float]) -> tuple[str, float]:
         """The spec with these thresholds, and its image tokens, mean over layers after pruning and over questions."""
         nonlocal tried
-        changed, total = dataclasses.replace(cast(Any, part), **thresholds), 0.0
+        changed = dataclasses.replace(cast(Any, part), **thresholds)
+        total = 0.0
         spec = to_spec([changed if each is part else each for each in parts])
         for number, item in enumerate(items):
             report("thresholds", tried * len(items) + number, (STEPS + 2) * len(items))
@@ -78,7 +84,10 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         )
     best = trial = scaled(1.0)
     # Two factors, of which the first keeps more tokens than the target and the second no more.
-    lowest, highest, too_many, last = 1e-6, SHUT / min(starts.values()), best.tokens > target, 1.0
+    lowest = 1e-6
+    highest = SHUT / min(starts.values())
+    too_many = best.tokens > target
+    last = 1.0
     while (trial.tokens > target) == too_many and lowest < trial.factor < highest:
         last = trial.factor
         trial = scaled(min(last * 4, highest) if too_many else max(last / 4, lowest))
@@ -92,7 +101,8 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         "asked": target, "found": best.tokens, "factor": best.factor, "start": manifest.reductions[0],
         "data": retain.data.source, "questions": len(items),
     }  # fmt: skip
-    reductions, recorded = (best.spec, *manifest.reductions[1:]), {**manifest.record, "retain": record}
+    reductions = (best.spec, *manifest.reductions[1:])
+    recorded = {**manifest.record, "retain": record}
     seal_manifest(folder, dataclasses.replace(manifest, reductions=reductions, record=recorded))
 
 

@@ -102,7 +102,9 @@ def search(
 
     `numbers` are the questions to search with, in random order, and `images` their keys by number.
     """
-    alive, asked, rungs = [s for s in dict.fromkeys(settings) if s != reference], min(FIRST, len(numbers)), list[Rung]()
+    alive = [s for s in dict.fromkeys(settings) if s != reference]
+    asked = min(FIRST, len(numbers))
+    rungs = list[Rung]()
     while True:
         answers.ask([reference, *alive], numbers[:asked], "searching")
         used = answers.usable(numbers[:asked])
@@ -120,10 +122,15 @@ def search(
 
 def planned(settings: int, numbers: int) -> int:
     """The answers that a search computes at most, from the numbers of configurations and questions."""
-    alive, before, asked, total = settings, 0, min(FIRST, numbers), 0
+    alive = settings
+    before = 0
+    asked = min(FIRST, numbers)
+    total = 0
     while before < numbers:
         total += (alive + 1) * (asked - before)
-        alive, before, asked = min(alive, max(FINALISTS, -(-alive // 2))), asked, min(2 * asked, numbers)
+        alive = min(alive, max(FINALISTS, -(-alive // 2)))
+        before = asked
+        asked = min(2 * asked, numbers)
     return total
 
 
@@ -136,14 +143,16 @@ def rate(
     losses = ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
     decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
     medians = median(reply.first_token_ms for reply in replies), median(decoded) if decoded else None
-    wrong, used = max(0.0, losses.lower() / budget.limit - 1), max(budget.used(*medians), default=0.0)
+    wrong = max(0.0, losses.lower() / budget.limit - 1)
+    used = max(budget.used(*medians), default=0.0)
     return Rating(losses.mean, fmean(r.answer_ms for r in replies), budget.over(*medians) + wrong, used)
 
 
 def best(ratings: Mapping[Setting, Rating], count: int, limit: float) -> list[Setting]:
     """At most `count`: first the fastest for each share of changed answers, then by rank."""
     ranked = sorted(ratings, key=lambda setting: ratings[setting].rank)
-    front, least = list[Setting](), float("inf")
+    front = list[Setting]()
+    least = float("inf")
     for setting in ranked:
         if ratings[setting].excess == 0 and ratings[setting].changed < least:
             front.append(setting)

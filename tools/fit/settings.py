@@ -105,7 +105,8 @@ class Setting:
     def key(self) -> str:
         limit = "" if self.limit == NO_LIMIT else f" tiles={self.limit.max_tiles} pixels={self.limit.max_pixels}"
         limit += "" if self.rest is None else f" rest={self.rest}"
-        on, planned = self.on, self.on.planned
+        on = self.on
+        planned = self.on.planned
         planned_for = "" if planned is None else f" for {planned.engine.software} of {planned.profile.name}"
         return f"{on.digest} {on.device} {on.compute} k={self.k} reduce={self.reduce}{limit}{planned_for}"
 
@@ -115,7 +116,8 @@ def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -
 
     Float32 comes first. An arithmetic that is asked for is taken whether or not it was measured.
     """
-    found, digest = list[LoadedOn](), manifest_digest(bundle)
+    found = list[LoadedOn]()
+    digest = manifest_digest(bundle)
     for name, engine in ENGINES.items() if device == AUTO else [(device, ENGINES[device])]:
         kinds = [kind for kind in engine.compute if kind == "f32" or kind in bundle.manifest.arithmetic]
         if engine.gpu:  # whose narrower arithmetic is the usual one
@@ -140,7 +142,8 @@ def limits_of(layout: Layout, sizes: Sizes) -> list[ImageLimit]:
         with contextlib.suppress(ImageError):  # it will be refused when it is asked about
             layout.count(*sides)
             known.append(sides)
-    limits, counts = list[ImageLimit](), [layout.count(*sides) for sides in known]
+    limits = list[ImageLimit]()
+    counts = [layout.count(*sides) for sides in known]
     if not known:
         return []
     if layout.max_views > 1:
@@ -190,7 +193,8 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
 
 def pairs_of(base: Setting) -> list[Setting]:
     """`base` at every K of its bundle, each without a rest and with each of `RESTS` that can stay there."""
-    manifest, engines = base.on.bundle.manifest, (base.on, base.on.planned or base.on)
+    manifest = base.on.bundle.manifest
+    engines = (base.on, base.on.planned or base.on)
     dialects = {ENGINES[engine.device].dialect for engine in engines}
     pairs = list[Setting]()
     for k, rest in product(manifest.variants, (None, *RESTS)):
@@ -203,7 +207,8 @@ def pairs_of(base: Setting) -> list[Setting]:
 
 def planned_on(bundle: Bundle, profile: Profile, device: str, max_new_tokens: int) -> LoadedOn:
     """A bundle for `device` of a profile, on the engine that answers with it here in float32."""
-    planned, here = PlannedEngine.of(bundle, profile, device, max_new_tokens), choose(bundle, compute="f32")
+    planned = PlannedEngine.of(bundle, profile, device, max_new_tokens)
+    here = choose(bundle, compute="f32")
     return LoadedOn(bundle, here.device, here.compute, planned.memory, manifest_digest(bundle), planned)
 
 

@@ -137,7 +137,8 @@ def plan_engines(
 
 def check_memory(plan: EnginePlan) -> None:
     """Raise ExportError if the largest engine is predicted to need more memory than is free."""
-    free, largest = available_memory(), max(plan.jobs, key=lambda job: job.memory)
+    free = available_memory()
+    largest = max(plan.jobs, key=lambda job: job.memory)
     if free is not None and largest.memory > free:
         raise ExportError(
             f"building {largest.file} needs about {size(largest.memory)} of memory, {size(free)} is free; "
@@ -156,7 +157,8 @@ def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]
             if replace(recorded, engines={}) == plan.record({}):  # else of another TensorRT or other options
                 known = dict(recorded.engines)
         for job in plan.jobs:
-            record, built = known.get(job.graph.name), None
+            record = known.get(job.graph.name)
+            built = None
             if record is None or not _is_current(plan, job, record):
                 record, built = _build_job(plan, job, report)
                 known[job.graph.name] = record

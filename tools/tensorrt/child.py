@@ -82,7 +82,8 @@ def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER)
         log.seek(0)
         last = " ".join(log.read()[-2000:].split())[-400:]
     if result is None:
-        code, fix = child.returncode, "the bundle is unchanged; try another --workspace or another release of TensorRT"
+        code = child.returncode
+        fix = "the bundle is unchanged; try another --workspace or another release of TensorRT"
         if code == -signal.SIGKILL:
             fix = "the memory was probably too small: free some, or export with a smaller precision or --stage-layers"
         how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

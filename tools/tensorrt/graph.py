@@ -88,9 +88,11 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
     except Exception:  # an opset newer than the onnx package; the operators are checked anyway
         inferred = model
     graph = inferred.graph
-    weights, nodes = {tensor.name for tensor in graph.initializer}, tuple(_nodes(graph))
+    weights = {tensor.name for tensor in graph.initializer}
+    nodes = tuple(_nodes(graph))
     constants = weights | {node.output[0] for node in nodes if node.op_type == "Constant"}
-    types, shapes = {}, {}
+    types = {}
+    shapes = {}
     for info in [*graph.input, *graph.value_info, *graph.output]:
         tensor = info.type.tensor_type
         types[info.name] = onnx.TensorProto.DataType.Name(tensor.elem_type)
@@ -98,7 +100,9 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
             shapes[info.name] = tuple(
                 int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim
             )
-    files, weight_bytes, narrow = set[str](), 0, {"INT4", "UINT4", "FLOAT4E2M1"}
+    files = set[str]()
+    weight_bytes = 0
+    narrow = {"INT4", "UINT4", "FLOAT4E2M1"}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.TensorProto.DataType.Name(tensor.data_type)
         shapes[tensor.name] = tuple(tensor.dims)

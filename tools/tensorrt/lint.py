@@ -134,7 +134,8 @@ def _attention(graph: SeenGraph, _: Release) -> Problems:
 
 def _caches(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "TensorScatter"):
-        cache, indices = node.input[0], node.input[2] if len(node.input) > 2 else ""
+        cache = node.input[0]
+        indices = node.input[2] if len(node.input) > 2 else ""
         shape = graph.shapes.get(cache, ())
         if cache not in graph.inputs or node.output[0] not in graph.outputs:
             yield node, "a cache must be an input of the graph, and its update an output: they share one buffer"

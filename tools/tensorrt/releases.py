@@ -22,7 +22,8 @@ _CEILINGS: tuple[tuple[Version, int], ...] = ((OLDEST[TENSORRT], 20), ((10, 6), 
 FLOOR = 9
 # 10.0 is documented to 20, but lists INT4, which ONNX has since 21. For all other operators but one, 21 only added
 # element types; 10.9 reads that one.
-INT4_OPSET, CHANGED_IN_21 = 21, "GroupNormalization"
+INT4_OPSET = 21
+CHANGED_IN_21 = "GroupNormalization"
 
 # Marked Y in operators.md of 10.6, less what came after 10.0.
 _BASE = frozenset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +50,38 @@ class EngineSupport:
 
 def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> tuple[EngineSupport, ...]:
     """Every engine of the processor of `profile`, with the precisions of `model` that it answers."""
-    found = list[EngineSupport]()
+    engines = [*_on_tensorrt(profile, model, parts), *_on_others(profile, model, parts)]
+    if not any(engine.answered for engine in engines):
+        by_reason: dict[str, dict[str, None]] = {}
+        for engine in engines:
+            for reason in engine.refusals.values():
+                by_reason.setdefault(reason, {})[engine.software] = None
+        reasons = "; ".join(f"{', '.join(software)}: {reason}" for reason, software in by_reason.items())
+        raise RequestError(
+            f"no engine of vtx answers {model.name} on the GPU of {profile.name}: {reasons}; leave out --profile for "
+            "the memory alone, or answer on a CPU (--profile cpu)"
+        )
+    return tuple(engines)
+
+
+def _on_tensorrt(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> Iterator[EngineSupport]:
+    """The releases of TensorRT for the processor."""
     for jetpack in profile.jetpack if profile.kind == "jetson" else ():  # TensorRT of each JetPack
         software = f"TensorRT {jetpack.tensorrt} of JetPack {jetpack.version}"
         try:
             release = parse_release(TENSORRT, jetpack.tensorrt)
         except RequestError as e:
-            found.append(EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e))))
+            yield EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)))
         else:
-            found.append(_tensorrt(software, release, frozenset(), model, parts))
+            yield _tensorrt(software, release, frozenset(), model, parts)
     capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
     for target in TARGETS.values() if profile.kind == "desktop" else ():
         if target.portable and target.capability == capability:
-            found.append(_tensorrt(target.release.name, target.release, target.lacks, model, parts))
+            yield _tensorrt(target.release.name, target.release, target.lacks, model, parts)
+
+
+def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> Iterator[EngineSupport]:
+    """The other engines of the processor."""
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
@@ -71,18 +90,7 @@ def engines_on(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
                 name: (whole if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
             }
-            found.append(EngineSupport(device, spec.title, spec.dialect, refusals))
-    if not any(engine.answered for engine in found):
-        by_reason: dict[str, dict[str, None]] = {}
-        for engine in found:
-            for reason in engine.refusals.values():
-                by_reason.setdefault(reason, {})[engine.software] = None
-        reasons = "; ".join(f"{', '.join(software)}: {reason}" for reason, software in by_reason.items())
-        raise RequestError(
-            f"no engine of vtx answers {model.name} on the GPU of {profile.name}: {reasons}; leave out --profile for "
-            "the memory alone, or answer on a CPU (--profile cpu)"
-        )
-    return tuple(found)
+            yield EngineSupport(device, spec.title, spec.dialect, refusals)
 
 
 def gpu_cost(device: Device) -> EngineCost:

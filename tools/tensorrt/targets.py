@@ -44,7 +44,8 @@ def _jetson(name: str, machine: str, device: str, jetpack: str) -> Target:
     return Target(name, f"{machine} with JetPack {jetpack}", (major, minor), parse_release(TENSORRT, release))
 
 
-_RTX, _SERVER = Release(RTX, OLDEST[RTX]), Release(TENSORRT, (11, 0))
+_RTX = Release(RTX, OLDEST[RTX])
+_SERVER = Release(TENSORRT, (11, 0))
 # Compute capabilities of TensorRT-RTX 1.7 (`ComputeCapability`), precisions by its support matrix; of the others by
 # NVIDIA's list of GPUs.
 TARGETS = {

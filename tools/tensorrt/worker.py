@@ -43,11 +43,13 @@ def main() -> None:
     def send(**event: Any) -> None:
         out.write(json.dumps(event) + "\n")
 
-    started, engine = time.monotonic(), Path(request["engine"])
+    started = time.monotonic()
+    engine = Path(request["engine"])
     if error := _build(request, send, stopped):
         send(error=error)
         return
-    peak, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, time.monotonic() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds = time.monotonic() - started
     send(seconds=seconds, memory=peak, bytes=engine.stat().st_size, sha256=sha256(engine))
 
 
@@ -100,7 +102,9 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     from polygraphy.logger import G_LOGGER
 
     first_error = _FirstError()
-    G_LOGGER.use_python_logging_system, G_LOGGER.colors, G_LOGGER.letter = True, False, False
+    G_LOGGER.use_python_logging_system = True
+    G_LOGGER.colors = False
+    G_LOGGER.letter = False
     shown = bool(os.environ.get(LOG))
     G_LOGGER.module_severity = G_LOGGER.EXTRA_VERBOSE if shown else G_LOGGER.ERROR
     G_LOGGER.python_logger.addHandler(first_error)
@@ -113,7 +117,8 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     if hasattr(trt.LayerType, "ATTENTION_INPUT"):  # since 10.14
         # Attention without a fused kernel, as in float32, is computed from its parts instead of failing.
         network = poly.SetDecomposableAttentions(network)
-    workspace, profiles = request["workspace"], []
+    workspace = request["workspace"]
+    profiles = []
     for shapes in request["profiles"]:
         profiles.append(poly.Profile())
         for name, sizes in shapes.items():

@@ -161,7 +161,8 @@ class SourceConfig:
         names = [question.name for question in self.question]
         _unique(f"{where}: questions", names)
         for question in self.question:
-            at, path = question, [question.name]
+            at = question
+            path = [question.name]
             while at.when is not None:
                 if at.when.question not in names or at.when.question in path:
                     raise RequestError(

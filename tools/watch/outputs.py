@@ -39,7 +39,9 @@ class RotatedFile:
     """A file of whole lines. What a full disk cuts off is removed again, and the next line is tried."""
 
     def __init__(self, config: FileOutput) -> None:
-        self._path, self._most, self._keep = Path(config.path), int(config.max_mb * 1e6), config.keep
+        self._path = Path(config.path)
+        self._most = int(config.max_mb * 1e6)
+        self._keep = config.keep
 
     def write(self, line: bytes) -> None:
         """Append a line; a file that would exceed its limit is renamed first. Raises OSError."""
@@ -50,7 +52,8 @@ class RotatedFile:
             if size and size + len(line) > self._most:
                 os.close(file)
                 self._rotate()
-                file, size = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 0
+                file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                size = 0
             try:
                 written = os.write(file, line)
             except OSError:
@@ -77,13 +80,16 @@ class Poster:
     """Sends events to a URL by POST, each over a connection of its own."""
 
     def __init__(self, config: Webhook) -> None:
-        self._config, self._url = config, urlsplit(config.url)
+        self._config = config
+        self._url = urlsplit(config.url)
         self._headers = {"Content-Type": "application/json", **(config.headers or {})}
         self._context = ssl.create_default_context() if self._url.scheme == "https" else None
 
     def post(self, line: bytes) -> None:
         """Send one. Raises RequestError for a status other than 2xx; OSError or HTTPException without an answer."""
-        host, port, seconds = str(self._url.hostname), self._url.port, self._config.timeout
+        host = str(self._url.hostname)
+        port = self._url.port
+        seconds = self._config.timeout
         connection: http.client.HTTPConnection = (
             http.client.HTTPConnection(host, port, timeout=seconds)
             if self._context is None

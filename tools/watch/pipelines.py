@@ -16,7 +16,8 @@ from vtx.runtime.vision.video_child import pixels_refused
 
 # One frame waits at most: a newer one takes its place.
 SINK = "videoconvert ! video/x-raw,format=RGB ! appsink name=vtx max-buffers=1 drop=true"
-PULL_SECONDS, BUS_SECONDS = 0.1, 0.01
+PULL_SECONDS = 0.1
+BUS_SECONDS = 0.01
 SECOND = 1_000_000_000  # nanoseconds
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
@@ -43,7 +44,8 @@ def read_pipeline(
         pipeline = Gst.parse_launch(f"{description} ! {SINK}")
     except Exception as e:  # GLib.Error
         raise ImageError(f"GStreamer cannot make the pipeline ({_reason(e)}); try it with gst-launch-1.0") from e
-    sink, bus = pipeline.get_by_name("vtx"), pipeline.get_bus()
+    sink = pipeline.get_by_name("vtx")
+    bus = pipeline.get_bus()
     try:
         pipeline.set_state(Gst.State.PLAYING)
         while not stopped():
@@ -69,7 +71,8 @@ def _reason(error: Any) -> str:
 def _frame(sample: Any, gst: Any) -> Callable[[], ImageSource]:
     """A function that gives the picture of a sample. Its bytes are copied now, so that no buffer is kept."""
     caps = sample.get_caps().get_structure(0)
-    width, height = int(caps.get_value("width")), int(caps.get_value("height"))
+    width = int(caps.get_value("width"))
+    height = int(caps.get_value("height"))
     buffer = sample.get_buffer()
     readable, mapped = buffer.map(gst.MapFlags.READ)
     if not readable:

@@ -25,8 +25,10 @@ from vtx.tools.watch.config import SourceConfig, WatchConfig
 from vtx.tools.watch.v4l2 import told_format
 
 POLL_SECONDS = 0.1  # between two looks into a folder
-FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0  # seconds before a lost source is opened again; doubled each time
-OPEN_SECONDS, READ_SECONDS = 10.0, 10.0  # that opening a stream, and waiting for its next packet, may take
+FIRST_PAUSE = 1.0  # seconds before a lost source is opened again; doubled each time
+MOST_PAUSE = 60.0
+OPEN_SECONDS = 10.0  # that opening a stream, and waiting for its next packet, may take
+READ_SECONDS = 10.0
 SNAPSHOTS = ("jpeg_pipe", "png_pipe", "webp_pipe")  # FFmpeg's names of one picture
 SNAPSHOT_SECONDS = 1.0  # from one request to the next, if a source has no rate
 JUMP_SECONDS = 60.0  # between two frames of a video; a longer step, or one back, is not waited for
@@ -56,7 +58,9 @@ class Newest:
     """
 
     def __init__(self, rate: float | None, changed: Callable[[], None], clock: Callable[[], float]) -> None:
-        self._pause, self._changed, self._clock = 0.0 if rate is None else 1 / rate, changed, clock
+        self._pause = 0.0 if rate is None else 1 / rate
+        self._changed = changed
+        self._clock = clock
         self._lock = threading.Lock()
         self._frame: Frame | None = None
         self.last: Frame | None = None
@@ -81,7 +85,8 @@ class Newest:
     def take(self) -> Frame | None:
         """The newest frame, once."""
         with self._lock:
-            frame, self._frame = self._frame, None
+            frame = self._frame
+            self._frame = None
         if frame is not None:
             self.due_from = self._clock() + self._pause
         return frame
@@ -103,9 +108,14 @@ class FrameSource:
         self, config: SourceConfig, newest: Newest, say: Callable[[str, dict[str, Any]], None], *,
         pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:  # fmt: skip
-        self.config, self.newest, self.state = config, newest, "opening"
-        self.corrupt, self.error = 0, ""
-        self._say, self._pause, self._closed = say, pause, threading.Event()
+        self.config = config
+        self.newest = newest
+        self.state = "opening"
+        self.corrupt = 0
+        self.error = ""
+        self._say = say
+        self._pause = pause
+        self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"vtx-watch {config.name}", daemon=True)
 
     def start(self) -> None:
@@ -122,7 +132,8 @@ class FrameSource:
 
     def _run(self) -> None:
         readers = {"folder": self._folder, "video": self._video, "pipeline": self._pipeline}
-        pause, read = FIRST_PAUSE, readers.get(self.config.kind, self._stream)
+        pause = FIRST_PAUSE
+        read = readers.get(self.config.kind, self._stream)
         while not self.closed:
             try:
                 read()
@@ -158,7 +169,10 @@ class FrameSource:
         A picture is new if it was not there before, whatever its time says.
         """
         folder = str(self.config.folder)
-        known, scanned, latest, written = set[str](), -1, "", (0, 0)
+        known = set[str]()
+        scanned = -1
+        latest = ""
+        written = (0, 0)
         while not self.closed:
             changed = os.stat(folder).st_mtime_ns
             if changed != scanned:
@@ -180,7 +194,9 @@ class FrameSource:
 
     def _video(self) -> None:
         """The frames of a file at their times; after a jump of these the next frame comes at once."""
-        speed, begun, last = self.config.speed, 0.0, math.nan
+        speed = self.config.speed
+        begun = 0.0
+        last = math.nan
 
         def show(image: Image.Image, seconds: float) -> None:
             nonlocal begun, last
@@ -204,7 +220,9 @@ class FrameSource:
             import av
         except ImportError as e:
             raise DeviceError(f"reading cameras and streams needs PyAV; {install('video')}") from e
-        config, bad, converting = self.config, 0, threading.Lock()
+        config = self.config
+        bad = 0
+        converting = threading.Lock()
         if config.camera is not None:
             size = {} if config.size is None else {"video_size": config.size}
             opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
@@ -243,10 +261,12 @@ class FrameSource:
 
     def _snapshots(self, av: Any) -> None:
         """The pictures of an address that answers each request with one, as cameras' snapshot addresses do."""
-        address, pause = str(self.config.stream), SNAPSHOT_SECONDS if self.config.rate is None else 1 / self.config.rate
+        address = str(self.config.stream)
+        pause = SNAPSHOT_SECONDS if self.config.rate is None else 1 / self.config.rate
         options = {"protocol_whitelist": STREAM["protocol_whitelist"]}
         while not self.closed:
-            begun, content = time.monotonic(), bytearray()
+            begun = time.monotonic()
+            content = bytearray()
             with av.open(address, format="data", options=options, timeout=(OPEN_SECONDS, READ_SECONDS)) as container:
                 for packet in container.demux():
                     content += bytes(packet)
@@ -291,7 +311,8 @@ def first_frames(config: WatchConfig, formats: Sequence[str]) -> list[tuple[str,
         newest = Newest(None, came.set, time.monotonic)
         opened.append((FrameSource(source, newest, say), came, errors))
         opened[-1][0].start()
-    ends, seen = time.monotonic() + OPEN_SECONDS + READ_SECONDS, list[tuple[str, tuple[int, int] | VtxError]]()
+    ends = time.monotonic() + OPEN_SECONDS + READ_SECONDS
+    seen = list[tuple[str, tuple[int, int] | VtxError]]()
     for reader, came, errors in opened:
         came.wait(max(0.0, ends - time.monotonic()))
         frame = reader.newest.take()

@@ -64,7 +64,8 @@ class QuestionState:
     """A standing question with what is known of it so far."""
 
     def __init__(self, question: StandingQuestion) -> None:
-        self.question, self.settings = question, question.settings
+        self.question = question
+        self.settings = question.settings
         self.last: Last | None = None
         self.reported: str | None = None  # the text of the last event
         self.error = ""  # of the last attempt, if it failed
@@ -94,7 +95,8 @@ class QuestionState:
 
     def asked(self, now: float, cells: Cells | None) -> None:
         """It is asked about a frame."""
-        self._asked_at, self._cells = now, cells
+        self._asked_at = now
+        self._cells = cells
 
     def near(self, cells: Cells | None, most: float) -> float | None:
         """The change since the frame of the last answer, if it is at most `most`."""

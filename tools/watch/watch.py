@@ -67,19 +67,23 @@ class Watched:
     def __init__(
         self, config: SourceConfig, source: FrameSource, newest: Newest, references: tuple[PreparedImage, ...]
     ) -> None:
-        self.source, self.newest, self.references = source, newest, references
+        self.source = source
+        self.newest = newest
+        self.references = references
         self.look: Look | None = None
         self.looks = 0  # the number of the last one, of those of all sources
         self.asked: tuple[PreparedImage, ...] = ()  # the last frame that was run
         self.silent = False
-        self.config, self.standing = config, dict[str, QuestionState]()
+        self.config = config
+        self.standing = dict[str, QuestionState]()
         self.configure(config, references)
 
     def configure(self, config: SourceConfig, references: tuple[PreparedImage, ...]) -> None:
         """Take over questions; those that are as before keep what they know."""
         same = (config.system, config.reference) == (self.config.system, self.config.reference)
         before = self.standing if same else {}
-        self.config, self.references = config, references
+        self.config = config
+        self.references = references
         self.standing = {
             each.name: known if (known := before.get(each.name)) and known.question == each else QuestionState(each)
             for each in config.question
@@ -107,7 +111,10 @@ class Watcher:
         outputs: Callable[[WatchConfig], list[Output]] = open_outputs,
     ) -> None:  # fmt: skip
         check_questions(engine.model.loaded, config)
-        self._engine, self._loaded, self._clock, self._open = engine, engine.model.loaded, clock, outputs
+        self._engine = engine
+        self._loaded = engine.model.loaded
+        self._clock = clock
+        self._open = outputs
         self._most = parallel + 1  # frames in work: one more is prepared meanwhile
         self._outputs = outputs(config)
         self._config = config
@@ -207,7 +214,8 @@ class Watcher:
 
     def _ask(self, watched: Watched, look: Look, standing: QuestionState) -> None:
         """Ask about a frame, unless the last answer stands for it."""
-        config, last = watched.config, standing.last
+        config = watched.config
+        last = standing.last
         standing.asked(self._clock(), look.cells)
         if config.reuse != "none" and last is not None:
             change = None if config.near is None else standing.near(look.cells, config.near)
@@ -280,7 +288,8 @@ class Watcher:
 
     def _report(self, watched: Watched, look: Look, standing: QuestionState, answer: Any, how: dict[str, Any]) -> None:
         """Send an answer, and queue the questions that wait for it."""
-        question, text = standing.question, answer["answer"]
+        question = standing.question
+        text = answer["answer"]
         if question.report == "all" or text != standing.reported:
             standing.reported = text
             latency = round(1000 * (self._clock() - look.frame.at), 1)

@@ -27,10 +27,12 @@ from vtx.runtime.vision.layouts.single import Single
 from vtx.tools.model.vision import NECK_SQUARE, VisionConfig
 
 NAMES = "clip-448;convnext-1024;sam-1024;det-1024;pix2struct-1024"
-SIDE, TOKEN = 1024, 32  # pixels: of a picture, and of a token
+SIDE = 1024  # pixels: of a picture, and of a token
+TOKEN = 32
 # Pixels a side of CLIP's input. The released code sets it, and remarks that it was 448: no published file tells which.
 CLIP_SIDE = 336
-EVA_WINDOW, EVA_WHOLE = 16, 3  # patches a side of a window; of that many blocks the last attends to all patches
+EVA_WINDOW = 16  # patches a side of a window; of that many blocks the last attends to all patches
+EVA_WHOLE = 3
 PIX2STRUCT_PATCHES = 2048  # the most that it cuts a picture into; a square one is 45 x 45
 HEAD = 64  # the size of a head where no tensor tells it: in CLIP, EVA-02 and Pix2Struct
 STAGES = 4  # of ConvNeXt
@@ -157,7 +159,8 @@ def _convnext(held: _Tensors, image: int) -> VisionConfig:
 def _eva(held: _Tensors, image: int) -> VisionConfig:
     hidden, _, patch, _ = held.shape("patch_embed.proj.weight", 4)
     positions = held.side(held.shape("pos_embed", 3)[1] - 1, "pos_embed")
-    window, head = EVA_WINDOW, HEAD
+    window = EVA_WINDOW
+    head = HEAD
     for angles in ("rope_win.freqs_cos", "blocks.0.attn.rope.freqs_cos"):  # buffers, which files may lack
         if f"vision.{held.name}.{angles}" in held.held:
             places, head = held.shape(angles, 2)
@@ -167,7 +170,8 @@ def _eva(held: _Tensors, image: int) -> VisionConfig:
             f"patches of vision.eva02 have {patch} pixels a side and its heads {head} numbers; pictures of {image} "
             "pixels must divide into patches, and heads into four"
         )
-    grid, layers = image // patch, held.layers("blocks.")
+    grid = image // patch
+    layers = held.layers("blocks.")
     return replace(
         PUBLISHED[3], layers=layers, hidden=hidden, ffn=held.shape("blocks.0.mlp.w1.weight", 2)[0],
         heads=held.heads(hidden, head), image=image, patch=patch, window=window,
@@ -179,7 +183,8 @@ def _eva(held: _Tensors, image: int) -> VisionConfig:
 def _pix2struct(held: _Tensors, _: int) -> VisionConfig:
     hidden, numbers = held.shape("embeddings.patch_projection.weight", 2)
     patch = held.side(numbers // 3, "embeddings.patch_projection.weight")
-    table, grid = "embeddings.row_embedder.weight", math.isqrt(PIX2STRUCT_PATCHES)
+    table = "embeddings.row_embedder.weight"
+    grid = math.isqrt(PIX2STRUCT_PATCHES)
     rows = held.shape(table, 2)[0]
     if rows <= grid:
         raise CheckpointError(f"tensor vision.pix2struct.{table} has {rows} rows, {grid + 1} are needed")
@@ -199,7 +204,8 @@ def _read(config: Config) -> ModelConfig:
     check_values(config, "an Eagle-X5", {"image_aspect_ratio": (None, "square", "pad")})
     read = config.get(TOWERS)
     towers = tuple(VisionConfig(*sizes) for sizes in read) if isinstance(read, tuple) else PUBLISHED
-    hidden, image = sum(tower.width for tower in towers), towers[2].image
+    hidden = sum(tower.width for tower in towers)
+    image = towers[2].image
     if config.get("mm_hidden_size", hidden) != hidden:
         raise CheckpointError(
             f"config.json: mm_hidden_size is {config['mm_hidden_size']!r:.40}, but the five towers give {hidden} "

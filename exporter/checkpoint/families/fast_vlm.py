@@ -26,7 +26,8 @@ MAX_SIDE = 64  # tokens
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("FastVlmConfig", config, TEXT_FAMILIES, ("timm_wrapper",))
-    text, count = text_config_of(parsed), parsed.image_seq_length
+    text = text_config_of(parsed)
+    count = parsed.image_seq_length
     side = math.isqrt(count) if isinstance(count, int) and 1 <= count <= MAX_SIDE**2 else 0
     if not side or side * side != count:
         raise CheckpointError(
@@ -42,7 +43,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 def _tower(config: Any, side: int) -> VisionConfig:
     """The tower that gives `side` x `side` tokens."""
-    name, given = str(config.architecture), dict(config.model_args or {})
+    name = str(config.architecture)
+    given = dict(config.model_args or {})
     if name.partition(".")[0] != TOWER:
         raise UnsupportedModelError(f"the vision tower {name!r:.60} is not supported in FastVLM; vtx exports {TOWER}")
     if given.pop("inference_mode", None) is not True or not given.keys() <= SIZES.keys():
@@ -59,7 +61,8 @@ def _tower(config: Any, side: int) -> VisionConfig:
                 "correct config.json"
             )
     blocks, widths = (tuple(given[key]) for key in SIZES)
-    hidden, stated = 2 * widths[-1], getattr(config, "hidden_size", None)
+    hidden = 2 * widths[-1]
+    stated = getattr(config, "hidden_size", None)
     uneven = any(wide % before for before, wide in pairwise(widths)) or any(n % HEAD for n in widths[-ATTENDING:])
     if uneven or stated != hidden:
         raise CheckpointError(

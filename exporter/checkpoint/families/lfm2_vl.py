@@ -24,7 +24,9 @@ DEFAULTS = (64, 256, TILE, 2, 10)
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("Lfm2VlConfig", config, ("lfm2",), ("siglip2_vision_model",))
-    text, part, side = text_config_of(parsed), parsed.vision_config, size(parsed, "downsample_factor", 64)
+    text = text_config_of(parsed)
+    part = parsed.vision_config
+    side = size(parsed, "downsample_factor", 64)
     positions = size(part, "num_patches")
     if math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"config.json: num_patches {positions} is not a square; correct config.json")
@@ -44,7 +46,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 def _layout(tower: VisionConfig, sizes: Sequence[int], tolerance: float, thumbnail: object) -> NativeTiles:
     """The layout of images; `sizes` are those of `KEYS`."""
-    (fewest, most, tile, *tiles), area = sizes, (tower.patch * tower.shuffle) ** 2
+    fewest, most, tile, *tiles = sizes
+    area = (tower.patch * tower.shuffle) ** 2
     return NativeTiles(
         tower.patch, tower.shuffle, fewest * area, most * area, tile, tiles[0], tiles[1], tolerance, bool(thumbnail)
     )

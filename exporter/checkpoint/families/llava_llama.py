@@ -36,7 +36,8 @@ _TOWER = r"^model\.vision_tower\.vision_tower\.(?:vision_model\.)?"
 
 
 def _read(decoder: str, config: Config) -> ModelConfig:
-    tower, aspect = config.get("vision_config"), config.get("image_aspect_ratio")
+    tower = config.get("vision_config")
+    aspect = config.get("image_aspect_ratio")
     if not tower:
         name = _tower_name(config)
         if name != CLIP_L_336:
@@ -137,7 +138,8 @@ def _tower_name(config: Config) -> str:
 
 def _processor(config: Config, tower: Config) -> Config:
     """The tower's image processor, with padding or tiles."""
-    kinds, aspect = {"pad": LLAVA.name, "anyres": "LlavaNextImageProcessor"}, config.get("image_aspect_ratio")
+    kinds = {"pad": LLAVA.name, "anyres": "LlavaNextImageProcessor"}
+    aspect = config.get("image_aspect_ratio")
     return padding(tower, kinds[aspect]) if aspect in kinds else tower
 
 

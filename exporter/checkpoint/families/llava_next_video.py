@@ -15,13 +15,16 @@ FRAMES = 8  # of a video: 32, which the model was trained with, take 4,608 token
 
 
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
-    mode, side, grid = parsed.spatial_pool_mode, parsed.spatial_pool_stride, model.vision.grid
+    mode = parsed.spatial_pool_mode
+    side = parsed.spatial_pool_stride
+    grid = model.vision.grid
     if mode != "average" or type(side) is not int or not 1 <= side <= grid or grid % side:
         raise UnsupportedModelError(
             f"spatial_pool_mode {mode!r:.40} with spatial_pool_stride {side!r:.40} is not supported; vtx exports "
             f"'average' with a stride that divides the tower's {grid} patches"
         )
-    token, frames = image_token_of(parsed, model.text, "video"), Frames(FRAMES, (grid // side) ** 2)
+    token = image_token_of(parsed, model.text, "video")
+    frames = Frames(FRAMES, (grid // side) ** 2)
     return VideoConfig(token, frames, select=model.select, pool=side)
 
 

@@ -28,8 +28,11 @@ from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.tools.model.vision import MERGED, VisionConfig
 
 NORM_EPS = 1e-6  # of the projector's norm: no setting
-MODE, MODES = "downsample_mode", ("16x", "4x")  # patches of a token
-SIDE, MOST, PATCH = 448, 9, 14  # of the image processor by default
+MODE = "downsample_mode"  # patches of a token
+MODES = ("16x", "4x")
+SIDE = 448  # of the image processor by default
+MOST = 9
+PATCH = 14
 FRAMES = 128  # of a video by default
 SQUARE = ([MERGED] * 2, (MERGED,) * 2, None)
 
@@ -39,7 +42,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     check_values(config, "a MiniCPM-V 4.6", known)
     check_values(part_of(config, "vision_config"), "a MiniCPM-V 4.6", {"window_kernel_size": SQUARE})
     parsed = parse_parts("MiniCPMV4_6Config", config, ("qwen3_5_text",))
-    text, tower = text_config_of(parsed, three_part=False), tower_of(parsed.vision_config, "siglip")
+    text = text_config_of(parsed, three_part=False)
+    tower = tower_of(parsed.vision_config, "siglip")
     after = parsed.insert_layer_id
     if type(after) is not int or not 0 <= after < tower.layers:
         raise CheckpointError(
@@ -50,7 +54,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         tower, shuffle=MERGED, position_grid=tower.grid, post_norm=True, naflex=True, nearest=True,
         merged_after=after + 1 if parsed.downsample_mode == "16x" else None,
     )  # fmt: skip
-    layout, token = Slices(tower.patch, tower.square, max(SIDE, tower.patch * tower.square), MOST, True), None
+    layout = Slices(tower.patch, tower.square, max(SIDE, tower.patch * tower.square), MOST, True)
+    token = None
     if parsed.video_token_id is not None:
         token = image_token_of(parsed, text, "video")
     frames = SlicedFrames(layout, min(FRAMES, MAX_SAMPLED_FRAMES))
@@ -69,7 +74,8 @@ def _seeing(tower: VisionConfig, layout: Slices) -> VisionConfig:
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's slices; its patches, and how many a token has, must be the tower's."""
-    vision, assumed = config.vision, config.layout
+    vision = config.vision
+    assumed = config.layout
     assert isinstance(assumed, Slices)
     numbered = _flag(processor, "use_image_id", "image")
     layout = _slices(replace(assumed, numbered=numbered), processor, "image")

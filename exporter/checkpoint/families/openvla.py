@@ -27,7 +27,8 @@ LLAMAS = (  # names of the released code, which makes a llama for these whatever
     "llama2-7b-pure", "llama2-13b-pure", "llama2-7b-chat", "llama2-13b-chat", "vicuna-v15-7b", "vicuna-v15-13b",
 )  # fmt: skip
 EMPTY = 29871  # the token with which every prompt ended in training: the mark of a space
-BEFORE, AFTER = "In: What action should the robot take to ", "?\nOut:"
+BEFORE = "In: What action should the robot take to "
+AFTER = "?\nOut:"
 # The towers' sizes, which are in no file of a checkpoint; `image` is config.json's.
 TOWERS: dict[str, VisionConfig] = {
     "vit_large_patch14_reg4_dinov2.lvd142m": VisionConfig(
@@ -96,7 +97,8 @@ def _side(config: Config) -> int:
 
 
 def _bins(config: Config, vocab: int) -> ActionBins:
-    padding, edges = config.get("pad_to_multiple_of", 64), config.get("n_action_bins", 256)
+    padding = config.get("pad_to_multiple_of", 64)
+    edges = config.get("n_action_bins", 256)
     sets = config.get("norm_stats")
     if type(padding) is not int or type(edges) is not int or not 0 <= padding < vocab:
         raise CheckpointError(
@@ -144,7 +146,8 @@ def _statistics(processor: Config) -> list[tuple[list[float], list[float]]]:
     They are those of `tvf_normalize_params` if the file has them, as in the released code: the published ones are the
     `means` and `stds` in bfloat16.
     """
-    means, stds = processor.get("means"), processor.get("stds")
+    means = processor.get("means")
+    stds = processor.get("stds")
     stated = processor.get("tvf_normalize_params")
     if isinstance(stated, list) and all(isinstance(tower, Mapping) for tower in stated):
         means, stds = ([tower.get(name) for tower in stated] for name in ("mean", "std"))

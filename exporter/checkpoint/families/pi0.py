@@ -27,7 +27,8 @@ _PROCESSOR = {
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse("PI0Config", config)
     model = paligemma_config(parsed.vlm_config, parsed.vlm_config.image_token_id)
-    text, expert = model.text, parsed.dit_config
+    text = model.text
+    expert = parsed.dit_config
     if parsed.dit_config.model_type != "gemma" or parsed.vlm_config.text_config.model_type != "gemma":
         raise UnsupportedModelError("vtx exports pi0 whose two decoders are Gemma's")
     own = text_config_of(SimpleNamespace(text_config=expert, tie_word_embeddings=True))

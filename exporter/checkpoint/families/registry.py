@@ -25,7 +25,8 @@ REFUSED: Mapping[str, str] = {
 
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, by the architecture and the model_type of its `config.json`."""
-    kind, listed = config.get("model_type"), config.get("architectures")
+    kind = config.get("model_type")
+    listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if kind is None and isinstance(config.get("type"), str) and "input_features" in config:
         raise UnsupportedModelError(

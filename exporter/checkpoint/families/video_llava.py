@@ -13,7 +13,8 @@ FRAMES = 8  # of a video, as the model was trained
 
 
 def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
-    token, frames = image_token_of(parsed, model.text, "video"), Frames(FRAMES, model.vision.states)
+    token = image_token_of(parsed, model.text, "video")
+    frames = Frames(FRAMES, model.vision.states)
     return VideoConfig(token, frames, select="full", own_tower=True)
 
 

@@ -19,7 +19,9 @@ from vtx.tools.model.vision import VisionConfig
 FRAMES = 8  # of a video by default
 SHUFFLE = 2  # side of a token's square, in patches
 NORM_EPS = 1e-5  # of the projector's norm: no setting
-LLM, TOWER, PROJECTOR = "llm", "vision_tower", "mm_projector"
+LLM = "llm"
+TOWER = "vision_tower"
+PROJECTOR = "mm_projector"
 # Settings whose other values are not supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "s2": (None, False), "image_aspect_ratio": (None, "resize", "pad"), "mm_vision_select_feature": ("cls_patch",),
@@ -33,7 +35,8 @@ def _read(config: Config) -> ModelConfig:
         raise UnsupportedModelError(
             f"mm_projector_type {projector!r:.40} is not supported; vtx supports mlp_downsample"
         )
-    text, tower = part_of(config, "llm_cfg"), part_of(config, "vision_tower_cfg")
+    text = part_of(config, "llm_cfg")
+    tower = part_of(config, "vision_tower_cfg")
     shaped = {
         "text_config": text, "vision_config": tower, "vision_feature_layer": config.get("mm_vision_select_layer", -2),
         "vision_feature_select_strategy": "full", "image_token_index": IMAGE_TOKEN_ID,

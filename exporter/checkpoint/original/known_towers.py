@@ -64,7 +64,8 @@ def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]
         if not found or not info.shape or info.shape[0] % 3:
             yield name, info
             continue
-        nbytes, shape = info.nbytes // 3, (info.shape[0] // 3, *info.shape[1:])
+        nbytes = info.nbytes // 3
+        shape = (info.shape[0] // 3, *info.shape[1:])
         for number, part in enumerate("qkv"):
             third = replace(info, shape=shape, offset=info.offset + number * nbytes, nbytes=nbytes)
             yield f"{stem}.{part}_proj.{kind}", third

@@ -14,7 +14,8 @@ _LLAMA_2 = (
 )
 _TEXTS = "{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
 _IMAGES = "{% for part in m['content'] if part['type'] != 'text' %}{{ image_token }}\n{% endfor %}"
-_NO_SYSTEM, _END = "{% if messages[0]['role'] != 'system' %}", "{% endif %}"
+_NO_SYSTEM = "{% if messages[0]['role'] != 'system' %}"
+_END = "{% endif %}"
 
 
 def _template(opening: str, system: str, user: str, assistant: str, reply: str) -> str:
@@ -28,7 +29,8 @@ def _template(opening: str, system: str, user: str, assistant: str, reply: str) 
 
 def _speakers(system: str) -> str:
     """USER: and ASSISTANT: in turn; the end token ends an answer."""
-    user, assistant = f"USER: {_IMAGES}{_TEXTS} ", f"ASSISTANT: {_TEXTS}{{{{ eos_token }}}}"
+    user = f"USER: {_IMAGES}{_TEXTS} "
+    assistant = f"ASSISTANT: {_TEXTS}{{{{ eos_token }}}}"
     return _template(f"{system} ", f"{_TEXTS} ", user, assistant, "ASSISTANT:")
 
 
@@ -38,16 +40,19 @@ def _instructions(system: str, between: str) -> str:
     following = (
         "{% if not loop.first and messages[loop.index0 - 1]['role'] == 'assistant' %}" + between + "[INST] " + _END
     )
-    user, assistant = f"{following}{_IMAGES}{_TEXTS} [/INST]", f" {_TEXTS} {{{{ eos_token }}}}"
+    user = f"{following}{_IMAGES}{_TEXTS} [/INST]"
+    assistant = f" {_TEXTS} {{{{ eos_token }}}}"
     return _template(block.format(system) if system else "[INST] ", block.format(_TEXTS), user, assistant, "")
 
 
 def _chatml(system: str, after: str) -> str:
     """InternVL-Chat's: `after` follows each message, and each image is in tokens of its own."""
-    begin, end = "<|im_start|>{}\n", f"<|im_end|>{after}"
+    begin = "<|im_start|>{}\n"
+    end = f"<|im_end|>{after}"
     images = _IMAGES.replace("{{ image_token }}", "<img>{{ image_token }}</img>")
     opening, given = (begin.format("system") + text + end for text in (system, _TEXTS))
-    user, reply = begin.format("user") + images + _TEXTS + end, begin.format("assistant")
+    user = begin.format("user") + images + _TEXTS + end
+    reply = begin.format("assistant")
     return _template(opening, given, user, reply + _TEXTS + end, reply)
 
 

@@ -27,7 +27,11 @@ from vtx.runtime.prompt.tokenizer import rust_errors
 FILE = "tokenizer.model"
 IMAGE_TOKEN = "<image>"
 BPE = 2  # a kind of model in sentencepiece's format
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of its pieces
+NORMAL = 1  # kinds of its pieces
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 _SPACE = "\u2581"
 _SAMPLES = (
     "What is this?", " two  spaces ", "\n", "a\tb\r\n", "½ﬁ Å e\u0301", "猫 ねこ кот قط बिल्ली", "👩\u200d🚀",
@@ -77,7 +81,8 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is not the unknown one; use the -hf checkpoint")
     vocab, added = _tokens(proto, folder, image_token)
     unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN and p.piece in vocab), None)
-    settings, kinds = token_settings(folder), ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
+    settings = token_settings(folder)
+    kinds = ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
     usual = {"bos": proto.trainer_spec.bos_piece, "eos": proto.trainer_spec.eos_piece, "unk": unknown}
     names = {kind: next(texts_of(settings.get(f"{kind}_token", usual.get(kind))), None) for kind in kinds}
     with rust_errors(CheckpointError, f"the {FILE} of {name} cannot be converted; download it again"):
@@ -92,7 +97,8 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
     for sample in (*_SAMPLES, *symbols):
         text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
-        wanted, ids = judge.encode(text), tokenizer.encode(text, add_special_tokens=False)
+        wanted = judge.encode(text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if wanted != ids:
             raise CheckpointError(
                 f"the {FILE} of {name} gives {wanted[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
@@ -103,7 +109,8 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
 
 def check_kind(proto: Any) -> None:
     """Raise UnsupportedModelError if a tokenizer.model would not give the same ids as tokenizer.json."""
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
     unused = any(piece.type == UNUSED for piece in proto.pieces)
     if trainer.model_type != BPE or not trainer.byte_fallback or unused or trainer.treat_whitespace_as_suffix:
         raise UnsupportedModelError(f"the {FILE} is not a byte-fallback BPE model like Llama's; use the -hf checkpoint")

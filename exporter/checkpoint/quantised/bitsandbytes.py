@@ -16,8 +16,10 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.strict import Strict, optional
 from vtx.tools.common.files import json_object
 
-SCALES, OUTER = ".weight.absmax", ".weight.nested_absmax"
-TABLE, OUTER_TABLE = ".weight.quant_map", ".weight.nested_quant_map"
+SCALES = ".weight.absmax"
+OUTER = ".weight.nested_absmax"
+TABLE = ".weight.quant_map"
+OUTER_TABLE = ".weight.nested_quant_map"
 STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 MAX_STATE = 4096  # bytes; published ones have 150
 F32 = ("F32",)
@@ -53,20 +55,24 @@ def _state(parts: MatrixParts) -> State:
 
 
 def _matrix(settings: Settings, parts: MatrixParts) -> Matrix:
-    state, codes = _state(parts), parts.tensors.get(WEIGHT)
-    (rows, width), block = state.shape, state.blocksize
+    state = _state(parts)
+    codes = parts.tensors.get(WEIGHT)
+    rows, width = state.shape
+    block = state.blocksize
     if codes is None or 2 * codes.nbytes != rows * width:
         raise parts.error(WEIGHT, f"does not hold {rows} x {width} weights")
     nested = OUTER in parts.tensors
     codes = replace(codes, dtype="U8", shape=(codes.nbytes,))
     blocks = -(-rows * width // block)
-    scales, table = parts.need(SCALES, ("U8",) if nested else F32, (blocks,)), read_bits(parts.need(TABLE, F32, (16,)))
+    scales = parts.need(SCALES, ("U8",) if nested else F32, (blocks,))
+    table = read_bits(parts.need(TABLE, F32, (16,)))
     if nested:
         largest = read_bits(parts.need(OUTER, F32, (-(-blocks // state.nested_blocksize),)))
         outer_table = read_bits(parts.need(OUTER_TABLE, F32, (256,)))
 
     def part(first: int, last: int) -> Rows:
-        begin, end = first * width, last * width
+        begin = first * width
+        end = last * width
         octets = read_bits(codes, slice(begin // 2, end // 2))
         of_rows = slice(begin // block, -(-end // block))
         steps = read_bits(scales, of_rows)

@@ -25,7 +25,8 @@ from vtx.exporter.checkpoint.quantised.matrix import (
 from vtx.runtime.bundle.safetensors import is_sizes, read_bits
 from vtx.runtime.errors import UnsupportedModelError
 
-E4M3, INT8 = "F8_E4M3", "I8"
+E4M3 = "F8_E4M3"
+INT8 = "I8"
 SCALE = ".weight_scale_inv"
 
 
@@ -53,7 +54,8 @@ def octet_matrix(parts: MatrixParts, scale_end: str, blocks: tuple[int, int] | N
             import torch
 
             numbers = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float().numpy()
-        blocks, of_rows = slice(first // tall, -(-last // tall)), np.arange(first, last) // tall - first // tall
+        blocks = slice(first // tall, -(-last // tall))
+        of_rows = np.arange(first, last) // tall - first // tall
         steps = floats(scales, blocks)[of_rows][:, columns]
         points = np.zeros(steps.shape, np.int8) if zeros is None else read_bits(zeros, blocks)[of_rows][:, columns]
         return Rows(numbers, steps, points)

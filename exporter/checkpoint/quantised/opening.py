@@ -13,7 +13,8 @@ from vtx.exporter.checkpoint.quantised.qweight import AWQ, GPTQ
 from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 
-KEY, METHOD = "quantization_config", "quant_method"
+KEY = "quantization_config"
+METHOD = "quant_method"
 METHODS: Mapping[str, QuantisedFormat] = {
     "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
 }  # fmt: skip

@@ -36,19 +36,22 @@ class WordLayout:
 
 def word_matrix(parts: MatrixParts, layout: WordLayout, shape: tuple[int, int], bits: int, group: int) -> Matrix:
     """The matrix of `shape` [out, in], with a scale for `group` weights of a row."""
-    (height, width), each = shape, 32 // bits
+    height, width = shape
+    each = 32 // bits
 
     def need(end: str, dtypes: tuple[str, ...], rows: int, columns: int) -> TensorInfo:
         info = parts.need(end, dtypes, (columns, rows) if layout.turned else (rows, columns))
         return replace(info, shape=(rows, columns), transposed=layout.turned)
 
-    groups, tall = -(-width // group), -(-height // each)
+    groups = -(-width // group)
+    tall = -(-height // each)
     even = np.arange(width) // group
     order = parts.columns(layout.order, width, groups) if layout.order in parts.tensors else even
     in_turn = width % group == 0 and np.array_equal(order, even)
     columns = slice(None) if in_turn else order
     codes = need(layout.codes, WORDS, *((tall, width) if layout.by_rows else (height, -(-width // each))))
-    scales, zeros = need(layout.scales, FLOATS, height, groups), None
+    scales = need(layout.scales, FLOATS, height, groups)
+    zeros = None
     if layout.zeroed or layout.zeros in parts.tensors:
         zeros = need(layout.zeros, WORDS, tall, groups)
 

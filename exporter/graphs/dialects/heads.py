@@ -23,7 +23,9 @@ class HeadsApart:
     """The common part of `StageAttention` on [1, heads, tokens, head_dim]: layout, positions, caches in and out."""
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
-        self._b, self._c, self._kv_type = b, c, kv_type
+        self._b = b
+        self._c = c
+        self._kv_type = kv_type
         self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
         self._seen_slots: ir.Value | None = None  # [tokens, 1]
         if c.two_way:

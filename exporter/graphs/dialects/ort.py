@@ -49,7 +49,8 @@ class Ort(Dialect):
         """MatMulNBits on the stored bytes. It reads them as unsigned: one bit of each integer is flipped."""
         stored = b.location(weight)
         assert stored.scales is not None
-        (rows, width), bits = stored.shape, STORED[stored.dtype].bits
+        rows, width = stored.shape
+        bits = STORED[stored.dtype].bits
         assert bits is not None
         apart = stored.scales.shape[1]
         block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
@@ -115,7 +116,9 @@ class OrtAttention:
     """
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> None:
-        self._b, self._c, self._kv_type = b, c, kv_type
+        self._b = b
+        self._c = c
+        self._kv_type = kv_type
         self._positions = positions = b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"])
         tables = (
             ((names.COS, names.SIN), c.head_dim),
@@ -162,17 +165,21 @@ class OrtAttention:
 
     def _read_source(self, source: int) -> tuple[ir.Value, ir.Value, ir.Value]:
         """A source's filled K and V, and the mask of those that each token sees."""
-        b, c, one = self._b, self._c, self._b.constant([1])
+        b = self._b
+        c = self._c
+        one = self._b.constant([1])
         given = b.input(names.source_slot(source), ir.DataType.INT32, ["batch"])
         last = b.op("Cast", given, to=ir.DataType.INT64.value)
         total = b.op("Add", b.op("ReduceMax", last, b.constant([0])), one)
         parts = []
         for past, scale in ((names.past_key, names.key_scale), (names.past_value, names.value_scale)):
-            cache, of_cache = b.input(past(source), self._kv_type, self._cache_shape(source)), None
+            cache = b.input(past(source), self._kv_type, self._cache_shape(source))
+            of_cache = None
             if KV_DTYPES[self._kv_type.numpy().name].scaled:
                 of_cache = b.input(scale(source), FLOAT, (1, c.kv_heads, 1, c.heads_of(source)))
             parts.append(self._filled(cache, of_cache, total))
-        zero, step = b.constant(np.array(0, np.int64)), b.constant(np.array(1, np.int64))
+        zero = b.constant(np.array(0, np.int64))
+        step = b.constant(np.array(1, np.int64))
         slots = b.op("Range", zero, b.op("Squeeze", total), step)
         each = b.op("Shape", self._positions, start=1, end=2)
         begins = b.op("Sub", b.op("Add", last, one), each)  # of the tokens' own slots
@@ -194,8 +201,11 @@ class OrtAttention:
         return self._bias
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        b, c, kv_type = self._b, self._c, self._kv_type
-        shape, width = self._cache_shape(layer), c.heads_of(layer)
+        b = self._b
+        c = self._c
+        kv_type = self._kv_type
+        shape = self._cache_shape(layer)
+        width = c.heads_of(layer)
         past = [b.input(name(layer), kv_type, shape) for name in (names.past_key, names.past_value)]
         further: list[ir.Value | None] = [None, None, None, self._window()] if c.slides(layer) else []
         compute = b.dialect.compute
@@ -225,7 +235,8 @@ class OrtAttention:
             assert mask is not None
             of_keys, of_values = further[-2:] if rounding else (None, None)
             total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
-            keys, values = self._filled(key, of_keys, total), self._filled(value, of_values, total)
+            keys = self._filled(key, of_keys, total)
+            values = self._filled(value, of_values, total)
             wide = b.op("Cast", q, to=FLOAT.value) if kv_type == ir.DataType.FLOAT16 else q
             return b.from_float32(self._attend_masked(wide, keys, values, mask, layer))
 
@@ -270,7 +281,9 @@ class OrtAttention:
 
     def _attend_masked(self, q: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
         """Attention of q [batch, each, heads * head_dim] over filled slots, by `mask` [batch, 1, 1, each, slots]."""
-        b, c, width = self._b, self._c, self._c.heads_of(layer)
+        b = self._b
+        c = self._c
+        width = self._c.heads_of(layer)
         scaled = b.op("Mul", q, b.constant(np.array(c.scale(layer), np.float32)))
         apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
         queries = b.op("Transpose", apart, perm=[0, 2, 3, 1, 4])

@@ -103,13 +103,15 @@ class PlainAttention(HeadsApart):
         sliding = self._c.slides(layer)
         if (None, sliding) not in self._masks:
             self._masks[None, sliding] = self._causal(q, past_key, sliding=sliding)
-        keys, values = self._append(past_key, k), self._append(past_value, v)
+        keys = self._append(past_key, k)
+        values = self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
         keys, values = (for_every_head(self._b, self._c, x, layer) for x in (keys, values))
         return _attend(self._b, q, keys, values, self._masks[None, sliding], self._c.scale(layer))
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
-        b, source = self._b, self._c.source(layer)
+        b = self._b
+        source = self._c.source(layer)
         if source not in self._sources:
             keys, values = (
                 x if self._kv_type == FLOAT else b.op("Cast", x, to=FLOAT.value)
@@ -141,7 +143,8 @@ class PlainAttention(HeadsApart):
         if self._seen_slots is not None:
             seen = b.op("Less", every, self._seen_slots)
         else:
-            first, most = b.op("Unsqueeze", before, b.constant([0])), b.constant([MAX_SIZE])
+            first = b.op("Unsqueeze", before, b.constant([0]))
+            most = b.constant([MAX_SIZE])
             own = b.op("Slice", every, first, most, b.constant([0]))
             seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
         if sliding:

@@ -96,7 +96,9 @@ class TrtAttention(HeadsApart):
         return self._b.op("RotaryEmbedding", x, *self._tables[self._c.slides(layer)], self._positions)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, layer: int) -> ir.Value:
-        b, past, sliding = self._b, self._past(layer, "slots"), self._c.slides(layer)
+        b = self._b
+        past = self._past(layer, "slots")
+        sliding = self._c.slides(layer)
         new = [b.op("Transpose", self._in_kv_type(x), perm=HEADS_FIRST) for x in (k, v)]
         if sliding not in self._masks:
             assert self._total is not None
@@ -111,11 +113,13 @@ class TrtAttention(HeadsApart):
         return self._attend_masked(q, key, value, self._masks[sliding], layer)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
-        b, source = self._b, self._c.source(layer)
+        b = self._b
+        source = self._c.source(layer)
         if source not in self._sources:
             last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, [1]))
             held = self._past(source, f"slots.{source}")
-            slots, one = self._count(b.op("Shape", held[0], start=1, end=2)), b.constant([1])
+            slots = self._count(b.op("Shape", held[0], start=1, end=2))
+            one = b.constant([1])
             own = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
             key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in held)
             self._sources[source] = key, value, self._mask(slots, own, sliding=self._c.slides(source))
@@ -153,7 +157,8 @@ class TrtAttention(HeadsApart):
         `slots` [slots] are their numbers, NO_SLOT of those that are not filled.
         """
         b = self._b
-        slot, last = b.op("Unsqueeze", slots, b.constant([0])), b.op("Unsqueeze", own, b.constant([1]))
+        slot = b.op("Unsqueeze", slots, b.constant([0]))
+        last = b.op("Unsqueeze", own, b.constant([1]))
         if self._seen_slots is not None:
             last = b.op("Sub", self._seen_slots, b.constant(np.array(1)))
         seen = b.op("LessOrEqual", slot, last)

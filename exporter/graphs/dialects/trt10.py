@@ -46,7 +46,8 @@ class Trt10Attention(TrtAttention):
         return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
-        b, c = self._b, self._c
+        b = self._b
+        c = self._c
         scale = b.constant(np.array(c.scale(layer), self._kv_type.numpy()))
         q = b.op("Mul", q, scale)  # before the product, which may exceed float16
         k, v = (for_every_head(b, c, x, layer) for x in (k, v))  # with fewer heads or five axes none is fused

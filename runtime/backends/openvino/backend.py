@@ -95,7 +95,9 @@ class OpenvinoBackend(HostBackend):
                 f"export it with --dialect ort,{DIALECT}"
             )
         super().__init__(bundle)
-        m, files, self.compute = self._manifest, self._graphs, compute
+        m = self._manifest
+        files = self._graphs
+        self.compute = compute
         self.threads = threads or cores()
         self._core = openvino.Core()
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -113,7 +115,8 @@ class OpenvinoBackend(HostBackend):
         score = self._graph(files.score, graphs.score(m, DIALECT), m.precision) if files.score else None
         rope = read_rope(bundle)
         key_type = np.dtype(names.kv_type(DIALECT, m.kv_dtype))
-        self._score, most = score, most_tokens(m.precision, compute)
+        self._score = score
+        most = most_tokens(m.precision, compute)
         self._context = OpenvinoCacheContext(
             openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
         )
@@ -147,7 +150,8 @@ class OpenvinoBackend(HostBackend):
     @staticmethod
     def product(graph: bytes, compute: str, precision: str, threads: int) -> Callable[[Mapping[str, Any]], Any]:
         core = load_openvino().Core()
-        model, held = core.read_model(graph, b""), None
+        model = core.read_model(graph, b"")
+        held = None
         if compute == "int8":
             held = bring_to_int8(model)
             multiply_integers(model)
@@ -165,7 +169,8 @@ class OpenvinoBackend(HostBackend):
                 model = self._core.read_model(os.fspath(path))
             except RuntimeError as e:
                 raise load_failure(ENGINE, name, e) from e
-        given, made = ports(model.inputs, promised.inputs), ports(model.outputs, promised.outputs)
+        given = ports(model.inputs, promised.inputs)
+        made = ports(model.outputs, promised.outputs)
         contract.check(name, given, made, promised)
         keep_narrow(model, self.compute)
         return model
@@ -248,7 +253,8 @@ class OpenvinoBackend(HostBackend):
     ) -> OpenvinoStageCache | OpenvinoGrowingCache | OpenvinoReadingCache:
         batch = self._batches[index] if self._batches else None
         pool = batch.pool if isinstance(batch, OpenvinoStageBatch) else None
-        graph, spec = self.stages[index], self._manifest.stages[index]
+        graph = self.stages[index]
+        spec = self._manifest.stages[index]
         try:
             if isinstance(graph, OpenvinoGraph):
                 if sources:

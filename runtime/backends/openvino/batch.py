@@ -34,9 +34,12 @@ class OpenvinoStageBatch:
     def __init__(
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, lanes: int, capacity: int
     ) -> None:
-        self._context, self._stage, self._reads = context, stage, spec.inputs
+        self._context = context
+        self._stage = stage
+        self._reads = spec.inputs
         self.pool = context.pool(spec, lanes, capacity)
-        self._few, many = stage.request(), stage.for_many
+        self._few = stage.request()
+        many = stage.for_many
         self._many = self._few if many is None else many.create_infer_request()
         self._lock = threading.Lock()
         for request in {self._few, self._many}:
@@ -56,7 +59,8 @@ class OpenvinoStageBatch:
             return caches[0].append(tokens, positions).copy()
         most = self._context.most_rows
         if window is None or (most and len(tokens) > most and len(caches) > 1):
-            half, rows = len(caches) // 2, sum(counts[: len(caches) // 2])
+            half = len(caches) // 2
+            rows = sum(counts[: len(caches) // 2])
             begun = self.append_each(caches[:half], tokens.part(0, rows), positions[:rows], counts[:half])
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
             return np.concatenate([begun, self.append_each(caches[half:], *rest)])
@@ -111,7 +115,8 @@ class OpenvinoStageBatch:
         """The slots that all of the tokens see in layers that slide; 0: all; None: they cannot go in one run."""
         if self._context.model.sliding is None:
             return 0
-        runs, first = list[tuple[int, int]](), 0
+        runs = list[tuple[int, int]]()
+        first = 0
         for cache, count in zip(caches, counts, strict=True):
             end = first + count
             own = cache.windows(tokens.part(first, end), positions[first:end])

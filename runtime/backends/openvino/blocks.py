@@ -19,7 +19,8 @@ class BlockTable:
     """The blocks of one cache: `numbers` in the pool, of which the first `held` are taken."""
 
     def __init__(self, lane: Lane, blocks: int) -> None:
-        self.lane, self.held = lane, 0
+        self.lane = lane
+        self.held = 0
         self.numbers = np.zeros(blocks, np.int32)
 
 
@@ -36,7 +37,8 @@ class BlockPool:
     ) -> None:
         self.kv = [zeros_in_small_pages((2, caches * blocks, *shape), dtype, reserved=reserved) for shape in shapes]
         self._users = np.zeros(caches * blocks, np.int32)  # of each block
-        self._free, self._lanes = list(range(caches * blocks)), list(range(caches))  # heaps: the lowest is taken first
+        self._free = list(range(caches * blocks))  # heaps: the lowest is taken first
+        self._lanes = list(range(caches))
         self._lock = threading.RLock()  # a cache that is collected meanwhile may give its blocks back within it
 
     @property
@@ -52,7 +54,8 @@ class BlockPool:
     def give_back(self, table: BlockTable) -> None:
         """Free a table, and the memory of blocks that no other cache holds."""
         with self._lock:
-            held, table.held = table.numbers[: table.held].copy(), 0
+            held = table.numbers[: table.held].copy()
+            table.held = 0
             self._users[held] -= 1
             self._vacate(np.sort(held[self._users[held] == 0]))
             heapq.heappush(self._lanes, table.lane.number)
@@ -63,7 +66,8 @@ class BlockPool:
             if place < table.held and self._users[table.numbers[place]] == 1:
                 continue
             with self._lock:
-                number, shared = heapq.heappop(self._free), int(table.numbers[place])
+                number = heapq.heappop(self._free)
+                shared = int(table.numbers[place])
                 self._users[number] = 1
                 if place < table.held:
                     for layer in self.kv:

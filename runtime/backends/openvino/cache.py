@@ -90,26 +90,37 @@ class OpenvinoStageCache(SlotCounter):
         self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
         pool: BlockPool | None = None,
     ) -> None:  # fmt: skip
-        sliding, states = context.model.sliding, StateHistory(spec, context.model) if spec.stateful else None
+        sliding = context.model.sliding
+        states = StateHistory(spec, context.model) if spec.stateful else None
         super().__init__(capacity, None if sliding is None else sliding.window, states)
         self.selects_outputs = spec.last in spec.cached
-        self._context, self._stage, self.spec, self._reads = context, stage, spec, spec.inputs
-        self._request, many = stage.request(), stage.for_many
-        self._for_many, self._ran = None if many is None else many.create_infer_request(), self._request
-        model, blocks = context.model, -(-capacity // BLOCK)
+        self._context = context
+        self._stage = stage
+        self.spec = spec
+        self._reads = spec.inputs
+        self._request = stage.request()
+        many = stage.for_many
+        self._for_many = None if many is None else many.create_infer_request()
+        self._ran = self._request
+        model = context.model
+        blocks = -(-capacity // BLOCK)
         table = pool.take(blocks) if pool is not None else None
         self.lane = None if table is None else table.lane
         if pool is None or table is None:
             pool = context.pool(spec, 1, capacity, reserved=True)
             table = pool.take(blocks)
         assert table is not None
-        self.pool, self.table, self.kv = pool, table, pool.kv
+        self.pool = pool
+        self.table = table
+        self.kv = pool.kv
         if self.lane is not None:
             weakref.finalize(self, pool.give_back, table).atexit = False
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
-        self._past, self._begins, self._filled = np.zeros(1, np.int32), np.zeros(2, np.int32), np.array(0, np.int32)
+        self._past = np.zeros(1, np.int32)
+        self._begins = np.zeros(2, np.int32)
+        self._filled = np.array(0, np.int32)
         self._block_begins = np.zeros(2, np.int32)
         bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
         self._window = np.array(0, np.int32)
@@ -117,7 +128,8 @@ class OpenvinoStageCache(SlotCounter):
             bound_once[WINDOW] = self._window
         for name, array in (*context.rope.items(), *bound_once.items()):
             self._set(name, context.shared(array))
-        self._row_out, self._row_position = np.zeros((1, model.hidden), np.float32), np.zeros((1, 1), np.int64)
+        self._row_out = np.zeros((1, model.hidden), np.float32)
+        self._row_position = np.zeros((1, 1), np.int64)
         widths = {each.name: each.width for each in context.token_inputs}
         row_inputs = {name: np.zeros((1, widths[name]), np.float32) for name in spec.inputs}
         self._row = TokenStates(np.zeros((1, model.hidden), np.float32), row_inputs)
@@ -142,11 +154,15 @@ class OpenvinoStageCache(SlotCounter):
         """
         if self.positions is None and len(tokens) <= (self._context.most_rows or len(tokens)):
             return super().append(tokens, positions, query=query, outputs=outputs)
-        most, runs, first = self._context.most_rows, list[tuple[int, int]](), 0
+        most = self._context.most_rows
+        runs = list[tuple[int, int]]()
+        first = 0
         for end, window in self.windows(tokens, positions):
             runs += [(each, window) for each in run_ends(tokens, first, end, most)]
             first = end
-        hidden, queries, first = list[HiddenStates](), list[NDArray[np.float32]](), 0
+        hidden = list[HiddenStates]()
+        queries = list[NDArray[np.float32]]()
+        first = 0
         for end, window in runs:
             self._window[...] = window
             if len(runs) == 1:
@@ -208,17 +224,20 @@ class OpenvinoStageCache(SlotCounter):
     def _compute(self, tokens: TokenStates, positions: Ids, outputs: NDArray[np.int32]) -> HiddenStates:
         """Run the stage; the hidden states of the tokens `outputs`, at least one."""
         self._stage.check_open()
-        count, rope = len(tokens), self._context.rope
+        count = len(tokens)
+        rope = self._context.rope
         own_rope: dict[str, NDArray[np.float32]] = {}  # tables of these tokens alone
         if positions.ndim > 1:
             axes = self._context.model.rope.axes
             cos, sin = rope_at((rope[names.COS], rope[names.SIN]), axes, positions)
-            own_rope, positions = {names.COS: cos, names.SIN: sin}, np.arange(count)
+            own_rope = {names.COS: cos, names.SIN: sin}
+            positions = np.arange(count)
         if count == 1:
             self._row.hidden[:], self._row_position[:] = tokens.hidden, positions
             for name, row in self._row.inputs.items():
                 row[:] = tokens.inputs[name]
-            tensors, out = self._row_tensors, self._row_out
+            tensors = self._row_tensors
+            out = self._row_out
         else:
             out = np.empty((len(outputs), tokens.hidden.shape[1]), np.float32)
             tensors = self._tensors(tokens, positions[None].copy(), outputs, out)
@@ -242,7 +261,8 @@ class OpenvinoStageCache(SlotCounter):
                     self._block_begins[1] = blocks
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
-                    made, parts = self.states.room(len(ends)), self._stage.states
+                    made = self.states.room(len(ends))
+                    parts = self._stage.states
                     room = parts.room(made)
                     given: dict[str, NDArray[Any]] = {names.STATE_ENDS: ends}
                     given |= parts.given(self.states.before(self.length))
@@ -263,7 +283,8 @@ class OpenvinoStageCache(SlotCounter):
         score = self._context.score
         assert score is not None
         key = self._last_keys()[None].astype(self._context.key, copy=False)
-        query, filled = self._query[-1:] if last_only else self._query, np.array([self.length], np.int32)
+        query = self._query[-1:] if last_only else self._query
+        filled = np.array([self.length], np.int32)
         outputs = score.run({names.QUERY: query, names.KEY: key, names.TOTAL_SLOTS: filled})
         return outputs[names.ATTENTION_SUM], outputs[names.ATTENTION_MAX]
 

@@ -37,7 +37,9 @@ class OpenvinoGraph:
     """
 
     def __init__(self, name: str, compiled: Any, outputs: Iterable[str], model: Any = None) -> None:
-        self.name, self._outputs, self._unpacked = name, tuple(outputs), model
+        self.name = name
+        self._outputs = tuple(outputs)
+        self._unpacked = model
         self._request: Any = compiled.create_infer_request()
         self._lock = threading.Lock()
 

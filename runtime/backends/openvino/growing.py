@@ -29,11 +29,15 @@ class OpenvinoGrowingCache(SlotCounter):
             raise BundleError(
                 f"{graph.name} gives its attention, and its tokens see each other both ways; export again"
             )
-        self._context, self._graph, self._spec, model = context, graph, spec, context.model
+        self._context = context
+        self._graph = graph
+        self._spec = spec
+        model = context.model
         self.kv = np.zeros((len(spec.cached), 2, model.kv_heads, capacity, model.head_dim), context.key)
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        before, kinds = self.length, (names.past_key, names.past_value)
+        before = self.length
+        kinds = (names.past_key, names.past_value)
         inputs: dict[str, NDArray[Any]] = {
             names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None],
             names.SEEN_SLOTS: seen_slots(tokens, before)[None], **self._context.rope,
@@ -72,7 +76,10 @@ class OpenvinoReadingCache(ReadingCounter):
         sources: Mapping[int, OpenvinoStageCache],
     ) -> None:  # fmt: skip
         super().__init__()
-        self._context, self._graph, self._spec, self._sources = context, graph, spec, sources
+        self._context = context
+        self._graph = graph
+        self._spec = spec
+        self._sources = sources
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         context = self._context

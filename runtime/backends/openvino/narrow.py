@@ -89,7 +89,8 @@ def _multiply_unshaped(product: Any) -> None:
     """
     joined = product.input_value(0)
     apart = joined.get_node().input_value(0)
-    before, after = apart.get_partial_shape(), joined.get_partial_shape()
+    before = apart.get_partial_shape()
+    after = joined.get_partial_shape()
     joins = len(before) == 3 and before[1].is_static and len(after) == 2
     if not joins or before[2] != after[1] or after[1].is_dynamic:
         return

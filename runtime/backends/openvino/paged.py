@@ -100,7 +100,8 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
     result is selected from. `model` is an openvino.Model whose caches are paged already, and is changed. Raises
     BundleError.
     """
-    selected, nodes = add_parameter(model, OUTPUTS, [-1], "i32"), model.get_ordered_ops()
+    selected = add_parameter(model, OUTPUTS, [-1], "i32")
+    nodes = model.get_ordered_ops()
     if whole:
         _gather(model.output(names.HIDDEN_OUT).get_node().input(0), selected)
         model.validate_nodes_and_infer_types()
@@ -118,7 +119,8 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         reader = _only_reader(reader.output(0))
     if reader.get_type_name() == "MatMul":
         _gather(reader.input(0), selected)
-        total, reader = reader.output(0), _normed(reader.output(0))
+        total = reader.output(0)
+        reader = _normed(reader.output(0))
         while reader.get_type_name() in _TO_THE_RESIDUAL:
             others = [x for x in reader.inputs() if x.get_source_output() != total]
             sums = reader.get_type_name() == "Add"
@@ -126,7 +128,8 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
                 _gather(others[0], selected)
                 model.validate_nodes_and_infer_types()
                 return
-            total, reader = reader.output(0), _normed(reader.output(0))
+            total = reader.output(0)
+            reader = _normed(reader.output(0))
     raise BundleError(f"unexpected {reader.get_type_name()} after a layer's attention; export the bundle again")
 
 
@@ -157,7 +160,8 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], windo
 
 def _cache(model: Any, past: str, present: str) -> tuple[Any, Any]:
     """K or V of the new tokens, [1, kv_heads, tokens, head_dim], and the input that now holds the cache in blocks."""
-    given, result = model.input(past).get_node(), model.output(present).get_node()
+    given = model.input(past).get_node()
+    result = model.output(present).get_node()
     grown = result.input_value(0)
     if kind_of(grown) == "Convert":  # to the type that the bundle gives K and V
         grown = grown.get_node().input_value(0)

@@ -52,7 +52,8 @@ class StateTensors:
 
         if not any(names.STATE in given.get_names() for given in model.inputs):
             return cls()
-        state, result = model.input(names.STATE).get_node(), model.output(names.STATE_OUT).get_node()
+        state = model.input(names.STATE).get_node()
+        result = model.output(names.STATE_OUT).get_node()
         readers = readers_of(state.output(0))
         cuts = {part: node for node in readers if (part := _part(node)) is not None}
         joined = _joined(result.input_value(0))

@@ -42,7 +42,8 @@ class OrtBackend(HostBackend):
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f32", _: int = 0) -> None:
         super().__init__(bundle)
         self._ort = load_onnxruntime()
-        m, files = self._manifest, self._graphs
+        m = self._manifest
+        files = self._graphs
         self.kv_slot_bytes, kv_dtype = m.kv_slot_bytes(self.dialect), names.kv_type(self.dialect, m.kv_dtype)
         check_release(self._ort, kv_dtype)
         self.threads = threads or cores()

@@ -40,7 +40,9 @@ class OrtStageBatch:
     """
 
     def __init__(self, stage: OrtStage, lanes: int, capacity: int) -> None:
-        self._stage, self._lanes, model = stage, lanes, stage.context.model
+        self._stage = stage
+        self._lanes = lanes
+        model = stage.context.model
         shapes = [(model.kv_heads, capacity, model.heads_of(layer)) for layer in stage.spec.cached]
         self.pool = LanePool(shapes, lanes, np.dtype(stage.context.kv_dtype))
         self._caches = weakref.WeakValueDictionary[int, OrtStageCache]()  # by lane
@@ -80,7 +82,8 @@ class OrtStageBatch:
             run.inputs[names.STATE][:, number] = states.at(cache.length)
         if run.first is not None:
             for at, number in enumerate(order):
-                cache, position = caches[number], positions[number : number + 1]
+                cache = caches[number]
+                position = positions[number : number + 1]
                 cache.place(position)
                 run.first[at] = cache.first_slots(position, cache.length + 1)
         self._stage.graph.run_bound(run.binding)
@@ -98,7 +101,9 @@ class OrtStageBatch:
         inputs: dict[str, NDArray[Any]] = {}
         for name, width in self._stage.widths.items():
             inputs[name] = np.zeros((count, width), np.float32)
-        positions, last, total = np.zeros((count, 1), np.int64), np.zeros(count, np.int32), np.zeros(1, np.int32)
+        positions = np.zeros((count, 1), np.int64)
+        last = np.zeros(count, np.int32)
+        total = np.zeros(1, np.int32)
         outputs = {names.HIDDEN_OUT: np.empty_like(inputs[names.HIDDEN])}
         if (states := self._stage.new_states()) is not None:
             layers, numbers = states.shape
@@ -119,7 +124,8 @@ class OrtStageBatch:
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""
-        lanes, count = _lanes(caches), len(caches)
+        lanes = _lanes(caches)
+        count = len(caches)
         if lanes.max() - lanes.min() + 1 == count:
             return lanes
         firsts = np.minimum(lanes, self._lanes - count)
@@ -133,7 +139,8 @@ class OrtStageBatch:
 
     def _move(self, cache: OrtStageCache, number: int) -> None:
         """Move a cache to another lane; a cache there moves to this one's. Steps that can fail come first."""
-        lane, other = cache.lane, self._caches.get(number)
+        lane = cache.lane
+        other = self._caches.get(number)
         assert lane is not None
         left = lane.number
         moved = [(cache, cache.filled(), cache.buffers_at(number))]

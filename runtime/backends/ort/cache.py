@@ -50,10 +50,13 @@ class OrtStage:
     """
 
     def __init__(self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec) -> None:
-        self.context, self.graph, self.spec = context, graph, spec
+        self.context = context
+        self.graph = graph
+        self.spec = spec
         model = context.model
         self.key_scale = context.kv_scales.get(names.key_scale(spec.last))
-        self.constants, self.kv_names = dict(context.rope), list[tuple[str, str | None]]()
+        self.constants = dict(context.rope)
+        self.kv_names = list[tuple[str, str | None]]()
         self.sources = () if spec.keeps else model.sources(spec.first, spec.last)
         for layer in spec.cached or self.sources:
             for past, present in ((names.past_key, names.present_key), (names.past_value, names.present_value)):
@@ -75,7 +78,8 @@ class OrtStage:
 
         `inputs` may hold rotary tables of these tokens alone.
         """
-        binding, value = self.graph.session.io_binding(), self.context.value
+        binding = self.graph.session.io_binding()
+        value = self.context.value
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, value(array))
         for name, array in outputs.items():
@@ -105,7 +109,9 @@ class OrtStageCache(SlotCounter):
     def __init__(self, stage: OrtStage, capacity: int, pool: LanePool | None = None) -> None:
         sliding = stage.context.model.sliding
         super().__init__(capacity, None if sliding is None else sliding.window, stage.new_states())
-        self.stage, self._context, self._pool = stage, stage.context, pool
+        self.stage = stage
+        self._context = stage.context
+        self._pool = pool
         self.lane = pool.take() if pool is not None else None
         if pool is not None and self.lane is not None:
             weakref.finalize(self, pool.give_back, self.lane).atexit = False
@@ -117,7 +123,8 @@ class OrtStageCache(SlotCounter):
         self._slots: dict[str, NDArray[Any]] = {names.LAST_SLOT: self._last, names.TOTAL_SLOTS: self._total}
         self._row_seen = {names.SEEN_SLOTS: np.zeros((1, 1), np.int64)} if model.two_way else {}
         self._row_out: HiddenStates = np.zeros((1, model.hidden), np.float32)
-        self._row, self._row_position = dict[str, NDArray[np.float32]](), np.zeros((1, 1), np.int64)
+        self._row = dict[str, NDArray[np.float32]]()
+        self._row_position = np.zeros((1, 1), np.int64)
         self._row_first = {} if self.window is None else {names.FIRST_SLOT: np.zeros((1, 1), np.int64)}
         for name, width in stage.widths.items():
             self._row[name] = np.zeros((1, width), np.float32)
@@ -152,7 +159,8 @@ class OrtStageCache(SlotCounter):
         return kv, [self._context.value(part) for layer in kv for part in layer]
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        hidden, count = tokens.hidden, len(tokens.hidden)
+        hidden = tokens.hidden
+        count = len(tokens.hidden)
         self._count(count)
         own = {names.HIDDEN: hidden}
         for name in self.stage.spec.inputs:
@@ -170,7 +178,8 @@ class OrtStageCache(SlotCounter):
                 row[:] = own[name]
             made = None
             if self.states is not None:
-                given, made = self.states.before(self.length), self.states.room(1)
+                given = self.states.before(self.length)
+                made = self.states.room(1)
                 self.row_binding.bind_ortvalue_input(names.STATE, self._context.value(given))
                 self.row_binding.bind_ortvalue_output(names.STATE_OUT, self._context.value(made))
             self._run_row()
@@ -178,14 +187,16 @@ class OrtStageCache(SlotCounter):
                 self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
             return self._row_out
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
-        out, inputs = self._output(count), {names.POSITIONS: positions[None].copy(), **self._slots}
+        out = self._output(count)
+        inputs = {names.POSITIONS: positions[None].copy(), **self._slots}
         if self._row_seen:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         if self._row_first:
             inputs[names.FIRST_SLOT] = self._first_slots(positions)[None]
         for name, array in own.items():
             inputs[name] = self._input(array)
-        outputs, ends = {names.HIDDEN_OUT: out}, np.zeros(0, np.int64)
+        outputs = {names.HIDDEN_OUT: out}
+        ends = np.zeros(0, np.int64)
         if self.states is not None:
             ends = self.states.ends(self.length, count)
             inputs |= {names.STATE: self.states.before(self.length), names.STATE_ENDS: ends}
@@ -219,7 +230,8 @@ class OrtStageCache(SlotCounter):
         self._last[0], self._total[0] = self.length + tokens - 1, self.length + tokens
 
     def attention(self, *, last_only: bool = False) -> Scores:
-        score, value = self._context.score, self._context.value
+        score = self._context.score
+        value = self._context.value
         assert score is not None
         query = self.query[-1:] if last_only else self.query
         binding = score.session.io_binding()

@@ -179,7 +179,8 @@ class OrtCudaBackend(OrtBackend):
         return OrtCudaStage(context, graph, spec, self._states, options)
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
-        states, graph = cast(Any, hidden), cast(OrtGraph, self._head)
+        states = cast(Any, hidden)
+        graph = cast(OrtGraph, self._head)
         if not isinstance(states, DeviceStates):
             return super().head(hidden)
         if states.row(0) % ALIGNMENT:
@@ -194,14 +195,16 @@ class OrtCudaBackend(OrtBackend):
 
     def step(self, caches: Sequence[OrtCudaCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         contract.embeddable(self._manifest, np.array([token]))
-        embed, head = self._embed, self._head
+        embed = self._embed
+        head = self._head
         assert isinstance(embed, OrtGraph)
         assert isinstance(head, OrtGraph)
         with self.cuda:
             for cache in caches:
                 cache.make_room(cache.length + 1)
             if self._steps is None:
-                context, vocab = caches[0].stage.context, self._manifest.model.vocab
+                context = caches[0].stage.context
+                vocab = self._manifest.model.vocab
                 self._steps = OrtCudaSteps(context, self.cuda, embed, head, vocab)
             done = self._steps.run(caches, token, positions, logits=logits)
         for cache in caches:

@@ -32,8 +32,10 @@ class OrtCudaStage(OrtStage):
         self, context: OrtCacheContext, graph: OrtGraph, spec: StageSpec, states: StatesPool, options: Any
     ) -> None:
         super().__init__(context, graph, spec)
-        self.states, self.kv_type = states, np.dtype(context.kv_dtype)
-        self.cuda, self.pool = states.cuda, states.memory
+        self.states = states
+        self.kv_type = np.dtype(context.kv_dtype)
+        self.cuda = states.cuda
+        self.pool = states.memory
         self.slot_bytes = context.model.head_dim * self.kv_type.itemsize  # of one slot of one head, K or V
         self.unsynchronised = options
 
@@ -70,8 +72,10 @@ class OrtDeviceSlots:
     """K and V of a stage for `capacity` slots, each [kv_heads, capacity, head_dim], and one token's run over them."""
 
     def __init__(self, stage: OrtCudaStage, row: Mapping[str, NDArray[Any]], capacity: int) -> None:
-        cuda, memory = stage.cuda, stage.context.memory
-        self.stage, self.capacity = stage, capacity
+        cuda = stage.cuda
+        memory = stage.context.memory
+        self.stage = stage
+        self.capacity = capacity
         self.part = aligned(stage.context.model.kv_heads * capacity * stage.slot_bytes)
         purpose = f"the KV cache of layers {stage.spec.first} to {stage.spec.last}"
         self.kv = Buffer(cuda, max(1, self.part * len(stage.kv_names)), purpose)
@@ -140,7 +144,8 @@ class OrtCudaCache(OrtStageCache):
                 tokens = tokens.after(self.stage.states.joined([hidden]).as_states())
             if self._context.model.two_way or len(tokens) <= PROMPT_RUN:
                 return super().append(tokens, positions, query=query, outputs=outputs)
-            parts, queries = list[HiddenStates](), list[NDArray[np.float32]]()
+            parts = list[HiddenStates]()
+            queries = list[NDArray[np.float32]]()
             with nullcontext() if self.states is None else self.states.in_parts(self.length):
                 for start in range(0, len(tokens), PROMPT_RUN):
                     end = min(start + PROMPT_RUN, len(tokens))
@@ -164,13 +169,15 @@ class OrtCudaCache(OrtStageCache):
 
         `given` are addresses of its hidden state and of token inputs; others are zeros.
         """
-        cuda, held = self.stage.cuda, self._held[0]
+        cuda = self.stage.cuda
+        held = self._held[0]
         self._row_position[:] = position
         for seen in self._row_seen.values():
             seen[:] = self.length + 1
         self._count(1)
         for name, array in self._given.items():
-            to, nbytes = held.row[name].address, array.nbytes
+            to = held.row[name].address
+            nbytes = array.nbytes
             if name in given:
                 cuda.copy_rows(to, nbytes, given[name], nbytes, nbytes, 1)
             else:
@@ -181,19 +188,22 @@ class OrtCudaCache(OrtStageCache):
         if self.states is None:
             self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
         else:
-            before, made = self.states.before(self.length), self.states.room(1)
+            before = self.states.before(self.length)
+            made = self.states.room(1)
             self.stage.bind_states(held.binding, {names.STATE: before}, {names.STATE_OUT: made})
             self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
             self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
         return held.row[names.HIDDEN_OUT].address
 
     def _bind_keys(self, binding: Any) -> None:
-        held, stage = self._held[0], self.stage
+        held = self._held[0]
+        stage = self.stage
         place = (*stage.context.memory, stage.kv_type, stage.shape(held.capacity))
         binding.bind_input(names.KEY, *place, held.address(len(stage.kv_names) - 2))
 
     def keys(self) -> NDArray[np.float32]:
-        stage, held = self.stage, self._held[0]
+        stage = self.stage
+        held = self._held[0]
         keys = np.empty(stage.shape(self.length)[1:], stage.kv_type)
         with stage.cuda:
             packed = Buffer(stage.cuda, max(1, keys.nbytes), "keys")
@@ -220,8 +230,10 @@ class OrtCudaCache(OrtStageCache):
 
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        stage, held = self.stage, self._held[0]
-        unit, packed = stage.slot_bytes, stage.context.model.kv_heads * kept.count * stage.slot_bytes
+        stage = self.stage
+        held = self._held[0]
+        unit = stage.slot_bytes
+        packed = stage.context.model.kv_heads * kept.count * stage.slot_bytes
         for start, first, count in runs(slots):
             for part in range(len(stage.kv_names)):
                 saved = (kept.buffer.address + part * packed + start * unit, kept.count)
@@ -235,5 +247,6 @@ class OrtCudaCache(OrtStageCache):
 
     def _copy_heads(self, to: tuple[int, int], source: tuple[int, int], slots: int) -> None:
         """Queue a copy of some slots of every head; each end is an address and the slots from one head to the next."""
-        unit, heads = self.stage.slot_bytes, self.stage.context.model.kv_heads
+        unit = self.stage.slot_bytes
+        heads = self.stage.context.model.kv_heads
         self.stage.cuda.copy_rows(to[0], to[1] * unit, source[0], source[1] * unit, slots * unit, heads)

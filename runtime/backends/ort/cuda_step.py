@@ -22,10 +22,15 @@ class OrtCudaSteps:
     """
 
     def __init__(self, context: OrtCacheContext, cuda: Cuda, embed: OrtGraph, head: OrtGraph, vocab: int) -> None:
-        self._context, self._cuda, self._embed, self._head = context, cuda, embed, head
+        self._context = context
+        self._cuda = cuda
+        self._embed = embed
+        self._head = head
         hidden = context.model.hidden
-        self._ids, self._best = np.zeros(1, np.int64), np.zeros(1, np.int32)
-        self._state, self._logits = np.zeros(hidden, np.float32), np.zeros(vocab, np.float32)
+        self._ids = np.zeros(1, np.int64)
+        self._best = np.zeros(1, np.int32)
+        self._state = np.zeros(hidden, np.float32)
+        self._logits = np.zeros(vocab, np.float32)
         self._buffers = dict[str, Buffer]()
         given = {names.HIDDEN: hidden}
         given |= {names.token_input(each.name): each.width for each in context.token_inputs if each.of_text}
@@ -44,7 +49,8 @@ class OrtCudaSteps:
 
     def run(self, caches: Sequence[OrtCudaCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         """Run a token behind each stage's filled slots, for which there is room."""
-        cuda, address = self._cuda, {name: buffer.address for name, buffer in self._buffers.items()}
+        cuda = self._cuda
+        address = {name: buffer.address for name, buffer in self._buffers.items()}
         options = caches[0].stage.unsynchronised
         self._ids[0] = token
         cuda.copy_in(address[names.IDS], self._ids)

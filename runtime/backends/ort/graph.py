@@ -58,7 +58,9 @@ class OrtGraph:
     """A loaded graph with these outputs, its onnxruntime.InferenceSession. Safe to share between threads."""
 
     def __init__(self, name: str, session: Any, outputs: Sequence[str]) -> None:
-        self.name, self.session, self._outputs = name, session, outputs
+        self.name = name
+        self.session = session
+        self._outputs = outputs
 
     def is_free(self, name: str, axis: int) -> bool:
         """Return True if an input may have any size along an axis."""

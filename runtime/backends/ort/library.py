@@ -116,6 +116,7 @@ def session_options(ort: Any, threads: int) -> Any:
         assert threads in (1, _pool_threads), "a command computes with one number of threads"
         options.use_per_session_threads = False
         return options
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options

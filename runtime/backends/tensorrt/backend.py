@@ -53,7 +53,8 @@ def load_flavour(flavour: str) -> Any:
 
 def check_driver(flavour: str, gpu: Gpu | None) -> None:
     """Raise DeviceError if the GPU's driver is older than the CUDA of an installed TensorRT."""
-    title, package = fingerprint.FLAVOURS[flavour].title, flavour.replace("_", "-")
+    title = fingerprint.FLAVOURS[flavour].title
+    package = flavour.replace("_", "-")
     needed = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
     if gpu is not None and needed is not None and gpu.cuda[0] < needed:
         other = "" if flavour == fingerprint.RTX else f'; or {pip_install()} "{package}-cu{gpu.cuda[0]}" instead'
@@ -112,7 +113,8 @@ class TensorrtBackend:
         gpu: Gpu | None = None,
     ) -> None:
         self.device = "tensorrt"
-        self._bundle, self._manifest = bundle, bundle.manifest
+        self._bundle = bundle
+        self._manifest = bundle.manifest
         self.engine_set, trt = find_engines(bundle, gpu or find_gpu(number))
         self.dialect = self.engine_set.dialect
         self.kv_slot_bytes = self._manifest.kv_slot_bytes(self.dialect)
@@ -123,7 +125,8 @@ class TensorrtBackend:
         with self.cuda:
             self._check_memory()
             self.engines = LoadedEngines(bundle, self.engine_set, trt, self.cuda)
-            rope, tables = {}, read_rope(bundle)
+            rope = {}
+            tables = read_rope(bundle)
             for name, table in tables.items():
                 rope[name] = Buffer(self.cuda, table.nbytes, "the rotary tables")
                 self.cuda.copy_in(rope[name].address, table)
@@ -166,7 +169,8 @@ class TensorrtBackend:
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 
     def embed(self, ids: Ids) -> TokenStates:
-        graph, m = self._graphs.embed, self._manifest
+        graph = self._graphs.embed
+        m = self._manifest
         shapes = {names.HIDDEN: (len(ids), m.model.hidden)}
         shapes |= {names.token_input(each.name): (len(ids), each.width) for each in m.token_inputs if each.of_text}
         self.engines.check_tokens(graph, len(ids))
@@ -177,7 +181,8 @@ class TensorrtBackend:
     def vision(self, pixels: NDArray[np.float32], extras: Extras = NO_EXTRAS) -> ImageTokens:
         inputs = {names.PIXELS: pixels, **contract.vision_extras(self._manifest, self.dialect, extras)}
         m = self._manifest
-        longest, unit = self.engines.longest_side, m.model.tower.patch * m.model.tower.square
+        longest = self.engines.longest_side
+        unit = m.model.tower.patch * m.model.tower.square
         height, width = pixels.shape[2:]
         if max(height, width) > longest:
             smaller = "a smaller --max-pixels, " if m.layout.name == "native" else "an image less long, "
@@ -196,7 +201,8 @@ class TensorrtBackend:
         return self.vision(pixels)
 
     def head(self, hidden: HiddenStates) -> NDArray[np.float32]:
-        vocab, most = self._manifest.model.vocab, self.engines.longest(self._graphs.head)
+        vocab = self._manifest.model.vocab
+        most = self.engines.longest(self._graphs.head)
         parts = [hidden[start : start + most] for start in range(0, len(hidden), most)]
         run = self._run
         return np.concatenate([run(self._graphs.head, {names.HIDDEN: p}, names.LOGITS, (len(p), vocab)) for p in parts])
@@ -206,7 +212,8 @@ class TensorrtBackend:
         return self._run(graph, {names.HIDDEN: hidden}, names.ODDS, (2,))
 
     def text_tower(self, ids: Ids) -> NDArray[np.float32]:
-        graph, spec = self._graphs.text_tower, self._manifest.text_tower
+        graph = self._graphs.text_tower
+        spec = self._manifest.text_tower
         assert graph is not None, "the manifest declares no text tower"
         assert spec is not None
         return self._run(graph, {names.IDS: ids}, names.TEXT_EMBEDDING, (1, spec.width))

@@ -35,7 +35,8 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 _numbers = itertools.count()
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
-DECODE, PREFILL = 0, -1  # of an engine's profiles, which may be one and the same
+DECODE = 0  # of an engine's profiles, which may be one and the same
+PREFILL = -1
 ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
 
 
@@ -57,8 +58,10 @@ class BoundStage:
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
         cuda = shared.cuda
-        self._shared, self._spec = shared, spec
-        self.number, self.recordings = next(_numbers), dict[tuple[int, ...], Graph | Literal[False] | None]()
+        self._shared = shared
+        self._spec = spec
+        self.number = next(_numbers)
+        self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
         self.told: dict[str, NDArray[Any]] = {
             **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
             **{name: cuda.pinned((1,), np.int32) for name in slots},
@@ -76,7 +79,9 @@ class BoundStage:
         self, tokens: int, queries: int | None = None, *, turned: bool = False
     ) -> tuple[dict[str, Shape], dict[str, int]]:
         """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
-        shared, address, model = self._shared, self._shared.engines.address, self._shared.model
+        shared = self._shared
+        address = self._shared.engines.address
+        model = self._shared.model
         addresses = {
             **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, *self.told)},
             **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
@@ -100,7 +105,8 @@ class DeviceSlots(BoundStage):
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         cuda = shared.cuda
-        self.capacity, self._layout = capacity, shared.layout(spec)
+        self.capacity = capacity
+        self._layout = shared.layout(spec)
         purpose = f"the KV cache of layers {spec.first} to {spec.last}"
         self.kv = Buffer(cuda, max(1, self._layout.nbytes(capacity)), purpose)
         self.regions = self._layout.regions(self.kv.address, capacity)
@@ -108,7 +114,8 @@ class DeviceSlots(BoundStage):
         self.readers = dict[tuple[int, ...], BoundStage]()
         super().__init__(shared, spec, graph, [names.TOTAL_SLOTS])
         self.state: Buffer | None = None
-        self.state_bytes, self.version = FLOAT.itemsize * len(spec.stateful) * shared.model.state_numbers, 0
+        self.state_bytes = FLOAT.itemsize * len(spec.stateful) * shared.model.state_numbers
+        self.version = 0
         states: BoundStates | None = None
         if spec.stateful:
             room = aligned(self.state_bytes)
@@ -194,7 +201,10 @@ class TensorrtStageCache(SlotCounter):
     def __init__(self, context: TensorrtCacheContext, spec: StageSpec, graph: str, capacity: int) -> None:
         sliding = context.model.sliding
         super().__init__(capacity, None if sliding is None else sliding.window, context.new_states(spec))
-        self._context, self._spec, self._graph, self._layout = context, spec, graph, context.layout(spec)
+        self._context = context
+        self._spec = spec
+        self._graph = graph
+        self._layout = context.layout(spec)
         self._held: list[DeviceSlots] = []  # its memory, once it has any
         context.pool.give_back_with(self, spec.first, self._held)
 
@@ -207,7 +217,8 @@ class TensorrtStageCache(SlotCounter):
 
     def _last_keys(self) -> tuple[int, tuple[int, ...]]:
         """The address and shape of the keys of the stage's last layer."""
-        model, layer = self._context.model, self._spec.cached[-1]
+        model = self._context.model
+        layer = self._spec.cached[-1]
         return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
 
     def make_room(self, slots: int) -> None:
@@ -222,7 +233,8 @@ class TensorrtStageCache(SlotCounter):
         self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        shared, longest = self._context, self._context.engines.longest(self._graph)
+        shared = self._context
+        longest = self._context.engines.longest(self._graph)
         parts = list(itertools.pairwise([0, *part_ends(tokens, longest)]))
         shared.engines.check_tokens(self._graph, max((end - start for start, end in parts), default=0))
         with shared.cuda, nullcontext() if self.states is None else self.states.in_parts(self.length):
@@ -232,7 +244,8 @@ class TensorrtStageCache(SlotCounter):
                 self.memory.queries.room(len(tokens))
             for start, end in parts:
                 address = self.memory.queries.address(start) if query else None
-                some, more = tokens.part(start, end), end < len(tokens)
+                some = tokens.part(start, end)
+                more = end < len(tokens)
                 self._run_part(some, positions[start:end], self.length + end, address, out.row(start), more=more)
             shared.cuda.wait()
         return out.as_states()
@@ -252,7 +265,8 @@ class TensorrtStageCache(SlotCounter):
 
     def begin_token(self, position: int) -> None:
         """Have what a token at that position is told, behind the filled slots, and the state before it."""
-        filled, told = self.length + 1, {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
+        filled = self.length + 1
+        told = {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
         if self.window is not None:
             self.place(np.array([position]))
             told[names.FIRST_SLOT] = int(self.first_slots(np.array([position]), filled)[0])
@@ -284,7 +298,8 @@ class TensorrtStageCache(SlotCounter):
 
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
-        packed, cuda = self._layout.regions(kept.buffer.address, kept.count, packed=True), self._context.cuda
+        packed = self._layout.regions(kept.buffer.address, kept.count, packed=True)
+        cuda = self._context.cuda
         for start, first, count in runs(slots):
             ends = [region.at(start) for region in packed], self.memory.at(first)
             to, source = ends if out else reversed(ends)
@@ -298,8 +313,12 @@ class TensorrtStageCache(SlotCounter):
 
         `more`: further ones follow in another run.
         """
-        shared, memory, count = self._context, self.memory, len(tokens)
-        engines, cuda, start = shared.engines, shared.cuda, total - count
+        shared = self._context
+        memory = self.memory
+        count = len(tokens)
+        engines = shared.engines
+        cuda = shared.cuda
+        start = total - count
         context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
         in_place = written_in_place(self._layout)
         new = memory.at(start) if in_place else memory.new_slots(count)
@@ -309,7 +328,9 @@ class TensorrtStageCache(SlotCounter):
         if shared.model.two_way is not None:
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, start)
         turned = positions.ndim > 1
-        ends, bound, made = ONE, None, None
+        ends = ONE
+        bound = None
+        made = None
         if self.states is not None:
             ends = self.states.ends(start, count, more=more)
             made = self.states.room(len(ends))

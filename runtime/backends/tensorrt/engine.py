@@ -40,7 +40,8 @@ def make_logger(trt: Any) -> Any:
 
         def reason(self) -> str:
             with self._lock:
-                errors, self._errors = self._errors, []
+                errors = self._errors
+                self._errors = []
             return "".join(f": {error}" for error in errors)
 
     return Logger()
@@ -53,7 +54,8 @@ class KernelCache:
     """
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        self._path, self._saved = None if bundle.key else bundle.path(name), b""
+        self._path = None if bundle.key else bundle.path(name)
+        self._saved = b""
         if self._path is not None and bundle.files.exists(name):
             with suppress(BundleError):
                 self._saved = bundle.files.read(name, MAX_KERNELS)
@@ -98,7 +100,10 @@ class GraphEngine:
     def __init__(
         self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str, kernels: KernelCache | None
     ) -> None:
-        self._trt, self._cuda, self.name, self._kernels = trt, cuda, name, kernels
+        self._trt = trt
+        self._cuda = cuda
+        self.name = name
+        self._kernels = kernels
         self.reason = runtime.logger.reason
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             self._engine = runtime.deserialize_cuda_engine(content)
@@ -139,7 +144,10 @@ class Context:
     """
 
     def __init__(self, engine: GraphEngine, context: Any, cuda: Cuda, *, records: bool) -> None:
-        self.engine, self.execution, self._cuda, self.records = engine, context, cuda, records
+        self.engine = engine
+        self.execution = context
+        self._cuda = cuda
+        self.records = records
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
 

@@ -33,7 +33,9 @@ class LoadedEngines:
     """The engines of every graph. All of them share their working memory and, by name, their inputs and outputs."""
 
     def __init__(self, bundle: Bundle, engines: EngineSet, trt: Any, cuda: Cuda) -> None:
-        self._bundle, self._set, self._cuda = bundle, engines, cuda
+        self._bundle = bundle
+        self._set = engines
+        self._cuda = cuda
         self.runtime = trt.Runtime(make_logger(trt))
         self._kernels = None
         if engines.flavour == fingerprint.RTX:
@@ -109,12 +111,14 @@ class LoadedEngines:
         m = self._bundle.manifest
         files = m.dialects[self._set.dialect]
         longest = {graph: self.longest(graph) for graph in self._engines if graph != files.vision}
-        most, tower = max(longest[graph] for graph in files.stages), m.model.tower
+        most = max(longest[graph] for graph in files.stages)
+        tower = m.model.tower
         if m.image.own_size:
             pixels = self.longest_side**2 * (1 if m.video is None else 2)
             seen = self.longest_side**2 // (tower.patch * tower.square) ** 2
         else:
-            pixels, seen = math.prod(m.image.size), tower.tokens
+            pixels = math.prod(m.image.size)
+            seen = tower.tokens
         sizes = {
             names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
             names.HIDDEN_OUT: 4 * m.model.hidden * most, names.TOTAL_SLOTS: 4,
@@ -154,7 +158,8 @@ def new_slots(spec: StageSpec) -> str:
 
 def sight_of(model: ModelSpec) -> list[str]:
     """The inputs of stages for the slots that each token sees, [1, tokens] int64."""
-    slides, both_ways = model.sliding is not None, model.two_way is not None
+    slides = model.sliding is not None
+    both_ways = model.two_way is not None
     return [names.FIRST_SLOT] * slides + [names.SEEN_SLOTS] * both_ways
 
 

@@ -52,7 +52,10 @@ class TensorrtReadingCache(ReadingCounter):
         self, context: TensorrtCacheContext, spec: StageSpec, graph: str, sources: Mapping[int, TensorrtStageCache]
     ) -> None:
         super().__init__()
-        self._context, self._spec, self._graph, self._sources = context, spec, graph, sources
+        self._context = context
+        self._spec = spec
+        self._graph = graph
+        self._sources = sources
         slides = context.model.slides
         sliding = [cache for layer, cache in sources.items() if slides(layer)]
         self._placed = (sliding or [*sources.values()])[0]  # none may slide: then the graph does not use first slots
@@ -88,10 +91,13 @@ class TensorrtReadingCache(ReadingCounter):
         """Nothing is held."""
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
-        shared, count, engines = self._context, len(tokens), self._context.engines
+        shared = self._context
+        count = len(tokens)
+        engines = self._context.engines
         engines.check_tokens(self._graph, count)
         with shared.cuda:
-            out, filled = shared.states.empty(count), {layer: c.length for layer, c in self._sources.items()}
+            out = shared.states.empty(count)
+            filled = {layer: c.length for layer, c in self._sources.items()}
             context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
             self.memory.bind(context, count, filled)
             inputs = shared.inputs_of(self._spec, tokens, positions)

@@ -14,7 +14,9 @@ class Queries:
     """Queries [tokens, heads * head_dim] float32 of the tokens last appended with them, for the score graph."""
 
     def __init__(self, context: TensorrtCacheContext) -> None:
-        self._context, self._score, model = context, context.score, context.model
+        self._context = context
+        self._score = context.score
+        model = context.model
         self._width = model.heads * model.head_dim
         self._buffer: Buffer | None = None
         self._count = 0
@@ -35,8 +37,10 @@ class Queries:
         """The attention of these tokens to the `length` slots whose keys of this shape are at address `key`."""
         assert self._buffer is not None
         assert self._score is not None
-        engines, cuda = self._context.engines, self._context.cuda
-        context, longest = engines.context(self._score, 0), engines.longest(self._score)
+        engines = self._context.engines
+        cuda = self._context.cuda
+        context = engines.context(self._score, 0)
+        longest = engines.longest(self._score)
         shared = {n: engines.address(n) for n in (names.TOTAL_SLOTS, names.ATTENTION_SUM, names.ATTENTION_MAX)}
         total, most, part = (np.zeros(length, np.float32) for _ in range(3))
         for start in range(self._count - 1 if last_only else 0, self._count, longest):

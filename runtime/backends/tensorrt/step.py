@@ -43,10 +43,14 @@ class TokenSteps:
     """The steps of a backend's conversations, by the graphs `embed` and `head`, and every stage's memory."""
 
     def __init__(self, shared: TensorrtCacheContext, embed: str, head: str, vocab: int) -> None:
-        cuda, engines, hidden = shared.cuda, shared.engines, shared.model.hidden
+        cuda = shared.cuda
+        engines = shared.engines
+        hidden = shared.model.hidden
         self._shared = shared
-        self._ids, self._best = cuda.pinned((1,), np.int64), cuda.pinned((1,), np.int32)
-        self._state, self._logits = cuda.pinned((hidden,), np.float32), cuda.pinned((vocab,), np.float32)
+        self._ids = cuda.pinned((1,), np.int64)
+        self._best = cuda.pinned((1,), np.int32)
+        self._state = cuda.pinned((hidden,), np.float32)
+        self._logits = cuda.pinned((vocab,), np.float32)
         # the stages' token inputs that the embedding does not give, which are zeros for text
         self._zeros = {
             names.token_input(each.name): cuda.pinned((1, each.width), np.float32)
@@ -59,7 +63,8 @@ class TokenSteps:
 
     def run(self, caches: Sequence[DecodingCache], token: int, positions: Sequence[int], *, logits: bool) -> Step:
         """Run a token behind each stage's filled slots, for which there is room."""
-        cuda, stages = self._shared.cuda, [cache.memory for cache in caches]
+        cuda = self._shared.cuda
+        stages = [cache.memory for cache in caches]
         self._ids[0] = token
         for cache, position in zip(caches, positions, strict=True):
             cache.begin_token(position)
@@ -75,7 +80,8 @@ class TokenSteps:
         return Step(int(self._best[0]), self._state.copy(), self._logits.copy() if logits else None)
 
     def _launch(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
-        recordings, key = stages[-1].recordings, tuple(stage.number for stage in stages)
+        recordings = stages[-1].recordings
+        key = tuple(stage.number for stage in stages)
         graph = recordings.get(key)
         if graph is None and key in recordings and self._embed.records:
             contexts = (self._embed, *(stage.decode for stage in stages), self._head)
@@ -94,8 +100,11 @@ class TokenSteps:
 
     def _queue(self, stages: Sequence[BoundStage], *, begins: bool, ends: bool) -> None:
         """Queue the embedding if a token `begins`, these stages, and the head if it `ends`."""
-        cuda, address = self._shared.cuda, self._shared.engines.address
-        hidden, hidden_out, nbytes = address(names.HIDDEN), address(names.HIDDEN_OUT), self._state.nbytes
+        cuda = self._shared.cuda
+        address = self._shared.engines.address
+        hidden = address(names.HIDDEN)
+        hidden_out = address(names.HIDDEN_OUT)
+        nbytes = self._state.nbytes
         if begins:
             cuda.copy_in(address(names.IDS), self._ids)
             for name, zeros in self._zeros.items():

@@ -53,7 +53,8 @@ class ActionSpec:
         named = [*self.cameras]
         require(len(set(named)) == len(named) and all(named), f"action: cameras {named!s:.80} hold a name twice")
         for what, most in (("state", self.state), ("actions", self.width)):
-            mean, std = getattr(self, f"{what}_mean"), getattr(self, f"{what}_std")
+            mean = getattr(self, f"{what}_mean")
+            std = getattr(self, f"{what}_std")
             require(
                 (mean is None and std is None)
                 or (

@@ -15,7 +15,10 @@ from vtx.runtime.bundle.spec.manifest import PAIRS, Manifest, StageSpec, TokenIn
 from vtx.runtime.precision import KV_DTYPES
 
 LAYER = "{layer}"
-TOKENS, IMAGES, HEIGHT, WIDTH = "tokens", "images", "height", "width"
+TOKENS = "tokens"
+IMAGES = "images"
+HEIGHT = "height"
+WIDTH = "width"
 STATES = "states"  # tokens within the tower
 ENDS = "ends"  # tokens of a run after which states are given out
 DELTA_RUN = 128  # tokens of a run at most, with the gated delta rule in TensorRT's dialects; a power of two
@@ -111,7 +114,8 @@ def projector(m: Manifest) -> GraphIO:
 
 def video(m: Manifest) -> GraphIO:
     assert m.video is not None, "only a bundle for videos has their graph"
-    image, tokens = m.video.image, m.video.layout.parameters["tokens"]
+    image = m.video.image
+    tokens = m.video.layout.parameters["tokens"]
     inputs = {names.PIXELS: Tensor("float32", (IMAGES, 3, *image.size))}
     return GraphIO(inputs, {names.FEATURES: Tensor("float32", (IMAGES, tokens, m.model.hidden))})
 

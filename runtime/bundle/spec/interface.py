@@ -73,7 +73,8 @@ def check(m: Manifest, declared: Any) -> None:
 
 def _difference(wanted: Any, declared: Any, where: str) -> str:
     if isinstance(wanted, dict) and isinstance(declared, dict):
-        unknown, missing = sorted(set(declared) - set(wanted)), sorted(set(wanted) - set(declared))
+        unknown = sorted(set(declared) - set(wanted))
+        missing = sorted(set(wanted) - set(declared))
         if unknown or missing:
             return f"{where}: " + (f"unknown key {unknown[0]!r}" if unknown else f"key {missing[0]!r} is missing")
         problems = (_difference(wanted[key], declared[key], f"{where}.{key}") for key in wanted)

@@ -20,7 +20,10 @@ from vtx.runtime.strict import UPGRADE, optional
 FORMAT = 6
 MAX_BYTES = 4 << 20
 MAX_RELEASE_NAME = 100  # characters
-TOKENIZER, TEMPLATE, ROPE, GOLDEN = "tokenizer.json", "chat_template.jinja", "rope.safetensors", "golden.safetensors"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+ROPE = "rope.safetensors"
+GOLDEN = "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm
 NEWLINE = "image_newline.safetensors"  # for layouts with a learned newline among the tokens
 KV_SCALES = "kv_scales.safetensors"  # of int8 K and V
@@ -41,7 +44,8 @@ class LayoutSpec:
     min_tokens: int | None = optional(None)
 
     def __post_init__(self) -> None:
-        most, least = self.max_tokens, self.must_fit
+        most = self.max_tokens
+        least = self.must_fit
         require(1 <= most < 1 << 31, f"layout.max_tokens is {most}, outside 1..2147483647")
         require(1 <= least <= most, f"layout.min_tokens is {least}, outside 1..{most}")
 
@@ -233,7 +237,8 @@ class Manifest:
             )
         unknown = set(self.arithmetic) - set(ARITHMETIC)
         require(not unknown, f"arithmetic {', '.join(sorted(unknown))} is unknown to this vtx")
-        context, image = self.max_context, self.layout.must_fit
+        context = self.max_context
+        image = self.layout.must_fit
         require(1 <= context < 1 << 24, f"max_context {context} is outside 1..16777215")
         require(image < context, f"an image of {image} tokens does not fit max_context {context}")
         require(
@@ -254,7 +259,8 @@ class Manifest:
         require((self.kv_scales is not None) == scaled, "int8 K and V and a file of their scales go together")
 
     def _check_stages(self) -> None:
-        spans, variants = [(s.first, s.last) for s in self.stages], [*self.variants]
+        spans = [(s.first, s.last) for s in self.stages]
+        variants = [*self.variants]
         starts = [first for first, _ in spans]
         cuts = [1, *starts[1:], self.model.layers + 1]
         sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
@@ -265,7 +271,8 @@ class Manifest:
             f"stages {spans} do not cut {self.model.layers} layers at K = {variants}",
         )
         shared = self.model.shared
-        known, gates = {None, *variants, *(["auto"] if self.gates else [])}, [*self.gates]
+        known = {None, *variants, *(["auto"] if self.gates else [])}
+        gates = [*self.gates]
         require(
             self.default_k in known and gates == sorted(set(gates)) and set(gates) <= set(variants),
             f"default_k {self.default_k!r} and gates at {gates} do not fit the variants {variants}",
@@ -273,7 +280,9 @@ class Manifest:
         declared = [each.name for each in self.token_inputs]
         require(len(set(declared)) == len(declared), f"token_inputs {declared} hold a name twice")
         for stage in self.stages:
-            where, reads, kinds = f"stage {stage.first}..{stage.last}", list(stage.inputs), list(stage.caches)
+            where = f"stage {stage.first}..{stage.last}"
+            reads = list(stage.inputs)
+            kinds = list(stage.caches)
             require(
                 set(reads) <= set(declared) and len(set(reads)) == len(reads),
                 f"{where} reads token inputs {reads}, the bundle declares {declared}",
@@ -305,7 +314,8 @@ class Manifest:
         for name, graphs in self.dialects.items():
             if name not in DIALECTS:
                 raise BundleError(f"vtx.json: dialect {name!r} is unknown to this vtx; {UPGRADE}")
-            where, found = f"dialect {name!r}", (len(graphs.stages), len(graphs.gates))
+            where = f"dialect {name!r}"
+            found = (len(graphs.stages), len(graphs.gates))
             require(
                 found == counts,
                 f"{where} has {found[0]} stages and {found[1]} gates, the bundle {counts[0]} and {counts[1]}",

@@ -40,7 +40,8 @@ class RopeSpec:
     def __post_init__(self) -> None:
         _check_sizes("model.rope", self)
         require(all(map(math.isfinite, self.frequencies)), "a frequency of model.rope is not a number")
-        sections, count = self.sections, len(self.frequencies)
+        sections = self.sections
+        count = len(self.frequencies)
         require(
             not sections or (len(sections) == PARTS and min(sections) >= 1 and sum(sections) == count),
             f"model.rope.sections {list(sections)!s:.60} do not divide {count} frequencies in {PARTS}",
@@ -289,7 +290,8 @@ class ModelSpec(ByLayer):
         require(self.delta is None or bool(convolved), "model.delta is for layers with a convolution, and none has one")
         require(not convolved or self.state_numbers <= MAX_SIZE, f"a layer's state has more than {MAX_SIZE} numbers")
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")
-        kv_heads, frequencies = self.kv_heads, len(self.rope.frequencies)
+        kv_heads = self.kv_heads
+        frequencies = len(self.rope.frequencies)
         if self.two_way not in (None, *TWO_WAY):
             raise BundleError(
                 f"vtx.json: tokens that see each other both ways are {self.two_way!r:.40}, unknown to this vtx, which "
@@ -298,7 +300,8 @@ class ModelSpec(ByLayer):
         require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
         fits = 2 * frequencies == self.head_dim
         require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")
-        sliding, shared = self.sliding, self.shared
+        sliding = self.sliding
+        shared = self.shared
         windows = set() if sliding is None else {*sliding.layers}
         require(
             windows <= {*range(1, self.layers + 1)} and (sliding is None or bool(windows)),

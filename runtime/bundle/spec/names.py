@@ -116,7 +116,8 @@ FEATURES = "image_features"
 POSITIONS = "position_ids"
 COS = "cos"
 SIN = "sin"
-SLIDING_COS, SLIDING_SIN = "sliding_cos", "sliding_sin"
+SLIDING_COS = "sliding_cos"
+SLIDING_SIN = "sliding_sin"
 FIRST_SLOT = "first_slot"
 LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
@@ -131,8 +132,12 @@ UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have
 IN_PLACE = ("ort", "ort-cuda")  # dialects whose graphs write K and V where they read them
 ON_GPU = ("ort-cuda", "trt", "trt10")  # dialects whose head also gives the best token, so that logits may stay there
 TENSORRT = ("trt", "trt10")  # dialects whose caches have the axis of slots before that of heads
-LOGITS, BEST = "logits", "best"
-ROBOT_STATE, ACTIONS, TIME, CHANGE = "robot_state", "actions", "time", "change"  # of an expert
+LOGITS = "logits"
+BEST = "best"
+ROBOT_STATE = "robot_state"  # of an expert
+ACTIONS = "actions"
+TIME = "time"
+CHANGE = "change"
 ODDS = "odds"
 QUERY = "query"
 KEY = "key"
@@ -155,15 +160,21 @@ TOWER_STATES = "tower_states"
 VISION_SIGNALS = (SIMILARITY, CLS_ATTENTION, CLS_ATTENTION_LAST, CLIP_PATCHES, RECEIVED)
 
 CLASS_TOKEN = -1  # the patch index of the tower's class token
-GONE, PATCH, WINDOW = -1, 0, 1  # what `merged` says of a token: gone into a window, one patch, a window of nine
+GONE = -1  # what `merged` says of a token: gone into a window, one patch, a window of nine
+PATCH = 0
+WINDOW = 1
 ODDS_ORDER = ("stay", "withdraw")
 TOKEN_INPUT = "token_input."  # begins the names of token inputs in graphs
 # Among the inputs of tokens in a run, [tokens, 1]: those with the same number see each other both ways; -1: with none.
 GROUP = "group"
 # What a layer keeps of the tokens it has seen: K and V in slots, nothing, or a state of one size.
-SLOTTED, UNCACHED, STATEFUL = "slots", "none", "state"
+SLOTTED = "slots"
+UNCACHED = "none"
+STATEFUL = "state"
 CACHE_KINDS = (SLOTTED, UNCACHED, STATEFUL)
-STATE, STATE_ENDS, STATE_OUT = "state", "state_ends", "state_out"
+STATE = "state"
+STATE_ENDS = "state_ends"
+STATE_OUT = "state_out"
 
 
 def token_input(name: str) -> str:
@@ -171,9 +182,12 @@ def token_input(name: str) -> str:
 
 
 # Names of the tensors of a layer.
-past_key, past_value = "past_key.{}".format, "past_value.{}".format
-present_key, present_value = "present_key.{}".format, "present_value.{}".format
-key_scale, value_scale = f"{KEY_SCALE}.{{}}".format, "value_scale.{}".format
+past_key = "past_key.{}".format
+past_value = "past_value.{}".format
+present_key = "present_key.{}".format
+present_value = "present_value.{}".format
+key_scale = f"{KEY_SCALE}.{{}}".format
+value_scale = "value_scale.{}".format
 source_slot = f"{LAST_SLOT}.{{}}".format
 
 

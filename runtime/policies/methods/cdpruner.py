@@ -15,7 +15,8 @@ from vtx.runtime.vision.tokens import Ids, ImageTokens
 
 Floats = NDArray[np.float32]
 Exact = NDArray[np.float64]
-COSINES, LENGTHS = "cosines", "lengths"  # of an image's tokens: they serve every question
+COSINES = "cosines"  # of an image's tokens: they serve every question
+LENGTHS = "lengths"
 OFFSET = 1e-6  # of the least relevant token, as in the released code
 NOISE = 1e-10  # relative: what differs by less is equal
 
@@ -79,7 +80,8 @@ class CDPruner(Reduction, Entry):
     def _relevance(self, image: ImageTokens, question: PromptText) -> Exact:
         if self.text == "tower":
             assert question.embeddings is not None
-            patches, texts = image.patches.signals[CLIP_PATCHES], question.embeddings
+            patches = image.patches.signals[CLIP_PATCHES]
+            texts = question.embeddings
             lengths = lengths_of(patches)[:, None] * lengths_of(texts)
             turned: Exact = -(np.einsum("nw,sw->ns", patches, texts, dtype=np.float64) / lengths).mean(1)
             return turned
@@ -115,7 +117,8 @@ def image_cosines(image: ImageTokens, own: Ids | None = None) -> Floats:
 
 def scaled(relevance: Exact) -> Exact:
     """Relevance from almost 0 to a little over 1, as the released code scales it; all 1 where all are equal."""
-    least, span = relevance.min(), relevance.max() - relevance.min()
+    least = relevance.min()
+    span = relevance.max() - relevance.min()
     return (relevance - least + OFFSET) / span if span > NOISE else np.ones_like(relevance)
 
 

@@ -56,7 +56,8 @@ class Dart(Reduction, Entry):
 
     def number_kept(self, count: int, layer: int) -> int:
         """With as many text pivots as the options say: a question of fewer tokens keeps fewer behind layer `k`."""
-        keep, pivots = min(count, number_to_keep(self.keep, count)), self.pivots + self.text_pivots
+        keep = min(count, number_to_keep(self.keep, count))
+        pivots = self.pivots + self.text_pivots
         if self.k:
             return min(count, self.pivots + keep // pivots * pivots)
         return keep if count >= FEWEST else count
@@ -67,7 +68,8 @@ class Dart(Reduction, Entry):
         each = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
         image_keys, text_keys = boundary.keys()
         assert boundary.final_norm is not None
-        hidden, text = boundary.image_hidden() * boundary.final_norm, boundary.question_hidden * boundary.final_norm
+        hidden = boundary.image_hidden() * boundary.final_norm
+        text = boundary.question_hidden * boundary.final_norm
         image_pivots = _largest(_size(image_keys), self.pivots)
         text_pivots = _largest(_size(text_keys), self.text_pivots)
         kept = np.zeros(boundary.count, bool)
@@ -94,7 +96,8 @@ class Dart(Reduction, Entry):
         return None if self.k else self
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        rows, count = image.hidden, self.number_kept(len(image), 1)
+        rows = image.hidden
+        count = self.number_kept(len(image), 1)
         if count == len(rows):
             return None
         image_pivots = _largest(_size(rows), min(self.pivots, count))
@@ -134,7 +137,8 @@ def set_order(numbers: Sequence[int]) -> list[int]:
 
 
 def _put(table: list[int | None], number: int) -> None:
-    last, rest = len(table) - 1, number
+    last = len(table) - 1
+    rest = number
     slot = number & last
     while True:
         for at in range(slot, slot + (10 if slot + 9 <= last else 1)):
@@ -158,7 +162,8 @@ def _largest(values: Floats, count: int) -> Ids:
 
 def _cosines(rows: Floats, pivots: Floats) -> Floats:
     """The cosine of each pivot with each token, [pivots, tokens]."""
-    x, y = pivots.astype(np.float64), rows.astype(np.float64)
+    x = pivots.astype(np.float64)
+    y = rows.astype(np.float64)
     lengths = np.linalg.norm(x, axis=-1)[:, None] * np.linalg.norm(y, axis=-1)
     cosines: Floats = (x @ y.T / np.maximum(lengths, TINY)).astype(np.float32)
     return cosines

@@ -38,12 +38,15 @@ class Evs(Clip):
         return min(count, math.floor(round(self.keep * count, 9)) if self.keep <= 1 else int(self.keep))
 
     def begin(self, frames: int) -> Choose:
-        kept, changes, before = np.empty(0, np.int64), np.empty(0, np.float32), np.empty((0, 0, 0))
+        kept = np.empty(0, np.int64)
+        changes = np.empty(0, np.float32)
+        before = np.empty((0, 0, 0))
         count = 0
 
         def choose(window: HiddenStates) -> Ids:
             nonlocal kept, changes, before, count
-            wide, (_, each, _) = window.astype(np.float64), window.shape
+            wide = window.astype(np.float64)
+            _, each, _ = window.shape
             earlier = np.concatenate([before if count else np.zeros_like(wide[:1]), wide[:-1]])
             lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(earlier, axis=-1)
             change = 1 - ((wide * earlier).sum(-1) / np.maximum(lengths, TINY)).astype(np.float32)
@@ -52,7 +55,10 @@ class Evs(Clip):
             numbers = np.concatenate([kept, count + np.arange(change.size)])
             changes = np.concatenate([changes, change.ravel()])
             stays = highest(changes, max(each, self.number_kept(frames * each, 1)))
-            kept, changes, before, count = numbers[stays], changes[stays], wide[-1:].copy(), count + change.size
+            kept = numbers[stays]
+            changes = changes[stays]
+            before = wide[-1:].copy()
+            count = count + change.size
             return kept
 
         return choose

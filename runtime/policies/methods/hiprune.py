@@ -50,7 +50,8 @@ class HiPrune(Reduction, Entry):
         return min(count, number_to_keep(self.keep, count))
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
-        patches, chosen = image.patches, np.zeros(len(image), bool)
+        patches = image.patches
+        chosen = np.zeros(len(image), bool)
         for view in patches.of_views():
             own = view[patches.indices[view] >= 0]  # without a class token
             chosen[own[self._of_view(patches.signals[RECEIVED][own])]] = True
@@ -59,7 +60,8 @@ class HiPrune(Reduction, Entry):
     def _of_view(self, received: Floats) -> Ids:
         """Indices of a view's patches that enter, by the attention [n, 2] that they get."""
         numbers = np.arange(len(received))
-        most, side = self.number_kept(len(numbers), 1), math.isqrt(len(numbers))
+        most = self.number_kept(len(numbers), 1)
+        side = math.isqrt(len(numbers))
         anchors = highest(received[:, 0], round(most * self.alpha / 5))
         near = np.add.outer(numbers[anchors], [-1, 1, -side, side]).clip(0, len(numbers) - 1)
         buffers = np.flatnonzero(np.isin(numbers, near) & ~anchors)[: most - anchors.sum()]

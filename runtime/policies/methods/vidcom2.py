@@ -45,11 +45,13 @@ class VidCom2(Clip):
         return max(1, round(round(self.keep * count, 9)))
 
     def begin(self, frames: int) -> Choose:
-        kept, count = np.empty(0, np.int64), 0
+        kept = np.empty(0, np.int64)
+        count = 0
 
         def choose(window: HiddenStates) -> Ids:
             nonlocal kept, count
-            kept, count = np.concatenate([kept, count + self._of_window(window)]), count + window[..., 0].size
+            kept = np.concatenate([kept, count + self._of_window(window)])
+            count = count + window[..., 0].size
             return kept
 
         return choose

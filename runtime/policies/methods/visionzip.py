@@ -86,11 +86,13 @@ class VisionZip(Reduction, Entry):
 
     def _of_view(self, view: int, columns: int, keys: Floats, attention: Floats) -> list[_Token]:
         """The tokens of a view: keys [n, size] and the class token's attention [n], its own first."""
-        count, tiled = len(attention) - 1, view > 0
+        count = len(attention) - 1
+        tiled = view > 0
         dominant, contextual = self._numbers(count)
         looked_at = highest(attention[1:], dominant - 1)
         left = np.flatnonzero(~looked_at)
-        side, (row, column) = math.isqrt(count), divmod(view - 1, columns) if tiled else (0, 0)
+        side = math.isqrt(count)
+        row, column = divmod(view - 1, columns) if tiled else (0, 0)
         tokens = [_Token((tiled, int(tiled), view, 0), view, CLASS_TOKEN, np.zeros(1, np.int64))]
         for patch in np.flatnonzero(looked_at).tolist():
             order = tiled, int(not tiled), row * side + patch // side, column * side + patch % side

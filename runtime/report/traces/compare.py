@@ -26,14 +26,16 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
     `choices` holds between two different engines only: the share of the image tokens that may be chosen differently at
     the first cut with other choices. Nothing more of such a question is compared. Raises RequestError.
     """
-    ours, theirs = read_index(expected), read_index(given)
+    ours = read_index(expected)
+    theirs = read_index(given)
     if ours.manifest != theirs.manifest:
         raise RequestError(
             f"the traces in {given} are of another bundle (its vtx.json is {theirs.manifest[:12]}..., expected "
             f"{ours.manifest[:12]}...); write them from this one"
         )
     choices = choices if ours.device != theirs.device else 0.0
-    wanted, tensors = read_tensors(expected, IMAGES), read_tensors(given, IMAGES)
+    wanted = read_tensors(expected, IMAGES)
+    tensors = read_tensors(given, IMAGES)
     if set(wanted) != set(tensors) or any(wanted[name].shape != tensors[name].shape for name in wanted):
         yield Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
     else:
@@ -47,8 +49,11 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
             continue
         wanted, tensors = read_tensors(expected, case.file), read_tensors(given, other.file)
         for number, question in enumerate(case.questions):
-            check, want, got = f"{name}: {question.name}", _of(wanted, number), _of(tensors, number)
-            problem, other_choice = _decided(question, other, number), _other_choice(want, got)
+            check = f"{name}: {question.name}"
+            want = _of(wanted, number)
+            got = _of(tensors, number)
+            problem = _decided(question, other, number)
+            other_choice = _other_choice(want, got)
             if not problem and other_choice and 0 < other_choice.difference <= choices:
                 yield replace(other_choice, name=check, limit=choices)
             elif problem := problem or _facts(want, got) or _reused(question, other.questions[number]):
@@ -82,7 +87,8 @@ def _reused(question: TracedQuestion, given: TracedQuestion) -> str:
 def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:
     """The first cut at which other image tokens were kept, with their share; None if there is none."""
     for name in sorted(name for name in wanted if name.startswith("kept.")):
-        want, got = wanted[name], given.get(name)
+        want = wanted[name]
+        got = given.get(name)
         if got is None or got.shape != want.shape:
             return None
         others = int((want != got).sum())
@@ -97,7 +103,8 @@ def _facts(wanted: Tensors, given: Tensors) -> str:
     if set(wanted) != set(given):
         return f"{sorted(set(wanted) ^ set(given))[0]} is missing or unknown"
     for name in wanted:
-        want, got = wanted[name], given[name]
+        want = wanted[name]
+        got = given[name]
         if want.shape != got.shape or want.dtype != got.dtype:
             return f"{name} is {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)}"
         if name not in ("logits", "tokens") and not np.array_equal(want, got):
@@ -107,12 +114,14 @@ def _facts(wanted: Tensors, given: Tensors) -> str:
 
 
 def _logits(name: str, wanted: Tensors, given: Tensors, limit: float) -> Check:
-    worst, note = 0.0, "same tokens"
+    worst = 0.0
+    note = "same tokens"
     for step, (want, got) in enumerate(zip(wanted["logits"], given["logits"], strict=True)):
         scale = max(1e-9, float(np.abs(want).max()))
         difference = float(np.abs(want - got).max()) / scale
         worst = max(worst, difference if np.isfinite(difference) else WRONG)
-        ours, theirs = int(wanted["tokens"][step]), int(given["tokens"][step])
+        ours = int(wanted["tokens"][step])
+        theirs = int(given["tokens"][step])
         if not 0 <= theirs < len(want):
             return Check(name, WRONG, limit, f"token {step} is {theirs}, outside the vocabulary")
         if ours != theirs:

@@ -27,7 +27,8 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.strict import Strict, optional
 
 FORMAT = 2
-INDEX, IMAGES = "traces.json", "images.safetensors"
+INDEX = "traces.json"
+IMAGES = "images.safetensors"
 MAX_BYTES = 16 << 20
 Tensors = Mapping[str, NDArray[Any]]
 

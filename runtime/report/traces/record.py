@@ -39,7 +39,8 @@ class PositionedCache:
     """
 
     def __init__(self, cache: StageCache, parts: tuple[int, ...], use: Callable[[PositionedCache], None]) -> None:
-        self.cache, self._use = cache, use
+        self.cache = cache
+        self._use = use
         self._positions: Ids = np.zeros((cache.capacity, *parts), np.int64)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +74,8 @@ class PositionedBackend:
     step = None  # tokens run through each stage's cache, which notes their positions
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        self._backend, self._parts = backend, (PARTS,) if manifest.model.rope.sections else ()
+        self._backend = backend
+        self._parts = (PARTS,) if manifest.model.rope.sections else ()
         self.used: dict[int, PositionedCache] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -108,15 +110,19 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
         picture.save(folder / f"image-{number}.png")
     pixels = {f"pixels.{number}": golden_pixels(image.views) for number, image in enumerate(prepared)}
     write_safetensors(folder / files.IMAGES, pixels, None)
-    all_cases, traced = list(cases(model.manifest)), list[files.TracedCase]()
+    all_cases = list(cases(model.manifest))
+    traced = list[files.TracedCase]()
     for number, case in enumerate(all_cases):
         progress("cases", number, len(all_cases))
-        file, recorder = f"case-{number:02d}.safetensors", _Recorder(model, case)
-        tensors, asked = dict[str, NDArray[Any]](), list[files.TracedQuestion]()
+        file = f"case-{number:02d}.safetensors"
+        recorder = _Recorder(model, case)
+        tensors = dict[str, NDArray[Any]]()
+        asked = list[files.TracedQuestion]()
         for index, question in enumerate(questions(model.manifest)):
             result, recorded = recorder.ask(question, sets[question.images])
             tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in recorded.items()}
-            q, messages = question, tuple(map(dict, question.messages))
+            q = question
+            messages = tuple(map(dict, question.messages))
             cuts = tuple(files.TracedCut(cut.layer, cut.by) for cut in result.cuts)
             reused = result.reused_tokens
             asked.append(
@@ -138,7 +144,9 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
 
 class _Recorder:
     def __init__(self, model: Model, case: TraceCase) -> None:
-        self._model, self._case, self._backend = model, case, PositionedBackend(model.backend, model.manifest)
+        self._model = model
+        self._case = case
+        self._backend = PositionedBackend(model.backend, model.manifest)
         self._session = Session(cast(Backend, self._backend), model.manifest)
         self._selection: Selection | None = None
 
@@ -146,13 +154,16 @@ class _Recorder:
         self, question: TraceQuestion, prepared: Sequence[PreparedImage]
     ) -> tuple[PrefillResult, dict[str, NDArray[Any]]]:
         """Prefill and decode greedily; returns the result and the recorded tensors."""
-        model, messages = self._model, question.messages
+        model = self._model
+        messages = question.messages
         k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
         policy = model.loaded.policy(k, Options(rest=self._case.rest), self._case.reduce)
         after = self._selection if question.continues else None
-        ids, token = model.loaded.prompt_ids(messages, prepared), model.manifest.text.image_token_id
+        ids = model.loaded.prompt_ids(messages, prepared)
+        token = model.manifest.text.image_token_id
         text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))
-        images, expand = EncodedImages(model.backend, tuple(prepared)), partial(model.loaded.text.prompt, messages)
+        images = EncodedImages(model.backend, tuple(prepared))
+        expand = partial(model.loaded.text.prompt, messages)
         prompt = images.prompt(ids, token, policy, text, expand)
         self._session.caches.continues |= question.replaces
         result = self._session.prefill(prompt, policy, after=after)
@@ -169,6 +180,7 @@ class _Recorder:
 
     def _by_layer(self) -> dict[int, Ids]:
         """Of each layer the positions of the slots that it reads."""
-        model, stages = self._model.manifest.model, enumerate(self._model.manifest.stages)
+        model = self._model.manifest.model
+        stages = enumerate(self._model.manifest.stages)
         stage_of = {layer: i for i, stage in stages for layer in range(stage.first, stage.last + 1)}
         return {layer: self._backend.used[stage_of[model.source(layer)]].positions for layer in stage_of}

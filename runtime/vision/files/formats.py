@@ -88,7 +88,8 @@ def read_container(name: str, content: bytes, formats: Sequence[str] = DEFAULT_F
 
 
 def _read_png(name: str, content: bytes) -> Container:
-    view, pieces = memoryview(content), [memoryview(content)[:8]]
+    view = memoryview(content)
+    pieces = [memoryview(content)[:8]]
     exif = raw = xmp = None
     for kind, start, end in _chunks(name, content, png=True):
         data = view[start + 8 : end - 4]
@@ -150,7 +151,8 @@ def _read_webp(name: str, content: bytes) -> Container:
 
 def _chunks(name: str, content: bytes, *, png: bool) -> Iterator[tuple[bytes, int, int]]:
     """Type, start and end of each chunk of a PNG, up to its IEND, or of a WebP; the last may end beyond a cut file."""
-    at, count = 8 if png else 12, 0
+    at = 8 if png else 12
+    count = 0
     total = len(content) if png else min(len(content), 8 + int.from_bytes(content[4:8], "little"))
     while at + 8 <= total:
         if count >= MAX_PARTS:
@@ -164,17 +166,20 @@ def _chunks(name: str, content: bytes, *, png: bool) -> Iterator[tuple[bytes, in
         yield kind, at, end
         if png and kind == b"IEND":
             return
-        at, count = end if png else end + length % 2, count + 1
+        at = end if png else end + length % 2
+        count = count + 1
 
 
 def _read_gif(name: str, content: bytes) -> Container:
     """The screen, the first frame, and its transparency."""
-    view, (width, height, flags) = memoryview(content), struct.unpack_from("<HHB", content, 6)
+    view = memoryview(content)
+    width, height, flags = struct.unpack_from("<HHB", content, 6)
     at = 13 + _colours(flags)
     pieces: list[bytes | memoryview] = [view[:at]]
     blocks = 0
     while True:
-        start, introducer = at, content[at]
+        start = at
+        introducer = content[at]
         if introducer == 0x2C:
             left, top, frame_width, frame_height, flags = struct.unpack_from("<HHHHB", content, at + 1)
             end, _ = _gif_blocks(name, content, at + 11 + _colours(flags), blocks)
@@ -195,7 +200,8 @@ def _colours(flags: int) -> int:
 def _gif_blocks(name: str, content: bytes, at: int, count: int) -> tuple[int, int]:
     """The end of a chain of blocks, and the number of blocks so far; the end may lie beyond a file that was cut."""
     while at < len(content) and content[at]:
-        at, count = at + 1 + content[at], count + 1
+        at = at + 1 + content[at]
+        count = count + 1
         if count > MAX_GIF_BLOCKS:
             raise too_many(name, "blocks", MAX_GIF_BLOCKS)
     return at + 1, count
@@ -220,7 +226,8 @@ def _read_ppm(name: str, content: bytes) -> Container:
         raise ImageError(
             f"{name} is a PPM in text form, or has other than 256 levels; convert it to binary (P6, 255), or to PNG"
         )
-    width, height = int(header[2]), int(header[3])
+    width = int(header[2])
+    height = int(header[3])
     start = b"P%b %d %d 255\n" % (header[1], width, height)
     return Container("PPM", width, height, (start, memoryview(content)[header.end() :]))
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Callable
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.files.container import Container, DamagedError, exif_orientation, too_many, xmp_orientation
 from vtx.runtime.vision.limits import MAX_PARTS, MAX_SCAN_BLOCKS, MAX_SCANS
 
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")  # zero follows a data byte of 255; D0 to D7 restart within a scan
-_START, _END, _SCAN, _LINES = 0xD8, 0xD9, 0xDA, 0xDC
+_START = 0xD8
+_END = 0xD9
+_SCAN = 0xDA
+_LINES = 0xDC
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _METADATA = frozenset([*range(0xE1, 0xEE), 0xEF, 0xFE])  # all but JFIF (E0) and Adobe (EE), which tell the colours
 _STANDALONE = (0x01, _START, _END)
@@ -26,7 +30,8 @@ def read_jpeg(name: str, content: bytes) -> Container:
 
     Raises ImageError beyond `MAX_PARTS`, `MAX_SCANS` or `MAX_SCAN_BLOCKS`.
     """
-    view, pieces = memoryview(content), []
+    view = memoryview(content)
+    pieces = []
     blocks: dict[int, int] = {}  # of 8x8 pixels, by component
     width = height = 0
     exif = xmp = None
@@ -35,44 +40,25 @@ def read_jpeg(name: str, content: bytes) -> Container:
         marker = _MARKER.search(content, end)
         if marker is None or marker[1][0] == _END:
             break
-        code, start = marker[1][0], marker.end() - 2
-        if code in _STANDALONE:
-            end = start + 2
-        else:
-            length = int.from_bytes(content[start + 2 : start + 4], "big")
-            if length < 2:
-                raise DamagedError(f"segment {code:02X} has a length of {length}")
-            end = start + 2 + length
+        code = marker[1][0]
+        start = marker.end() - 2
+        end = start + _length(content, code, start)
         segment = content[start + 4 : end]
         if code in _METADATA:
             if code == 0xE1:
-                exif = exif_orientation(segment) if exif is None and segment.startswith(b"Exif\0\0") else exif
-                xmp = xmp_orientation(segment) if xmp is None and segment.startswith(_XMP) else xmp
+                exif = _orientation(exif, segment, b"Exif\0\0", exif_orientation)
+                xmp = _orientation(xmp, segment, _XMP, xmp_orientation)
             continue
         if code in _FRAMES:
             if blocks:
                 raise DamagedError("it has two frame headers")
-            _, height, width, count = struct.unpack_from(">BHHB", segment)
-            if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
-                raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
-            across, down = [byte >> 4 for byte in segment[7::3]], [byte & 15 for byte in segment[7::3]]
-            if not 1 <= min(across + down) <= max(across + down) <= 4:
-                raise DamagedError("a component's sampling factor is not from 1 to 4")
-            units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
-            blocks = {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
+            width, height, blocks = _frame(segment)
         elif code == _SCAN:
             if not blocks or not segment:
                 raise DamagedError("a scan comes before the frame header")
             scans += 1
-            for component in segment[1 : 1 + 2 * segment[0] : 2]:
-                visited += blocks.get(component, 0)
-            if scans > MAX_SCANS:
-                raise too_many(name, "scans", MAX_SCANS)
-            if visited > MAX_SCAN_BLOCKS:
-                raise ImageError(
-                    f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
-                    "save it as a baseline JPEG, or shrink it"
-                )
+            visited += sum(blocks.get(component, 0) for component in segment[1 : 1 + 2 * segment[0] : 2])
+            _check_work(name, scans, visited)
             following = _MARKER.search(content, end)  # the compressed data ends there, or with the file
             end = len(content) if following is None else following.start()
         elif code == _LINES:
@@ -84,3 +70,44 @@ def read_jpeg(name: str, content: bytes) -> Container:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
     return Container("JPEG", width, height, (*pieces, *closing), exif or xmp or 1)
+
+
+def _orientation(
+    first: int | None, segment: bytes, head: bytes, read: Callable[[bytes], int | None]
+) -> int | None:  # fmt: skip
+    """The `first` orientation, or that of a segment which begins with `head`."""
+    return read(segment) if first is None and segment.startswith(head) else first
+
+
+def _length(content: bytes, code: int, start: int) -> int:
+    """Bytes of a segment from its marker at `start` on; of a scan only those of its header."""
+    if code in _STANDALONE:
+        return 2
+    length = int.from_bytes(content[start + 2 : start + 4], "big")
+    if length < 2:
+        raise DamagedError(f"segment {code:02X} has a length of {length}")
+    return 2 + length
+
+
+def _frame(segment: bytes) -> tuple[int, int, dict[int, int]]:
+    """Width, height, and the blocks of each component."""
+    _, height, width, count = struct.unpack_from(">BHHB", segment)
+    if len(segment) != 6 + 3 * count or not 1 <= count <= 4:
+        raise DamagedError(f"its header names {count} components in {len(segment)} bytes")
+    across = [byte >> 4 for byte in segment[7::3]]
+    down = [byte & 15 for byte in segment[7::3]]
+    if not 1 <= min(across + down) <= max(across + down) <= 4:
+        raise DamagedError("a component's sampling factor is not from 1 to 4")
+    units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
+    return width, height, {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
+
+
+def _check_work(name: str, scans: int, visited: int) -> None:
+    """Raise ImageError for too many scans, or scans of too many blocks."""
+    if scans > MAX_SCANS:
+        raise too_many(name, "scans", MAX_SCANS)
+    if visited > MAX_SCAN_BLOCKS:
+        raise ImageError(
+            f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
+            "save it as a baseline JPEG, or shrink it"
+        )

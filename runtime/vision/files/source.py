@@ -63,7 +63,8 @@ def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
     array = source.array if isinstance(source, BGR) else source
     if not isinstance(array, np.ndarray):
         raise ImageError(f"vtx.bgr got a {type(array).__name__}; give it a numpy array [height, width, 3] of uint8")
-    shape, kind = array.shape, array.dtype.kind
+    shape = array.shape
+    kind = array.dtype.kind
     if array.ndim == 4:
         raise ImageError(f"the array {list(shape)} is a batch; give one image at a time: array[0]")
     if array.ndim == 3 and shape[2] not in _ARRAYS and shape[0] in _ARRAYS:
@@ -97,11 +98,13 @@ def read_file(source: Any) -> ImageFile:
     if isinstance(source, ImageFile):
         return source
     if isinstance(source, str) and source[:5].lower() == "data:":
-        name, content = "the image in the data URL", read_data_url(source, "image", MAX_FILE_BYTES)
+        name = "the image in the data URL"
+        content = read_data_url(source, "image", MAX_FILE_BYTES)
     elif isinstance(source, str) and (scheme := _URL.match(source)):
         raise ImageError(f"vtx fetches no {scheme[1].lower()} URLs; give the file's path or its bytes")
     elif isinstance(source, (bytes, bytearray, memoryview)):
-        name, content = "the given image", source
+        name = "the given image"
+        content = source
     elif isinstance(source, (str, os.PathLike)):
         path = repr(os.fspath(source))
         name = f"image {path if len(path) <= 200 else f'{path[:120]}...{path[-60:]}'}"

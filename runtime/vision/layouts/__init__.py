@@ -15,7 +15,8 @@ from vtx.runtime.strict import UPGRADE, Strict, json_value
 from vtx.runtime.vision.layout import Layout, VideoLayout, registered
 
 T = TypeVar("T", bound=Layout | VideoLayout)
-FRAMES, SLICED = "frames", "sliced_frames"  # layouts of videos beside PAIRS
+FRAMES = "frames"  # layouts of videos beside PAIRS
+SLICED = "sliced_frames"
 
 
 def layouts() -> Mapping[str, type[Layout]]:

@@ -131,7 +131,9 @@ class Anyres(Layout):
         views = [preprocess(image, square_settings(settings) if barred else settings)]
         if self.resolutions:
             width, height = self._resolution(*image.size)
-            across, down, side = width / image.width, height / image.height, self.tile
+            across = width / image.width
+            down = height / image.height
+            side = self.tile
             if across < down:
                 size = width, min(math.ceil(image.height * across), height)
             else:

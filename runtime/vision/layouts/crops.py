@@ -18,8 +18,10 @@ from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_CROPS = 64
-_BEGIN, _END = "\n\n<start_of_image>", "<end_of_image>\n\n"
-_WHOLE, _CROPS = "Here is the original image ", " and here are some crops to help you see better "
+_BEGIN = "\n\n<start_of_image>"
+_END = "<end_of_image>\n\n"
+_WHOLE = "Here is the original image "
+_CROPS = " and here are some crops to help you see better "
 
 
 @image_layout("crops")
@@ -82,7 +84,8 @@ class Crops(Layout):
 
     def _boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
         """The crops of an image of this size, in pixels: left, top, right and bottom."""
-        longer, shorter = max(width, height), min(width, height)
+        longer = max(width, height)
+        shorter = min(width, height)
         if not self.most or longer / shorter < self.ratio:
             return []
         count = min(self.most, max(2, min(longer // self.side, math.floor(longer / shorter + 0.5))))

@@ -62,7 +62,8 @@ class Frames(VideoLayout):
                 f"layout 'frames' has {len(self.between)} characters between frames, the limit is {MAX_BETWEEN}; "
                 "export the bundle again"
             )
-        rate, longer = 1 if self.a_second is None else self.a_second, 1 if self.longer is None else self.longer
+        rate = 1 if self.a_second is None else self.a_second
+        longer = 1 if self.longer is None else self.longer
         if not 0 < rate <= 1000 or not 1 <= longer <= MAX_LONGER:
             raise BundleError(
                 f"layout 'frames' has {self.a_second} frames a second of {self.longer} pixels; it needs up to 1000 and "

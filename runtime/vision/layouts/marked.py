@@ -19,7 +19,9 @@ from vtx.runtime.vision.preprocess import preprocess
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_SIDE = 8  # tiles: transformers resizes nothing beyond 4,096 pixels
-FRAME, WHOLE, _TILE = "<fake_token_around_image>", "<global-img>", "<row_{}_col_{}>"
+FRAME = "<fake_token_around_image>"
+WHOLE = "<global-img>"
+_TILE = "<row_{}_col_{}>"
 
 
 @image_layout("marked")
@@ -79,7 +81,8 @@ class MarkedTiles(Layout):
         return PromptImage(spans, (*tiles, f"\n\n{FRAME}{WHOLE}", FRAME))
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image, side = to_rgb(image), self.tile
+        image = to_rgb(image)
+        side = self.tile
         resample = Image.Resampling[settings.resample.upper()]
         image = image.resize(self._resized(*image.size), resample)
         columns, rows = self._grid(*image.size)

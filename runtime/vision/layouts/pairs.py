@@ -93,7 +93,8 @@ class Pairs(VideoLayout):
         if not self.times:
             return PromptImage((count * columns * rows,), span=self._span(clip, columns, rows))
         seconds = [number / clip.rate for number in (*clip.numbers, clip.numbers[-1])]
-        both, end = zip(seconds[::2], seconds[1::2], strict=False), "<|vision_end|>"
+        both = zip(seconds[::2], seconds[1::2], strict=False)
+        end = "<|vision_end|>"
         before = [f"<{(first + last) / 2:.1f} seconds><|vision_start|>" for first, last in both]
         return PromptImage((columns * rows,) * count, (before[0], *(end + text for text in before[1:]), end))
 
@@ -107,7 +108,8 @@ class Pairs(VideoLayout):
     ) -> ImageTokens:  # fmt: skip
         """The tokens of a video from those of its pairs, from number `first` on, row by row; `newline` is not used."""
         columns, rows = self._grid(len(clip.numbers), width, height)
-        tokens, offsets = joined(views), np.concatenate([squares(columns, rows) for _ in views])
+        tokens = joined(views)
+        offsets = np.concatenate([squares(columns, rows) for _ in views])
         patches = replace(tokens.patches, views=None, frames=np.repeat(np.arange(len(views)), columns * rows))
         if self.times:
             runs = (columns * rows,) * len(views)
@@ -128,15 +130,21 @@ class Pairs(VideoLayout):
 
     def _grid(self, frames: int, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens of each of `frames` frames of this size."""
-        least, most, counted = self.min_pixels * frames, self.max_pixels * frames, frames
+        least = self.min_pixels * frames
+        most = self.max_pixels * frames
+        counted = frames
         check_ratio(width, height)
         if self.of_clip:
-            least, most, counted = self.min_pixels, self.max_pixels, TOGETHER * max(1, round(frames / TOGETHER))
+            least = self.min_pixels
+            most = self.max_pixels
+            counted = TOGETHER * max(1, round(frames / TOGETHER))
             if min(width, height) < self.unit:
                 enlarge = self.unit / min(width, height)
-                width, height = int(width * enlarge), int(height * enlarge)
+                width = int(width * enlarge)
+                height = int(height * enlarge)
         if self.capped is not None:
-            share, floor = self.capped * self.unit**2, int(self.min_pixels * 1.05)
+            share = self.capped * self.unit**2
+            floor = int(self.min_pixels * 1.05)
             if self.of_clip:
                 share = min(share, self.max_pixels // frames)
             else:

@@ -57,7 +57,8 @@ class SlicedFrames(VideoLayout):
 
     def prompt_image(self, clip: SampledFrames, width: int, height: int) -> PromptImage:
         """A video in a prompt: the tokens of each view, and the marks around them."""
-        frame, count = self.slices.prompt_image(width, height), len(clip.numbers)
+        frame = self.slices.prompt_image(width, height)
+        count = len(clip.numbers)
         first, *between, last = frame.texts
         texts = (first, *(*between, last + first) * (count - 1), *between, last)
         return replace(frame, spans=frame.spans * count, texts=texts)
@@ -70,6 +71,7 @@ class SlicedFrames(VideoLayout):
         self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
     ) -> ImageTokens:
         """The tokens of a video from those of its frames' views; `newline` is not used."""
-        tokens, each = joined(views), self.slices.count(width, height)
+        tokens = joined(views)
+        each = self.slices.count(width, height)
         frames = np.arange(len(tokens)) // each  # which compete with each other, unlike the views of an image
         return replace(tokens, patches=replace(tokens.patches, views=None, frames=frames))

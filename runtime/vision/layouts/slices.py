@@ -66,7 +66,8 @@ class Slices(Layout):
 
     def _longest(self, ratio: float) -> int:
         """The most tokens of a view whose sides differ up to `ratio`-fold."""
-        side, most = self.side / self.unit, math.sqrt(ratio)
+        side = self.side / self.unit
+        most = math.sqrt(ratio)
         stretched = ((rows, min(most, side / (rows - 0.5))) for rows in range(1, math.floor(side + 0.5) + 1))
         return max(rows * max(1, math.floor(side * stretch + 0.5)) for rows, stretch in stretched)
 
@@ -100,10 +101,12 @@ class Slices(Layout):
 
     def views(self, image: Image.Image, settings: ImageSettings) -> Views:
         image = to_rgb(image)
-        (columns, rows), (whole, *slices) = self._grid(*image.size), self._sizes(*image.size)
+        columns, rows = self._grid(*image.size)
+        whole, *slices = self._sizes(*image.size)
         views = [resized(image, settings, *whole)]
         if slices:
-            (width, height), resample = slices[0], Image.Resampling[settings.resample.upper()]
+            width, height = slices[0]
+            resample = Image.Resampling[settings.resample.upper()]
             corners = [(x * width, y * height) for y in range(rows) for x in range(columns)]
             try:
                 large = image.resize((columns * width, rows * height), resample)
@@ -118,11 +121,14 @@ class Slices(Layout):
         count = min(math.ceil(width * height / self.side**2), self.most)
         if count <= 1:
             return 0, 0
-        best, least, wanted = (1, 1), math.inf, math.log(width / height)
+        best = (1, 1)
+        least = math.inf
+        wanted = math.log(width / height)
         for columns, rows in self._grids(count):
             off = abs(wanted - math.log(columns / rows))
             if off < least or (off == least and rows > best[1]):
-                best, least = (columns, rows), off
+                best = (columns, rows)
+                least = off
         return best
 
     def _grids(self, count: int) -> Iterator[tuple[int, int]]:

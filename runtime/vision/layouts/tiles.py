@@ -58,7 +58,8 @@ class Tiles(Layout):
         return columns * rows + (columns * rows > 1)
 
     def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image, side = to_rgb(image), self.tile
+        image = to_rgb(image)
+        side = self.tile
         columns, rows = self.grid(*image.size)
         resized = image.resize((columns * side, rows * side), Image.Resampling[settings.resample.upper()])
         corners = [(x * side, y * side) for y in range(rows) for x in range(columns)]
@@ -73,10 +74,12 @@ class Tiles(Layout):
             for rows in range(1, self.most // columns + 1)
             if columns * rows >= self.fewest
         ]
-        best, least = (1, 1), float("inf")
+        best = (1, 1)
+        least = float("inf")
         for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
             off = abs(width / height - columns / rows)
             filled = width * height > 0.5 * self.tile**2 * columns * rows
             if off < least or (off == least and filled):
-                best, least = (columns, rows), off
+                best = (columns, rows)
+                least = off
         return best

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny
-from vtx.exporter.bundling import prepare
+from vtx.exporter.bundling import choices
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 
@@ -27,10 +27,10 @@ def test_the_largest_image_a_question_and_an_answer_fit(
     """Of LLaVA-OneVision's published sizes an image takes up to 8,829 tokens, of Granite Vision's 8,289."""
     options = ExportOptions(str(tiny_checkpoint(tiny)))
     largest = plan_export(options).config.layout.max_tokens
-    monkeypatch.setattr(prepare, "DEFAULT_CONTEXT", largest)
-    assert plan_export(options).max_context == largest + prepare.ASKED
-    monkeypatch.setattr(prepare, "DEFAULT_CONTEXT", 4096)
-    assert plan_export(options).max_context == max(4096, largest + prepare.ASKED)
+    monkeypatch.setattr(choices, "DEFAULT_CONTEXT", largest)
+    assert plan_export(options).max_context == largest + choices.ASKED
+    monkeypatch.setattr(choices, "DEFAULT_CONTEXT", 4096)
+    assert plan_export(options).max_context == max(4096, largest + choices.ASKED)
     assert plan_export(replace(options, max_context=largest + 2)).max_context == largest + 2
 
 

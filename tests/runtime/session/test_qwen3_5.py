@@ -29,7 +29,6 @@ from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.graphs.gated_delta import CHUNK
 from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.model import Reference as Plain
-from vtx.exporter.tuning.options import check_tunable
 from vtx.exporter.weights.scaling import channels, scalings
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.api.load import load
@@ -299,12 +298,10 @@ def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> No
     assert plan_export(ExportOptions(str(place), (), "fp32")).config.text.conv_layers == (1, 2, 3, 5, 6, 7)
 
 
-def test_graphs_for_gpus_are_exported_and_tuning_is_refused(tiny_checkpoint: Export) -> None:
+def test_graphs_for_gpus_are_exported(tiny_checkpoint: Export) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(QWEN35)), (3,), "fp32"))
     assert not plan.warnings
     assert [*plan.dialects] == [*DIALECTS]
-    with pytest.raises(UnsupportedModelError, match="vtx-tune does not support"):
-        check_tunable(plan.config, "this model", original=False)
 
 
 def test_a_plan_counts_the_weights_that_are_there(tiny_checkpoint: Export) -> None:

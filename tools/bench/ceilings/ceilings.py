@@ -23,7 +23,8 @@ from vtx.runtime.units import counted, size
 from vtx.tools.bench.ceilings.products import Kind, Product
 from vtx.tools.bench.series import Series, spread
 
-GEMM, VISION_GEMM = "gemm", "vision_gemm"  # products of the decoder, and of a tower that computes otherwise
+GEMM = "gemm"  # products of the decoder, and of a tower that computes otherwise
+VISION_GEMM = "vision_gemm"
 LEAST = (256, 1024, 1024)  # tokens, depth, width: a smaller product does not reach the peak
 MAX_WEIGHTS = 1 << 26  # elements of the matrix
 READ_BYTES = 1 << 29  # beyond any cache
@@ -59,7 +60,8 @@ class Ceilings:
         tokens, depth, width = (max(pair) for pair in zip(LEAST, (tokens, depth, width), strict=True))
         depth = BLOCK * -(-depth // BLOCK)
         width = max(1, min(width, MAX_WEIGHTS // depth))
-        needed, free = COPIES * 4 * depth * width * len(kinds) + READ_BYTES, available_memory()
+        needed = COPIES * 4 * depth * width * len(kinds) + READ_BYTES
+        free = available_memory()
         if free is not None and free < needed:
             raise DeviceError(
                 f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close other programs"
@@ -68,7 +70,8 @@ class Ceilings:
         self._memory = MemoryReader(threads)
         self.products: dict[str, list[float]] = {name: [] for name in kinds}
         self.read = list[float]()
-        sizes, used = f"a product [{tokens}, {depth}] x [{depth}, {width}]", counted(threads, "thread")
+        sizes = f"a product [{tokens}, {depth}] x [{depth}, {width}]"
+        used = counted(threads, "thread")
         self._descriptions = {name: f"{sizes} by {kind.in_words()}, {used}" for name, kind in kinds.items()}
 
     def measure(self) -> None:
@@ -86,7 +89,8 @@ class MemoryReader:
     """Each call reads `bytes` bytes, a slice per thread; finding the largest number is faster than memory."""
 
     def __init__(self, threads: int) -> None:
-        self.bytes, self.threads = READ_BYTES, threads
+        self.bytes = READ_BYTES
+        self.threads = threads
         self._parts: list[NDArray[np.int32]] = np.array_split(np.ones(self.bytes // 4, np.int32), threads)
         self._pool = ThreadPoolExecutor(threads)
 
@@ -97,7 +101,8 @@ class MemoryReader:
 
 def _rate(amount: int, call: Any) -> float:
     """`amount` a call as a rate per second, over calls that take `LEAST_MS` together."""
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
     while True:
         call()
         count += 1

@@ -15,7 +15,8 @@ from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
 
 DEVICES = tuple(device for device, engine in ENGINES.items() if not engine.gpu)
-OPSETS, IR_VERSION = {"": 21, "com.microsoft": 1}, 10
+OPSETS = {"": 21, "com.microsoft": 1}
+IR_VERSION = 10
 
 
 def load_onnx() -> Any:
@@ -65,7 +66,9 @@ class Product:
 def make_graph(kind: Kind, rows: int, depth: int, width: int) -> bytes:
     """The product from the input "x" to the output "y", in the engine's dialect; INT4 weights are two to a byte."""
     onnx = load_onnx()
-    make, types, rng = onnx.helper, onnx.TensorProto, np.random.default_rng(0)
+    make = onnx.helper
+    types = onnx.TensorProto
+    rng = np.random.default_rng(0)
 
     def constant(name: str, dtype: int, shape: Sequence[int], values: np.typing.NDArray[Any]) -> Any:
         return make.make_tensor(name, dtype, shape, values.tobytes(), raw=True)
@@ -74,7 +77,8 @@ def make_graph(kind: Kind, rows: int, depth: int, width: int) -> bytes:
         return constant("scales", types.FLOAT, shape, np.full(shape, 0.01, np.float32))
 
     bits = None if kind.stored == "float" else PRECISIONS[kind.stored].bits
-    octets, blocks = rng.integers(0, 256, width * depth * (bits or 0) // 8, np.uint8), depth // BLOCK
+    octets = rng.integers(0, 256, width * depth * (bits or 0) // 8, np.uint8)
+    blocks = depth // BLOCK
     if bits is None:
         nodes = [make.make_node("MatMul", ("x", "w"), ["y"])]
         weights = rng.standard_normal((depth, width), np.float32)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from vtx.tools.model.tensors import Shapes
 from vtx.tools.model.towers.tower import Tower, block_macs
 
-PATCHES, POSITIONS, PROJECTION = "vision.patch_embed.weight", "vision.position_embedding_table", "projector.linear_1"
+PATCHES = "vision.patch_embed.weight"
+POSITIONS = "vision.position_embedding_table"
+PROJECTION = "projector.linear_1"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from vtx.tools.model.tensors import Placed, Shapes, convolution_tensors, linear_tensors, norm_tensors, products
 from vtx.tools.model.towers.tower import Tower
 
-STEM, ATTENDING = 4, 2  # the stride of the stem, and the stages with attention
-WIDER, KERNEL, SQUEEZED = 4, 7, 16  # an MLP's width, its kernel, and the share that the last convolution's gate has
+STEM = 4  # the stride of the stem, and the stages with attention
+ATTENDING = 2
+WIDER = 4  # an MLP's width, its kernel, and the share that the last convolution's gate has
+KERNEL = 7
+SQUEEZED = 16
 BATCH_NORM = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -24,7 +27,8 @@ class ConvolutionalTower(Tower):
             yield from tensors
 
     def _placed(self) -> Placed:
-        v, places = self.vision, (self.vision.image // STEM) ** 2
+        v = self.vision
+        places = (self.vision.image // STEM) ** 2
         first = v.stage_widths[0]
         yield 4 * places, convolution_tensors("vision.stem.0.reparam_conv", first, 3, 3)
         yield places, convolution_tensors("vision.stem.1.reparam_conv", first, 1, 3)
@@ -45,7 +49,9 @@ class ConvolutionalTower(Tower):
         yield 1, convolution_tensors("vision.final_conv.se.fc2", v.hidden, v.hidden // SQUEEZED, 1)
 
     def layer_macs(self, tokens: int) -> int:
-        v, attention, stages = self.vision, 0, len(self.vision.stage_blocks)
+        v = self.vision
+        attention = 0
+        stages = len(self.vision.stage_blocks)
         for stage in range(stages - ATTENDING, stages):
             places = v.grid**2 << 2 * (stages - 1 - stage)
             attention += 2 * places**2 * v.stage_widths[stage] * v.stage_blocks[stage]

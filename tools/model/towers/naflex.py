@@ -26,7 +26,8 @@ class NaflexTower(Tower):
 
     def layer_macs(self, tokens: int) -> int:
         """The mean of the layers before and behind the merger, with its share of the merger."""
-        v, squares = self.vision, tokens // MERGED**2
+        v = self.vision
+        squares = tokens // MERGED**2
         if v.merged_after is None:
             return block_macs(v, tokens, tokens)
         before = v.merged_after * block_macs(v, tokens, tokens)

@@ -34,7 +34,8 @@ class NativeTower(Tower):
 
     def projector(self, out: int) -> Shapes:
         """The merger's weights, and those of the maps'."""
-        v, square = self.vision, self.vision.hidden * self.vision.shuffle**2
+        v = self.vision
+        square = self.vision.hidden * self.vision.shuffle**2
         widths = {MERGER: v.hidden} | {map_merger(number): square for number in range(len(v.maps))}
         for name, width in widths.items():
             yield from norm_tensors(f"{name}.ln_q", width, bias=not v.rms_norm)
@@ -46,7 +47,8 @@ class NativeTower(Tower):
         return self.vision.layers
 
     def layer_macs(self, tokens: int) -> int:
-        v, visible = self.vision, tokens
+        v = self.vision
+        visible = tokens
         if v.window is not None:
             full = max(1, len(v.full_blocks))
             visible = (full * tokens + (v.layers - full) * min(tokens, v.window**2)) // v.layers

@@ -61,7 +61,8 @@ class Tower(ABC):
 
     def widest(self, patches: int) -> int:
         """Numbers that a layer holds: two residual vectors a token, and q, k, v or the MLP's vectors."""
-        hidden, ffn = self.vision.hidden, self.vision.ffn
+        hidden = self.vision.hidden
+        ffn = self.vision.ffn
         return self.tokens(patches) * (2 * hidden + max(4 * hidden, 2 * ffn))
 
     def apart(self, patches: int) -> int:

@@ -27,7 +27,9 @@ from vtx.runtime.vision.layouts.crops import Crops
 from vtx.runtime.vision.layouts.single import Single
 
 PROCESSOR = ImageProcessor("Gemma3ImageProcessor", {**SIGLIP_DEFAULTS, "resample": 2})
-IMAGE, BEGIN, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+IMAGE = "<image_soft_token>"
+BEGIN = "<start_of_image>"
+END = "<end_of_image>"
 CROPS = {
     "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
 }  # fmt: skip
@@ -38,7 +40,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     known = {"attention_bias": (None, False), "use_bidirectional_attention": (None, False)}
     check_values(part_of(config, "text_config"), "a Gemma 3", known)
     parsed = parse_parts("Gemma3Config", config, towers=("siglip_vision_model",))
-    text, tower = _text(parsed), tower_of(parsed.vision_config, VISION_FAMILIES["siglip_vision_model"])
+    text = _text(parsed)
+    tower = tower_of(parsed.vision_config, VISION_FAMILIES["siglip_vision_model"])
     tokens = size(parsed, "mm_tokens_per_image")
     side = isqrt(tokens)
     if side**2 != tokens or tower.grid % side:
@@ -62,14 +65,17 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 def _text(parsed: Any) -> TextConfig:
     config = parsed.text_config
     layers = size(config, "num_hidden_layers", MAX_LAYERS)
-    heads, kv_heads, width = size(config, "num_attention_heads"), size(config, "num_key_value_heads"), config.head_dim
+    heads = size(config, "num_attention_heads")
+    kv_heads = size(config, "num_key_value_heads")
+    width = config.head_dim
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
     if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
         raise UnsupportedModelError(
             f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
         )
-    sliding, ropes = sliding_layers(config, layers), dict(config.rope_parameters or {})
+    sliding = sliding_layers(config, layers)
+    ropes = dict(config.rope_parameters or {})
     full, local = (
         read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
         for kind in ("full_attention", "sliding_attention")

@@ -39,7 +39,8 @@ _UNROUNDED = (26, 27, *(1 << power for power in range(11)))
 
 def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts(f"{name}Config", config, TEXT_FAMILIES)
-    text_config, side = text_config_of(parsed), size(parsed, "scale_factor", 64)
+    text_config = text_config_of(parsed)
+    side = size(parsed, "scale_factor", 64)
     tower = replace(tower_of(parsed.vision_config, "siglip", side), shuffle=side, post_norm=True)
     if tower.grid not in _UNROUNDED:
         raise UnsupportedModelError(
@@ -92,7 +93,8 @@ def _adjust_video(frames: Frames, processor: Mapping[str, Any]) -> Frames:
     )
     edge = processor.get("size") or sampling.get("video_size") or {_LONGEST: frames.longer}
     longer = edge.get(_LONGEST) if isinstance(edge, Mapping) else None
-    rate, most = A_SECOND if rate is None else rate, MAX_SAMPLED_FRAMES if most is None else most
+    rate = A_SECOND if rate is None else rate
+    most = MAX_SAMPLED_FRAMES if most is None else most
     if type(rate) not in (int, float) or type(most) is not int or most < 1 or type(longer) is not int:
         raise CheckpointError(
             f"the video processor samples {rate!r:.20} frames a second, at most {most!r:.20}, and its size is "

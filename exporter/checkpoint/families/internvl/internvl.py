@@ -16,7 +16,8 @@ from vtx.runtime.vision.layouts.tiles import Tiles
 
 SHUFFLE = 2  # side of a token's square in patches, at the published downsample_ratio
 NORM_EPS = 1e-5  # of the projector's norm: no setting
-FEWEST, MOST = 1, 12  # tiles by default
+FEWEST = 1  # tiles by default
+MOST = 12
 PLACEHOLDER = "<IMG_CONTEXT>"
 _DEFAULTS = {**CLIP_DEFAULTS, "size": {"height": 384, "width": 384}, "do_center_crop": False}
 _TOWER = r"^(?:model\.)?vision_tower\."
@@ -27,7 +28,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("InternVLConfig", config, TEXT_FAMILIES)
     # Releases before 5 wrote nothing for the whole model, and went by its text model; the default since then ties.
     tied = config.get("tie_word_embeddings", parsed.text_config.tie_word_embeddings)
-    text_config, vision = replace(text_config_of(parsed), tied=bool(tied)), parsed.vision_config
+    text_config = replace(text_config_of(parsed), tied=bool(tied))
+    vision = parsed.vision_config
     sides = {*vision.image_size}, {*vision.patch_size}
     wanted = {
         "downsample_ratio": (parsed.downsample_ratio, 1 / SHUFFLE),

@@ -26,7 +26,8 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _TEMPLATES = {"internlm2-chat": "internlm2-chat", "Hermes-2": "internlm2-chat", "internvl2_5": "internvl2_5"}
 MAX_SYSTEM = 4096  # characters
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+MEAN = [0.485, 0.456, 0.406]
+STD = [0.229, 0.224, 0.225]
 _TOWER_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48, "num_attention_heads": 25,
     "patch_size": 14, "layer_norm_eps": 1e-6, "hidden_act": "gelu", "num_channels": 3,
@@ -37,7 +38,8 @@ _BLOCK = r"^vision_model\.encoder\.layers\.(\d+)\."
 
 def _read(config: Config) -> ModelConfig:
     check_values(config, "an InternVL-Chat", _SUPPORTED)
-    text, vision = part_of(config, "llm_config"), part_of(config, "vision_config")
+    text = part_of(config, "llm_config")
+    vision = part_of(config, "vision_config")
     listed = text.get("architectures")
     decoder = str(listed[0]) if isinstance(listed, list) and listed else "unnamed"
     check_known("decoder", decoder, tuple(_DECODERS))
@@ -90,7 +92,8 @@ def _processor(config: Config, _: Config) -> Config:
 
 
 def _template(config: Config) -> str:
-    name, system = config.get("template"), config.get("system_message")
+    name = config.get("template")
+    system = config.get("system_message")
     if name not in _TEMPLATES:
         raise UnsupportedModelError(
             f"the template {name!r:.40} is not supported; vtx supports {', '.join(_TEMPLATES)}; give another with "
@@ -107,7 +110,8 @@ def _template(config: Config) -> str:
 def _separate(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     """The tensors with q, k and v separated: InternLM2 stores each key/value head with its queries, queries first."""
     text = part_of(config, "llm_config")
-    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads")
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or not 1 <= kv_heads <= heads:
         yield from thirds(tensors)
         return
@@ -120,7 +124,8 @@ def _separate(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tup
             continue
         head_dim = rows // (kv_heads * group)
         for part, first, count in (("q", 0, group - 2), ("k", group - 2, 1), ("v", group - 1, 1)):
-            run, row = count * head_dim, info.nbytes // rows
+            run = count * head_dim
+            row = info.nbytes // rows
             yield f"{stem}.{part}_proj.{kind}", replace(
                 info, shape=(kv_heads * run, *info.shape[1:]), offset=info.offset + first * head_dim * row,
                 nbytes=kv_heads * run * row, spread=(run, group * head_dim),

@@ -25,7 +25,8 @@ from vtx.tools.model.vision import VisionConfig
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
     hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
     tower = native_tower(config, "qwen2_5_vl", hidden, ffn, out, text)
-    window, whole = size(config, "window_size", 1 << 14), config.fullatt_block_indexes
+    window = size(config, "window_size", 1 << 14)
+    whole = config.fullatt_block_indexes
     numbers = isinstance(whole, list | tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in whole)
     if window % (tower.patch * tower.shuffle) or not numbers or not all(0 <= n < tower.layers for n in whole):
         raise CheckpointError(

@@ -19,9 +19,11 @@ from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
 from vtx.tools.model.vision import VisionConfig
 
 NORM_EPS = 1e-6  # of the tower's norms: no setting
-FEWEST, MOST = 56 * 56, 28 * 28 * 1280  # pixels by default
+FEWEST = 56 * 56  # pixels by default
+MOST = 28 * 28 * 1280
 FRAME_TOKENS = 128, 768  # of a frame of a video by default
-A_SECOND, FEWEST_FRAMES = 2.0, 4  # frames of a video by default
+A_SECOND = 2.0  # frames of a video by default
+FEWEST_FRAMES = 4
 CAPS = {True: 768, False: 128_000}  # tokens that cap_pixels_per_frame goes by, if limits are of all frames together
 # Settings of the tower whose other values are not supported.
 SUPPORTED: Mapping[str, Any] = {"temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3}
@@ -70,7 +72,8 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
             raise UnsupportedModelError(
                 f"{name} of the vision tower is {found[name]!r:.40}, vtx exports {family} models with {built} only"
             )
-    heads, patch = size(config, "num_heads"), size(config, "patch_size", 1 << 10)
+    heads = size(config, "num_heads")
+    patch = size(config, "patch_size", 1 << 10)
     if hidden % heads or hidden // heads % 4 or out != text.hidden:
         raise CheckpointError(
             f"config.json: a tower of hidden size {hidden} with {heads} heads and tokens of width {out} does not fit "
@@ -88,7 +91,8 @@ def _side(pixels: int, unit: int) -> int:
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
-    hidden, ratio = size(config, "embed_dim"), size(config, "mlp_ratio", 64)
+    hidden = size(config, "embed_dim")
+    ratio = size(config, "mlp_ratio", 64)
     return native_tower(config, "qwen2_vl", hidden, hidden * ratio, size(config, "hidden_size"), text)
 
 
@@ -124,7 +128,8 @@ def adjust_video(frames: Pairs, processor: Mapping[str, Any]) -> Pairs:
     rate = processor.get("fps") or frames.a_second
     if not all(count is None or type(count) is int for count in counts.values()) or type(rate) not in (int, float):
         raise CheckpointError(f"the video processor's fps is {rate!r:.20}, with {counts!r:.60}; correct them")
-    fewest, more = counts["min_frames"] or frames.fewest, counts["max_frames"] or MAX_SAMPLED_FRAMES
+    fewest = counts["min_frames"] or frames.fewest
+    more = counts["max_frames"] or MAX_SAMPLED_FRAMES
     try:
         return replace(
             frames, min_pixels=least, max_pixels=most, frames=min(more, frames.frames), fewest=fewest,

@@ -30,14 +30,16 @@ VIDEO_PROCESSOR = ImageProcessor("Qwen3VLVideoProcessor", _DEFAULTS, own_size=Tr
 def tower_with_table(config: Any, text: TextConfig, family: str) -> VisionConfig:
     """A native tower with a learned table of positions, without maps."""
     hidden, ffn, out = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size"))
-    tower, positions = native_tower(config, family, hidden, ffn, out, text), size(config, "num_position_embeddings")
+    tower = native_tower(config, family, hidden, ffn, out, text)
+    positions = size(config, "num_position_embeddings")
     if math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"config.json: num_position_embeddings {positions} is not a square; correct config.json")
     return replace(tower, patch_bias=True, position_grid=math.isqrt(positions))
 
 
 def _tower(config: Any, text: TextConfig) -> VisionConfig:
-    tower, maps = tower_with_table(config, text, "qwen3_vl"), config.deepstack_visual_indexes
+    tower = tower_with_table(config, text, "qwen3_vl")
+    maps = config.deepstack_visual_indexes
     numbers = isinstance(maps, list | tuple) and all(type(n) is int and 0 <= n < tower.layers for n in maps)
     if not numbers or list(maps) != sorted({*maps}) or len(maps) > text.layers:
         raise CheckpointError(

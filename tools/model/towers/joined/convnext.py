@@ -6,7 +6,9 @@ from vtx.tools.model.tensors import Placed, Shapes, convolution_tensors, linear_
 from vtx.tools.model.vision import VisionConfig
 
 CONVNEXT = "vision.convnext"
-STEM, KERNEL, WIDER = 4, 7, 4  # sides of its stem and of its convolutions, and an MLP's width
+STEM = 4  # sides of its stem and of its convolutions, and an MLP's width
+KERNEL = 7
+WIDER = 4
 
 
 def placed(v: VisionConfig) -> Placed:
@@ -14,7 +16,8 @@ def placed(v: VisionConfig) -> Placed:
     yield _places(v, 0), convolution_tensors(f"{CONVNEXT}.stem.0", before, 3, STEM)
     yield 0, norm_tensors(f"{CONVNEXT}.stem.1", before)
     for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
-        p, places = f"{CONVNEXT}.stages.{stage}", _places(v, stage)
+        p = f"{CONVNEXT}.stages.{stage}"
+        places = _places(v, stage)
         if stage:
             yield 0, norm_tensors(f"{p}.downsample.0", before)
             yield places, convolution_tensors(f"{p}.downsample.1", width, before, 2)

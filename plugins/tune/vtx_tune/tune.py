@@ -22,14 +22,6 @@ from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
-from vtx.exporter.tuning import gates, write
-from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model
-from vtx.exporter.tuning.judge import judge
-from vtx.exporter.tuning.options import TuneOptions, check_tunable
-from vtx.exporter.tuning.packing import Ids, Row, TuningQuestion, pack, read_questions
-from vtx.exporter.tuning.state import StateFile, seconds_of_steps
-from vtx.exporter.tuning.train import ImageEncoder, Trainer
-from vtx.exporter.tuning.write import Changed, model_card
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.installing import install, pip_install
@@ -40,8 +32,20 @@ from vtx.tools.common.memory import peak
 from vtx.tools.data.items import SCENES, Item, check_skipped, image_key, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.estimate.sizes import ModelSize
+from vtx_tune import gates, write
+from vtx_tune.decoder import WithdrawingDecoder, load_text_model
+from vtx_tune.judge import judge
+from vtx_tune.options import TuneOptions, check_tunable
+from vtx_tune.packing import Ids, Row, TuningQuestion, pack, read_questions
+from vtx_tune.state import StateFile, seconds_of_steps
+from vtx_tune.train import ImageEncoder, Trainer
+from vtx_tune.write import Changed, model_card
 
-MERGED, ADAPTER, JUDGED, REPORT, ANSWERS = "merged", "adapter", "judged", "report.json", "answers.jsonl"
+MERGED = "merged"
+ADAPTER = "adapter"
+JUDGED = "judged"
+REPORT = "report.json"
+ANSWERS = "answers.jsonl"
 BASE = 1 << 30  # bytes: Python, PyTorch, transformers and peft, before any weight
 ADAM_BYTES = 16  # of a trained weight: itself, its gradient and two moments in float32
 IN_4_BITS = 0.5 + 4 / 64  # bytes of a weight, a scale of float32 for 64 of them
@@ -77,7 +81,8 @@ def run(
     `say` a line, both on the main process only. Raises RequestError, CheckpointError, ExportError, DeviceError.
     """
     text = load_text_model(work.source, work.dtype, work.accelerator.device, options.learning, work.mesh)
-    seed, again = options.schedule.seed, options.checkpointing
+    seed = options.schedule.seed
+    again = options.checkpointing
     decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
     encoder = ImageEncoder(work.source, work.accelerator.device, options.entry(work.source.config))
     own = _teacher_answers(work, decoder, encoder, options, out, report)
@@ -118,7 +123,8 @@ def run(
         work.accelerator.wait_for_everyone()
         trainer.follow(gates.chosen(out, len(work.questions)))
     trainer.run(state, out, trained)
-    main, steps = work.accelerator.is_main_process, trainer.order.steps
+    main = work.accelerator.is_main_process
+    steps = trainer.order.steps
     work.accelerator.end_training()
     return _finish(options, work, decoder, rows, steps, out, report) if main else {}
 
@@ -134,6 +140,51 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     wait = InitProcessGroupKwargs(timeout=timedelta(days=7))
     if options.learning.qlora and find_spec("bitsandbytes") is None:
         raise DeviceError(f"--qlora needs bitsandbytes; {pip_install()} bitsandbytes, or leave --qlora out")
+    shared = _shares(options)
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
+    source = open_source(options.model)
+    check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
+    if any(info.source for info in source.checkpoint.tensors.values()):
+        raise RequestError(f"{source.name} is quantised, and vtx-tune trains floats; name the unquantised checkpoint")
+    options.entry(source.config)
+    options.depths.within(source.config.text.layers)
+    options.learning.chosen(source.config.text.layers)
+    data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
+    learn = list(data.items)
+    held_out = list[Item]()
+    if options.held_out:
+        seed = options.schedule.seed
+        shuffle = options.data != SCENES
+        learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
+    questions, skipped = read_questions(source, learn, options.packing)
+    bare = sum(question.answer is None for question in questions)
+    if options.full_share == 1 and (not options.weights.ce or bare == len(questions)):
+        raise RequestError(
+            "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
+            "answers and a --ce-weight above 0"
+        )
+    check_skipped(data.source, len(questions), skipped, "items", "")
+    if shared and bare:
+        raise RequestError(
+            f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
+            "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
+        )
+    make_folder(out)
+    all_skipped = (*data.skipped, *skipped)
+    if accelerator.is_main_process:
+        disk = sum(info.nbytes for info in source.checkpoint.tensors.values())
+        disk += 12 * learning_weights(model_size(source.config, source.name), options)
+        check_disk(out, disk, purpose="the tuned checkpoint", fix="or name another --out")
+        for line in all_skipped:
+            say(f"skipped {line}")
+    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,)) if shared else None
+    return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype, mesh)
+
+
+def _shares(options: TuneOptions) -> bool:
+    """Return True if processes share the weights (FSDP). Raises DeviceError for a launch that does not fit."""
     launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
     [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
     if any(others):
@@ -146,43 +197,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
             "accelerate was configured for FSDP, and processes of vtx-tune share only weights that do not learn and "
             "are not in 4 bits; leave out --full and --qlora, or launch it without --use_fsdp"
         )
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
-    source = open_source(options.model)
-    check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
-    if any(info.source for info in source.checkpoint.tensors.values()):
-        raise RequestError(f"{source.name} is quantised, and vtx-tune trains floats; name the unquantised checkpoint")
-    options.entry(source.config)
-    options.depths.within(source.config.text.layers)
-    options.learning.chosen(source.config.text.layers)
-    data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
-    learn, held_out = list(data.items), list[Item]()
-    if options.held_out:
-        seed, shuffle = options.schedule.seed, options.data != SCENES
-        learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
-    questions, skipped = read_questions(source, learn, options.packing)
-    if options.full_share == 1 and (not options.weights.ce or all(question.answer is None for question in questions)):
-        raise RequestError(
-            "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
-            "answers and a --ce-weight above 0"
-        )
-    check_skipped(data.source, len(questions), skipped, "items", "")
-    if shared and (bare := sum(question.answer is None for question in questions)):
-        raise RequestError(
-            f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
-            "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
-        )
-    make_folder(out)
-    all_skipped = (*data.skipped, *skipped)
-    if accelerator.is_main_process:
-        needed = sum(info.nbytes for info in source.checkpoint.tensors.values())
-        needed += 12 * learning_weights(model_size(source.config, source.name), options)
-        check_disk(out, needed, purpose="the tuned checkpoint", fix="or name another --out")
-        for line in all_skipped:
-            say(f"skipped {line}")
-    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,)) if shared else None
-    return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype, mesh)
+    return shared
 
 
 def _teacher_answers(
@@ -196,7 +211,9 @@ def _teacher_answers(
     identity = {"model": [work.source.fingerprint, str(work.dtype)], "length": options.packing.max_new_tokens}
     digests = {n: work.questions[n].item.digest() for n in missing}
     if work.accelerator.is_main_process:
-        device, ends, done = decoder.device, work.source.text.settings.end_ids, 0
+        device = decoder.device
+        ends = work.source.text.settings.end_ids
+        done = 0
         groups: dict[tuple[Any, ...], list[int]] = {}  # questions that share a prefix, and so its computation
         with ResultJournal(out / ANSWERS, identity) as journal:
             for n, digest in digests.items():
@@ -243,8 +260,10 @@ def predict_memory(
 
     `holders` processes share the layers' weights, but for those of the layer that runs.
     """
-    d, learns = model.decoder, len(options.learning.chosen(model.decoder.layers))
-    longest, answer = max(map(len, rows)), max(len(row.at) for row in rows)
+    d = model.decoder
+    learns = len(options.learning.chosen(model.decoder.layers))
+    longest = max(map(len, rows))
+    answer = max(len(row.at) for row in rows)
     kept = longest * (KEPT * d.hidden + 3 * d.ffn)
     hidden = longest * d.hidden * d.layers + kept if options.checkpointing else kept * d.layers
     base = element * d.parameters
@@ -257,10 +276,12 @@ def predict_memory(
 
 
 def learning_weights(model: ModelSize, options: TuneOptions) -> int:
-    d, layers = model.decoder, len(options.learning.chosen(model.decoder.layers))
+    d = model.decoder
+    layers = len(options.learning.chosen(model.decoder.layers))
     if options.learning.full:
         return layers * (d.layer_macs + d.small_parameters // d.layers)
-    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    q = d.heads * d.head_dim
+    kv = d.kv_heads * d.head_dim
     sides = 2 * (d.hidden + q) + 2 * (d.hidden + kv) + 3 * (d.hidden + d.ffn)
     return layers * options.learning.rank * sides
 
@@ -292,7 +313,7 @@ def _finish(
             raise ExportError(f"cannot write {card} ({e.strerror}); free some space and run again") from e
     device = work.accelerator.device
     on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
-    made = {
+    result = {
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
@@ -302,8 +323,8 @@ def _finish(
         "versions": write.versions(),
         "judged": json_value(judged),
     }  # fmt: skip
-    write_json(out / REPORT, made)
-    return made
+    write_json(out / REPORT, result)
+    return result
 
 
 def is_main_process() -> bool:

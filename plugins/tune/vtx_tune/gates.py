@@ -14,16 +14,18 @@ from vtx.exporter.gates.fit import FitOptions, all_odds, held_out_of, write_gate
 from vtx.exporter.gates.train import gates_of
 from vtx.exporter.gates.workdir import MeasureOptions
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.judge import deployed
-from vtx.exporter.tuning.options import TuneOptions
-from vtx.exporter.tuning.write import Changed, write_merged
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import Progress
 from vtx.tools.calibration.gates import THRESHOLDS, HeldOut, exits
 from vtx.tools.common.files import write_json
 from vtx.tools.data.items import Item
+from vtx_tune.judge import deployed
+from vtx_tune.options import TuneOptions
+from vtx_tune.write import Changed, write_merged
 
-GATES, HALFWAY, CHOSEN = "gates.safetensors", "halfway", "chosen.json"
+GATES = "gates.safetensors"
+HALFWAY = "halfway"
+CHOSEN = "chosen.json"
 FITTED = FitOptions(alpha=math.inf)  # labels by the answer alone: a cross-entropy near 0 is bounded by noise
 
 
@@ -32,14 +34,17 @@ def choose(
 ) -> None:  # fmt: skip
     """Train gates on the model as it is now, and write the K that they choose for each of `items`, None for none."""
     folder = out / HALFWAY
-    merged, bundle, measured = folder / "merged", folder / "bundle", folder / "measured"
+    merged = folder / "merged"
+    bundle = folder / "bundle"
+    measured = folder / "measured"
     if not merged.exists():
         write_merged(source, changed, merged, "")
     model = open_source(str(merged))
     if options.judged is not None:
         model = deployed(model, options.judged, bundle, report)
     work, gates = gates_of(model, items, (), _measuring(options), FITTED, measured, report)
-    ks, columns = (*sorted(gates), None), exits(all_odds(work, gates, held_out=False), THRESHOLDS[0])
+    ks = (*sorted(gates), None)
+    columns = exits(all_odds(work, gates, held_out=False), THRESHOLDS[0])
     found = {item.digest(): ks[n] for item, n in zip(work.items(held_out=False), columns.tolist(), strict=True)}
     write_json(folder / CHOSEN, {"k": [found.get(item.digest()) for item in items]})
     for each in (merged, bundle, measured):

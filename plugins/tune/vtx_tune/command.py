@@ -3,13 +3,54 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vtx.commands.shared.options import PRECISION, need_exporter, option, options
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
+
+if TYPE_CHECKING:
+    from vtx_tune.options import Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSettings:
+    """The options of vtx-tune."""
+
+    data: str
+    k: str
+    model: str
+    images: Path | None
+    items: int
+    held_out: int
+    full_share: float
+    reduce: str
+    gates: bool
+    judged: str | None
+    kl_weight: float
+    ce_weight: float
+    hidden_weight: float
+    rank: int
+    alpha: int
+    layers: str | None
+    full: bool
+    qlora: bool
+    lr: float
+    epochs: float
+    steps: int | None
+    batch: int
+    questions: int
+    max_tokens: int
+    max_new_tokens: int
+    dtype: Dtype
+    checkpointing: bool
+    save_every: int
+    seed: int
+    out: Path | None
+    as_json: bool
 
 
 @command(
@@ -54,14 +95,9 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
     option("--seed", 0, "Seed of sampling, order, K and adapters."),
     option("--out", Path, "Output directory [default: vtx-tuned-MODEL]."),
     "report",
+    record=TuneSettings,
 )  # fmt: skip
-def tune(
-    data: str, k: str, model: str, images: Path | None, items: int, held_out: int, full_share: float, reduce: str,
-    gates: bool, judged: str | None, kl_weight: float, ce_weight: float, hidden_weight: float, rank: int,
-    alpha: int, layers: str | None, full: bool, qlora: bool, lr: float, epochs: float, steps: int | None, batch: int,
-    questions: int, max_tokens: int, max_new_tokens: int, dtype: str, checkpointing: bool,
-    save_every: int, seed: int, out: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+def tune(settings: TuneSettings) -> None:
     """Fine-tune a model for an earlier K, distilled from the model itself.
 
     DATA has the format of vtx-calibrate; answers are optional. An interrupted run resumes where it stopped. The
@@ -69,17 +105,18 @@ def tune(
     """
     end_on_sigterm()
     need_exporter()
-    from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-    from vtx.exporter.tuning.tune import is_main_process, open_workspace, run
+    from vtx_tune.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+    from vtx_tune.tune import is_main_process, open_workspace, run
 
+    s = settings
+    layers = Learning.parse_layers(s.layers) if s.layers else None
     options = TuneOptions(
-        Depths.parse(k), model, data, images, items, held_out, full_share,
-        LossWeights(kl_weight, ce_weight, hidden_weight),
-        Learning(rank, alpha, Learning.parse_layers(layers) if layers else None, full, qlora),
-        Schedule(lr, epochs, batch, save_every, seed, steps), Packing(questions, max_tokens, max_new_tokens),
-        dtype, checkpointing, judged, reduce, gates,  # type: ignore[arg-type]  # click has checked it
+        Depths.parse(s.k), s.model, s.data, s.images, s.items, s.held_out, s.full_share,
+        LossWeights(s.kl_weight, s.ce_weight, s.hidden_weight), Learning(s.rank, s.alpha, layers, s.full, s.qlora),
+        Schedule(s.lr, s.epochs, s.batch, s.save_every, s.seed, s.steps),
+        Packing(s.questions, s.max_tokens, s.max_new_tokens), s.dtype, s.checkpointing, s.judged, s.reduce, s.gates,
     )  # fmt: skip
-    target = out or Path(f"vtx-tuned-{Path(model).expanduser().absolute().name}")
+    target = settings.out or Path(f"vtx-tuned-{Path(settings.model).expanduser().absolute().name}")
     main = is_main_process()
 
     def silent(*_: object) -> None:
@@ -91,7 +128,7 @@ def tune(
         report = run(work, options, target, progress, say)
     if not main:
         return
-    if as_json:
+    if settings.as_json:
         say_json(report)
         return
     _show(report)
@@ -105,7 +142,8 @@ def _show(report: dict[str, Any]) -> None:
         return
 
     def cells(point: dict[str, Any]) -> list[str]:
-        share, kl = point["right"], point["kl"]
+        share = point["right"]
+        kl = point["kl"]
         right = "-" if share is None else f"{share['share']:.1%} ({share['low']:.0%}..{share['high']:.0%})"
         return [right, f"{kl['mean']:.2g}"]
 

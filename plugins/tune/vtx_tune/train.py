@@ -22,10 +22,6 @@ from torch import Tensor
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.training import learning_rate_factor
-from vtx.exporter.tuning.decoder import WithdrawingDecoder, tensors_of
-from vtx.exporter.tuning.options import LossWeights, TuneOptions
-from vtx.exporter.tuning.packing import Row
-from vtx.exporter.tuning.state import Log, StateFile
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex
 from vtx.runtime.errors import RequestError
@@ -33,6 +29,10 @@ from vtx.runtime.policies.base import Entry
 from vtx.runtime.vision.image import ImageSource
 from vtx.runtime.vision.tokens import ImageTokens
 from vtx.tools.data.items import image_key
+from vtx_tune.decoder import WithdrawingDecoder, tensors_of
+from vtx_tune.options import LossWeights, TuneOptions
+from vtx_tune.packing import Row
+from vtx_tune.state import Log, StateFile
 
 TERMS = ("kl", "ce", "hidden")
 MAX_NORM = 1.0
@@ -103,12 +103,19 @@ class Trainer:
         self, decoder: WithdrawingDecoder, encoder: ImageEncoder, rows: Sequence[Row], options: TuneOptions,
         accelerator: Any, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        batch, processes = options.schedule.batch, accelerator.num_processes
+        batch = options.schedule.batch
+        processes = accelerator.num_processes
         if batch % processes:
             raise RequestError(f"--batch is {batch}, which is not a multiple of the {processes} processes; change it")
-        self._decoder, self._encoder, self._rows, self._options = decoder, encoder, rows, options
-        self._accelerator, self._dtype, self._share = accelerator, dtype, batch // processes
-        self._parameters, lr = decoder.learning_parameters(), options.schedule.lr
+        self._decoder = decoder
+        self._encoder = encoder
+        self._rows = rows
+        self._options = options
+        self._accelerator = accelerator
+        self._dtype = dtype
+        self._share = batch // processes
+        self._parameters = decoder.learning_parameters()
+        lr = options.schedule.lr
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.order = Order(len(rows), options)
 
@@ -118,7 +125,8 @@ class Trainer:
 
     def run(self, state: StateFile, out: Path, report: Callable[[int, int], None], end: int | None = None) -> None:
         """Train from the saved state to the step `end` (None: the last), saving on the way and there."""
-        first, total = state.load(self._parameters, self._optimizer), self.order.steps
+        first = state.load(self._parameters, self._optimizer)
+        total = self.order.steps
         end = total if end is None else end
         log = Log(out, first) if self._accelerator.is_main_process else None
         report(first, total)
@@ -148,12 +156,15 @@ class Trainer:
         """Gradients of one batch; the means of loss, terms and K over it and over the processes, and the norm."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.order.lr(step)
-        device, sums = self._decoder.device, torch.zeros(2 + len(TERMS), device=self._decoder.device)
+        device = self._decoder.device
+        sums = torch.zeros(2 + len(TERMS), device=self._decoder.device)
         for part in range(self._share):
             example = (step * self._share + part) * self._accelerator.num_processes + self._accelerator.process_index
-            row, k = self._rows[self.order.row(example)], self.order.k(example)
+            row = self._rows[self.order.row(example)]
+            k = self.order.k(example)
             encoded = self._encoder(row.images)
-            tensors, features = tensors_of(row, encoded, device), encoded.hidden
+            tensors = tensors_of(row, encoded, device)
+            features = encoded.hidden
             seen = tensors, features
             if k is not None and encoded.kept is not None:
                 seen = selected(tensors, features, encoded.kept.to(device))
@@ -179,7 +190,8 @@ class ResidentWeights(CheckpointWeights):
 
     def __init__(self, source: Source, device: torch.device) -> None:
         super().__init__(source.checkpoint)
-        self._device, self._read = device, dict[str, Tensor]()
+        self._device = device
+        self._read = dict[str, Tensor]()
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
         if isinstance(rows, slice) and rows == EVERY:
@@ -200,7 +212,8 @@ class ChosenImages(Encoded):
         masks = list[Tensor]()
         for image in tokens if entry is not None else ():
             assert entry is not None
-            chosen, mask = entry.select(image), torch.zeros(len(image), dtype=torch.bool)
+            chosen = entry.select(image)
+            mask = torch.zeros(len(image), dtype=torch.bool)
             mask[slice(None) if chosen is None else torch.from_numpy(chosen)] = True
             masks.append(mask)
         own = tuple(tokens) if any(image.offsets is not None for image in tokens) else ()
@@ -225,7 +238,8 @@ class ImageEncoder:
     def __init__(self, source: Source, device: torch.device, entry: Entry | None = None) -> None:
         self._entry = entry
         self._reference = Reference(source.checkpoint, source.config, ResidentWeights(source, device))
-        self._settings, self._device = source.image, device
+        self._settings = source.image
+        self._device = device
         self._kept: OrderedDict[tuple[object, ...], ChosenImages] = OrderedDict()
         self._bytes = 0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import random_image
-from vtx.exporter.tuning.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-from vtx.exporter.tuning.tune import open_workspace
 from vtx.runtime.errors import DeviceError, RequestError, VtxError
+from vtx_tune.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from vtx_tune.tune import open_workspace
 
 
 def test_one_k_is_drawn_around_and_a_range_alike() -> None:
@@ -88,7 +88,7 @@ def test_a_launcher_that_shards_otherwise_than_vtx_tune_does_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str, learning: Learning, message: str
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
-    monkeypatch.setattr("vtx.exporter.tuning.tune.find_spec", lambda _: True)  # bitsandbytes is there
+    monkeypatch.setattr("vtx_tune.tune.find_spec", lambda _: True)  # bitsandbytes is there
     with pytest.raises(DeviceError, match=message):
         open_workspace(TuneOptions(Depths(2, 3), learning=learning), tmp_path / "out", lambda _: None)
     assert not (tmp_path / "out").exists()

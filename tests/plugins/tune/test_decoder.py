@@ -16,12 +16,13 @@ from tests.support.families import qwen
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.decoder import WithdrawingDecoder, load_text_model, tensors_of
-from vtx.exporter.tuning.options import Depths, Learning, Packing, TuneOptions
-from vtx.exporter.tuning.packing import Row, pack, read_questions
-from vtx.exporter.tuning.train import ImageEncoder, selected
-from vtx.runtime.errors import RequestError
+from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.tools.data.items import Item
+from vtx_tune.decoder import WithdrawingDecoder, load_text_model, tensors_of
+from vtx_tune.options import Depths, Learning, Packing, TuneOptions
+from vtx_tune.packing import Row, pack, read_questions
+from vtx_tune.train import ImageEncoder, selected
+from vtx_tune.tune import open_workspace
 
 GQA, MHA = Tiny(layers=4), Tiny(layers=4, kv_heads=4)
 QWEN2 = Tiny(layers=4, text="qwen2", tied=True, rope="yarn")
@@ -177,3 +178,20 @@ def test_a_reduction_that_is_not_trained_with_is_refused(
     config = open_source(str(tiny_checkpoint(tiny))).config
     with pytest.raises(RequestError, match=words):
         TuneOptions(Depths(2, 4), reduce=reduce).entry(config)
+
+
+@pytest.mark.parametrize(
+    ("tiny", "words"),
+    [
+        (qwen.QWEN35, r"a text model \(qwen3_5\) with its own multipliers or norms"),
+        (Tiny(family="llava_llama", layers=4), "in its authors' layout"),
+    ],
+    ids=["qwen3_5", "original"],
+)
+def test_a_model_that_is_not_tuned_is_refused(
+    tiny: Tiny, words: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = TuneOptions(Depths(2, 3), str(tiny_checkpoint(tiny)))
+    with pytest.raises(UnsupportedModelError, match=words):
+        open_workspace(options, tmp_path / "out", print)
+    assert not (tmp_path / "out").exists()

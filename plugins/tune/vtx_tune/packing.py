@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vtx.exporter.reference.prompts import Source, answer_ids, prompt_ids
-from vtx.exporter.tuning.options import Packing
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.image import ImageSource
 from vtx.tools.data.items import Item, image_key
+from vtx_tune.options import Packing
 
 Ids = NDArray[np.int64]
 
@@ -57,7 +57,8 @@ def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> t
 
     An answer of the data that is longer than `max_new_tokens` is cut there, without its end.
     """
-    questions, skipped = list[TuningQuestion](), list[str]()
+    questions = list[TuningQuestion]()
+    skipped = list[str]()
     limit = min(packing.max_tokens, source.context)
     for number, item in enumerate(items, 1):
         try:
@@ -72,7 +73,8 @@ def read_questions(source: Source, items: Sequence[Item], packing: Packing) -> t
         elif len(ids) + packing.max_new_tokens > limit:
             skipped.append(f"question {number}: {len(ids)} tokens and its answer, the limit is {limit}")
         else:
-            cut, kept = int(images[-1]) + 1, None if answer is None else answer[: packing.max_new_tokens]
+            cut = int(images[-1]) + 1
+            kept = None if answer is None else answer[: packing.max_new_tokens]
             questions.append(TuningQuestion(item, ids[:cut], ids[cut:], kept))
     return questions, skipped
 
@@ -87,15 +89,18 @@ def pack(
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, question in enumerate(questions):
         groups.setdefault((*map(image_key, question.item.images), question.prefix.tobytes()), []).append(number)
-    limit, rows = min(packing.max_tokens, context), list[Row]()
+    limit = min(packing.max_tokens, context)
+    rows = list[Row]()
     for numbers in groups.values():
-        taken, tokens = list[int](), len(questions[numbers[0]].prefix)
+        taken = list[int]()
+        tokens = len(questions[numbers[0]].prefix)
         for number in numbers:
             question = questions[number]
             more = len(question.suffix) + packing.max_new_tokens
             if taken and (len(taken) == packing.questions or tokens + more > limit):
                 rows.append(_row(taken, questions, own, image_token))
-                taken, tokens = [], len(question.prefix)
+                taken = []
+                tokens = len(question.prefix)
             taken.append(number)
             tokens += more
         rows.append(_row(taken, questions, own, image_token))
@@ -107,8 +112,13 @@ def _row(
 ) -> Row:  # fmt: skip
     asked = [questions[number] for number in numbers]
     prefix = asked[0].prefix
-    ids, blocks, positions = [prefix], [np.zeros_like(prefix)], [np.arange(len(prefix))]
-    at, targets, given, length = list[Ids](), list[Ids](), list[NDArray[np.bool_]](), len(prefix)
+    ids = [prefix]
+    blocks = [np.zeros_like(prefix)]
+    positions = [np.arange(len(prefix))]
+    at = list[Ids]()
+    targets = list[Ids]()
+    given = list[NDArray[np.bool_]]()
+    length = len(prefix)
     for block, question in enumerate(asked, 1):
         answer = question.answer if question.answer is not None else own.get(numbers[block - 1])
         if answer is None:

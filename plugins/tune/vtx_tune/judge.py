@@ -76,26 +76,28 @@ def judge(
     share of right answers if the data have them, else of answers equal to that model's.
     """
     options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
-    answered, models = Data("items held out", tuple(items)), {"before": before, "after": open_source(str(merged))}
+    answered = Data("items held out", tuple(items))
+    models = {"before": before, "after": open_source(str(merged))}
     if precision is not None:
         models = {name: deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
     if any(item.answer is None for item in items):
-        own = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
-        texts = {digest: result.answer for digest, result in zip(own.items, own.results, strict=True)}
+        teacher = calibrate(models["before"], answered, options, out / "own", _phase(report, "teacher"))
+        texts = {digest: result.answer for digest, result in zip(teacher.items, teacher.results, strict=True)}
         filled = [item if item.answer else replace(item, answer=texts.get(item.digest())) for item in items]
         answered = Data("items held out", tuple(filled))
-    reports, measured = dict[str, CalibrationReport](), dict[str, Measurement]()
+    reports = dict[str, CalibrationReport]()
+    measured = dict[str, Measurement]()
     for name, source in models.items():
         measured[name] = calibrate(source, answered, options, out / name, _phase(report, name))
         reports[name] = make_report(source.calibrated, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
-    made = compared(reports["before"], reports["after"])
+    comparison = compared(reports["before"], reports["after"])
     if gating is not None:
         held, asked = gating(models["after"], answered.items, out / "after" / "gates")
-        made = replace(made, gates=gated(held, asked, measured["before"], measured["after"]))
+        comparison = replace(comparison, gates=gated(held, asked, measured["before"], measured["after"]))
     for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
         shutil.rmtree(out / f".{name}")
-    return made
+    return comparison
 
 
 def deployed(model: OpenedModel, precision: str, folder: Path, report: Progress) -> OpenedModel:
@@ -114,7 +116,8 @@ def _phase(report: Progress, name: str) -> Progress:
 
 def compared(before: CalibrationReport, after: CalibrationReport) -> TuningComparison:
     """The two curves side by side, and for each the earliest K within a point of the untuned model's full depth."""
-    full, now = before.curve[0], after.curve[0].right
+    full = before.curve[0]
+    now = after.curve[0].right
     pairs = zip(before.curve, after.curve, gained(before, after), strict=True)
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
     made = {"before": before, "after": after}
@@ -154,15 +157,18 @@ def gated(
     both = [(n, d) for n, d in enumerate(item.digest() for item in items) if d in full and d in tuned]
     if not both:
         return ()
-    at, images = [n for n, _ in both], [held.images[n] for n, _ in both]
+    at = [n for n, _ in both]
+    images = [held.images[n] for n, _ in both]
     right = np.array([[*tuned[digest][1:], tuned[digest][0]] for _, digest in both])
     kept = replace(
         held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images
     )  # fmt: skip
-    untuned, found = np.array([full[digest] for _, digest in both], float), list[GatedAnswers]()
+    untuned = np.array([full[digest] for _, digest in both], float)
+    found = list[GatedAnswers]()
     for threshold in THRESHOLDS:
         columns = kept.exits(threshold)
-        layers, hits = float(kept.full_layers(columns).mean()), right[np.arange(len(at)), columns].astype(float)
+        layers = float(kept.full_layers(columns).mean())
+        hits = right[np.arange(len(at)), columns].astype(float)
         fixed, rival = best_fixed(kept, layers)
         gain, ahead = mean_intervals(np.column_stack([hits - untuned, hits - rival]), images)
         found.append(

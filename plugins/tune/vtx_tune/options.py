@@ -36,7 +36,8 @@ class Depths:
         """Read `8` (6 to 10, 8 the most often) or `4-12` (each alike). Raises RequestError."""
         if not (match := _SPAN.fullmatch(text.strip())):
             raise RequestError(f"--k is {text!r}; give a layer such as 8, or a range such as 4-12")
-        low, high = int(match[1]), int(match[2] or match[1])
+        low = int(match[1])
+        high = int(match[2] or match[1])
         if not 2 <= low <= high:
             raise RequestError(f"--k is {text}; it must be at least 2, and a range must rise")
         return cls(low, high) if match[2] else cls(max(2, low - AROUND), low + AROUND, low)

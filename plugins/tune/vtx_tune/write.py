@@ -21,13 +21,13 @@ from torch import Tensor
 from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.loader import INDEX, MAX_INDEX
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
-from vtx.exporter.tuning.judge import TuningComparison
-from vtx.exporter.tuning.options import Learning, TuneOptions
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.files import sync_file
 from vtx.runtime.bundle.safetensors import TensorInfo, layout, open_data, write_safetensors
 from vtx.runtime.errors import CheckpointError, ExportError
+from vtx_tune.decoder import ADAPTER, WithdrawingDecoder, adapter_config, adapter_layers, module_name
+from vtx_tune.judge import TuningComparison
+from vtx_tune.options import Learning, TuneOptions
 
 ADAPTER_PREFIX = "base_model.model.model.language_model."  # of peft around transformers' vision-language models
 SETTINGS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -83,7 +83,8 @@ def write_merged(source: Source, changed: Changed, out: Path, card: str) -> None
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        folder, tensors = source.checkpoint.folder, source.checkpoint.tensors.items()
+        folder = source.checkpoint.folder
+        tensors = source.checkpoint.tensors.items()
         settings = checkpoint_files(folder)
         for name in sorted({path.name for pattern in SETTINGS for path in folder.glob(pattern)}):
             (partial / name).write_bytes(settings.read(name, MAX_INDEX if name == INDEX else 1 << 28))
@@ -170,7 +171,9 @@ def versions() -> dict[str, str]:
 
 
 def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judged: TuningComparison | None) -> str:
-    d, w, learning = options.depths, options.weights, options.learning
+    d = options.depths
+    w = options.weights
+    learning = options.learning
     drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
     trained = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.tuning.options import Learning
-from vtx.exporter.tuning.packing import Row, visible
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.errors import UnsupportedModelError
+from vtx_tune.options import Learning
+from vtx_tune.packing import Row, visible
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER = "default"
@@ -110,8 +110,11 @@ class WithdrawingDecoder(nn.Module):
 
     def __init__(self, text: TextConfig, model: Any, learning: Learning, *, seed: int, checkpointing: bool) -> None:
         super().__init__()
-        self.text, self.model, self._checkpointing = text, model, checkpointing
-        self.learns, self.full = learning.chosen(text.layers), learning.full
+        self.text = text
+        self.model = model
+        self._checkpointing = checkpointing
+        self.learns = learning.chosen(text.layers)
+        self.full = learning.full
         self._originals: dict[int, nn.Module] = {}  # in no state_dict: the teacher's layers in place of `learns`
         if learning.full:
             for number in self.learns:
@@ -164,11 +167,15 @@ class WithdrawingDecoder(nn.Module):
 
     def _run(self, layers: Sequence[nn.Module], row: dict[str, Any], features: Tensor, k: int | None) -> Tensor:
         x = self._enter(row, features)
-        (text,), (image,), at = torch.where(~row["image"]), torch.where(row["image"]), row["at"]
-        mask, rope = visible(row["blocks"])[None, None], self._rope(row["positions"], x.dtype)
+        (text,) = torch.where(~row["image"])
+        (image,) = torch.where(row["image"])
+        at = row["at"]
+        mask = visible(row["blocks"])[None, None]
+        rope = self._rope(row["positions"], x.dtype)
         for number, layer in enumerate(layers, 1):
             if number == k:
-                x, mask = x[:, text], mask[:, :, text][..., text]
+                x = x[:, text]
+                mask = mask[:, :, text][..., text]
                 rope = (rope[0][:, text], rope[1][:, text])
                 at = torch.searchsorted(text, at)
             if self._checkpointing and torch.is_grad_enabled():
@@ -203,12 +210,15 @@ class WithdrawingDecoder(nn.Module):
         """
         positions = prefix_positions(encoded, image).to(prefix.device)
         with self._as_it_was() as layers:
-            cache, x = _Cache(), self._enter({"ids": prefix, "image": image}, encoded.hidden)
+            cache = _Cache()
+            x = self._enter({"ids": prefix, "image": image}, encoded.hidden)
             self._extend(layers, x, positions[:-1], 0, cache, torch.where(image)[0], encoded.maps)
             answers = []
             for suffix in suffixes:
                 cache.crop(len(prefix))
-                answer, ids, start = list[int](), suffix, 0
+                answer = list[int]()
+                ids = suffix
+                start = 0
                 while len(answer) < limit and not (answer and answer[-1] in ends):
                     x = self.model.model.embed_tokens(ids)[None]
                     more = torch.arange(start, start + len(ids), device=ids.device)
@@ -228,7 +238,8 @@ class WithdrawingDecoder(nn.Module):
 
         `maps` are added to those numbered `image`, one after each of the first layers.
         """
-        n, rope = x.shape[1], self._rope(positions, x.dtype)
+        n = x.shape[1]
+        rope = self._rope(positions, x.dtype)
         mask = torch.ones(n, filled + n, dtype=torch.bool, device=x.device).tril(filled)[None, None]
         for number, layer in enumerate(layers):
             x = layer(x, attention_mask=mask, position_embeddings=rope, past_key_values=cache)
@@ -246,7 +257,8 @@ class _Cache:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if layer_idx in self._kept:
             before = self._kept[layer_idx]
-            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+            keys = torch.cat((before[0], keys), 2)
+            values = torch.cat((before[1], values), 2)
         self._kept[layer_idx] = keys, values
         return keys, values
 

@@ -26,32 +26,32 @@ from tests.support.families import qwen
 from tests.support.faults import Disk, failing
 from tests.support.quantised import compressed_int8, make_quantised
 from tests.support.tiny import Tiny, prompt_messages, random_image
-from vtx import cli
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.gates.fit import FitOptions
 from vtx.exporter.graphs.gates import read_gates
-from vtx.exporter.tuning import gates, train
-from vtx.exporter.tuning.judge import gated, judge
-from vtx.exporter.tuning.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
-from vtx.exporter.tuning.packing import pack
-from vtx.exporter.tuning.tune import open_workspace, run
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 from vtx.tools.calibration.gates import THRESHOLDS, HeldOut
 from vtx.tools.calibration.report import ItemResult, Measurement
 from vtx.tools.data.items import Item
+from vtx_tune import gates, train
+from vtx_tune.command import tune as command
+from vtx_tune.judge import gated, judge
+from vtx_tune.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from vtx_tune.packing import pack
+from vtx_tune.tune import open_workspace, run
 
 pytestmark = pytest.mark.skipif(
     not (importlib.util.find_spec("peft") and importlib.util.find_spec("accelerate")),
-    reason='peft or accelerate is not installed; pip install "vtx-edge[tune]"',
+    reason='peft or accelerate is not installed; pip install "vtx-edge[tune]" ./plugins/tune',
 )
 TINY = Tiny(layers=4)
 QUESTIONS = ("red?", "how many circle shapes are there?")
 SCRIPT = """  # as the installed command is; it says what share of the layers' weights this process holds
 import sys
 from torch.distributed.tensor import DTensor
-from vtx.cli import tune as command
-from vtx.exporter.tuning import tune
+from vtx_tune.command import tune as command
+from vtx_tune import tune
 load = tune.load_text_model
 def loading(*words):
     model = load(*words)
@@ -302,7 +302,7 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
         str(data), "--model", options.model, "--k", "2-3", "--items", "8", "--held-out", "4", "--batch", "2", "--json",
         "--max-new-tokens", "5", "--out", str(tmp_path), "--rank", "4", "--lr", "5e-3",
     ]  # fmt: skip
-    done = CliRunner().invoke(cli.tune, words, catch_exceptions=False)
+    done = CliRunner().invoke(command, words, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -319,7 +319,7 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     assert "adapters of rank 4 on all layers" in card
     assert "2 to 3" in card
     assert "On 4 questions held out" in card
-    again = CliRunner().invoke(cli.tune, words, catch_exceptions=False)
+    again = CliRunner().invoke(command, words, catch_exceptions=False)
     assert again.exit_code == 0, again.stderr
     for part in ("judged", "training", "changed_layers"):
         assert json.loads(again.stdout)[part] == report[part]
@@ -529,7 +529,7 @@ def test_data_without_readable_images_are_refused_in_one_line(
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"0" * 40)
     (tmp_path / "data.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     words = [str(tmp_path / "data.jsonl"), "--model", options.model, "--k", "3", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.tune, words)
+    done = CliRunner().invoke(command, words)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert message in done.stderr
 

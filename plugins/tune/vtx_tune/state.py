@@ -16,7 +16,8 @@ from torch import nn
 from vtx.runtime.bundle.safetensors import Header, read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import ExportError, RequestError
 
-STATE, LOG = "state.safetensors", "log.csv"
+STATE = "state.safetensors"
+LOG = "log.csv"
 COLUMNS = ("step", "loss", "kl", "ce", "hidden", "k", "lr", "grad_norm", "seconds")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,7 +62,8 @@ class StateFile:
         if not self.path.exists():
             return 0
         header = self._checked()
-        kinds, step = ("weight", *_MOMENTS), int(header.metadata["step"])
+        kinds = ("weight", *_MOMENTS)
+        step = int(header.metadata["step"])
         wanted = {f"{kind}/{name}": tuple(p.shape) for kind in kinds for name, p in parameters.items()}
         if {name: info.shape for name, info in header.tensors.items()} != wanted:
             raise RequestError(f"{self.path} is damaged; remove it to begin again")
