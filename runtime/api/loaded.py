@@ -385,7 +385,9 @@ class LoadedBundle:
                 break
         raise ContextError(
             f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
-            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}"
+            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}",
+            len(ids),
+            room + 1,
         )
 
     def _fitting(self, videos: Sequence[PreparedImage], sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
