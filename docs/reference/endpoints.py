@@ -54,7 +54,7 @@ def pages() -> dict[Path, str]:
         _objects(ITEMS),
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
-        "default: a text, a list of token ids, or a list of these. With `echo` each stands before its answers, but not\n"
+        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
         "with `logprobs`. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
