@@ -30,12 +30,13 @@ from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.tools.common.cluster import Cluster
 from vtx.tools.common.loading import Loading
 from vtx.tools.fleet.arguments import Fleet
+from vtx.tools.fleet.gathering import OWN, gathered
 from vtx.tools.fleet.routing import order, request_key
 
 log = logging.getLogger(__name__)
-OWN = ("/metrics", "/slots", "/v1/usage", "/usage")  # of one server's requests
 PASSED = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 RETRY = 1  # seconds after which another replica answers
+GATHER_SECONDS = 10.0  # for all replicas to tell their figures
 AHEAD = 16  # parts of a reply that wait for a client to read
 
 
@@ -102,6 +103,11 @@ class Replica:
         finally:
             answering.cancel()
 
+    async def whole(self, scope: dict[str, Any]) -> tuple[int, str, bytes]:
+        """The status, the type and the body of the reply to a request without a body."""
+        begin, *parts = [part async for part in self.forward(scope, b"", "")]
+        return begin["status"], dict(begin["headers"])[b"content-type"].decode(), b"".join(p["body"] for p in parts)
+
     def __del__(self) -> None:
         if hasattr(self, "_engines"):
             self._engines.close()
@@ -115,8 +121,9 @@ class Gateway:
 
     async def __call__(self, request: Request) -> Response:
         """The reply of a replica, or a refusal."""
+        scope = {name: request.scope[name] for name in PASSED if name in request.scope}
         if request.url.path in OWN:
-            return _refused(request, Refusal(404, "each replica has its own; the metrics of Ray Serve count requests"))
+            return await self._gather(request, scope)
         body = b""
         try:
             if request.method == "POST":
@@ -124,7 +131,6 @@ class Gateway:
         except (Refusal, ClientLeft) as e:
             return _refused(request, refusal_of(e))
         key = await asyncio.to_thread(request_key, body) if body else ""
-        scope = {name: request.scope[name] for name in PASSED if name in request.scope}
         parts = aiter(self._replicas.remote(scope, body, key=key))
         try:
             begin = await anext(parts)
@@ -136,6 +142,18 @@ class Gateway:
         reply = StreamingResponse(_content(parts), begin["status"])
         reply.raw_headers = list(begin["headers"])
         return reply
+
+    async def _gather(self, request: Request, scope: dict[str, Any]) -> Response:
+        """What all replicas tell of themselves, as one reply, or the first refusal."""
+        try:
+            replies = await self._replicas.broadcast("whole", scope).results_async(timeout_s=GATHER_SECONDS)
+        except (RayError, TimeoutError):
+            log.exception("a replica failed")
+            return _refused(request, _later(503, "a replica does not tell its figures", "replica_ended"))
+        status, kind, body = next((reply for reply in replies if reply[0] != 200), replies[0])
+        if status == 200:
+            body = gathered(request.url.path, [reply[2] for reply in replies])
+        return Response(body, status, media_type=kind)
 
 
 def _refused(request: Request, refusal: Refusal) -> Response:

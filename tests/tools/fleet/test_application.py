@@ -87,8 +87,25 @@ def test_refusals_are_those_of_one_server(fleet: Served) -> None:
     assert ask(fleet, asking(user("red?"), wrong=5)).json["error"]["param"] == "wrong"
     assert ask(fleet, {"messages": []}, "/v1/messages").json["type"] == "error"
     assert fleet.request("POST", "/v1/chat/completions", b"{}", **KEY).status == 415
-    assert fleet.request("GET", "/metrics", **KEY).status == 404
     assert fleet.request("GET", "/readyz").json == {"status": "ok"}
+
+
+def test_figures_are_those_of_all_replicas(fleet: Served) -> None:
+    def tokens() -> int:
+        return int(fleet.request("GET", "/v1/usage", **KEY).json["completion_tokens"])
+
+    def series() -> dict[str, str]:
+        lines = fleet.request("GET", "/metrics", **KEY).body.decode().splitlines()
+        return dict(line.rpartition(" ")[::2] for line in lines)  # type: ignore[misc]
+
+    before, counted = tokens(), float(series()["vtx_completion_tokens_total"])
+    for seed in range(70, 76):
+        ask(fleet, asking(user("red?", random_image(seed)), **PLAIN))
+    assert tokens() == before + 48
+    assert float(series()["vtx_completion_tokens_total"]) == counted + 48
+    assert series()["vtx_models_loaded"] == "2"
+    assert fleet.request("GET", "/slots", **KEY).json == []
+    assert fleet.request("GET", "/v1/usage").status == 401
 
 
 def test_a_client_that_leaves_frees_its_replica(fleet: Served) -> None:
