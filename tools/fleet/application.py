@@ -21,11 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.errors import BundleError, DeviceError
-from vtx.runtime.server.app import make_app
+from vtx.runtime.server.app import api_key, make_app
 from vtx.runtime.server.endpoints import error_body
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, read_json_body
-from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.tools.common.cluster import Cluster
 from vtx.tools.common.loading import Loading
@@ -102,6 +101,8 @@ class Replica:
             await answering
         finally:
             answering.cancel()
+            while not parts.empty():  # room for its end
+                parts.get_nowait()
 
     async def whole(self, scope: dict[str, Any]) -> tuple[int, str, bytes]:
         """The status, the type and the body of the reply to a request without a body."""
@@ -116,8 +117,9 @@ class Replica:
 class Gateway:
     """Reads requests and passes them to the replica that the router chooses."""
 
-    def __init__(self, replicas: Any, limits: Limits) -> None:
-        self._replicas, self._limits = replicas.options(method_name="forward", stream=True), limits
+    def __init__(self, replicas: Any, fleet: Fleet) -> None:
+        self._replicas = replicas.options(method_name="forward", stream=True)
+        self._limits, self._keys = fleet.limits, fleet.keys()
 
     async def __call__(self, request: Request) -> Response:
         """The reply of a replica, or a refusal."""
@@ -126,7 +128,7 @@ class Gateway:
             return await self._gather(request, scope)
         body = b""
         try:
-            if request.method == "POST":
+            if request.method == "POST" and self._knows(request):
                 body = bytes(await read_json_body(request.scope, request.receive, self._limits))
         except (Refusal, ClientLeft) as e:
             return _refused(request, refusal_of(e))
@@ -142,6 +144,10 @@ class Gateway:
         reply = StreamingResponse(_content(parts), begin["status"])
         reply.raw_headers = list(begin["headers"])
         return reply
+
+    def _knows(self, request: Request) -> bool:
+        """True if the request has a key where one is needed; the body of others is not read before they are refused."""
+        return not self._keys or self._keys.tenant(api_key(request.scope) or b"") is not None
 
     async def _gather(self, request: Request, scope: dict[str, Any]) -> Response:
         """What all replicas tell of themselves, as one reply, or the first refusal."""
@@ -193,4 +199,4 @@ def app(arguments: dict[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
     )  # fmt: skip
     bound = replica(Replica).bind(fleet, digests)
-    return gateway(Gateway).bind(bound, limits)
+    return gateway(Gateway).bind(bound, fleet)

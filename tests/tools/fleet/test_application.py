@@ -84,6 +84,7 @@ def test_a_picture_is_asked_about_where_its_caches_are(fleet: Served) -> None:
 
 def test_refusals_are_those_of_one_server(fleet: Served) -> None:
     assert fleet.request("GET", "/v1/models").status == 401
+    assert fleet.chat(asking(user("red?"))).status == 401
     assert ask(fleet, asking(user("red?"), wrong=5)).json["error"]["param"] == "wrong"
     assert ask(fleet, {"messages": []}, "/v1/messages").json["type"] == "error"
     assert fleet.request("POST", "/v1/chat/completions", b"{}", **KEY).status == 415
