@@ -23,6 +23,7 @@ from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.fields import NEVER_IGNORED, ChatFields, RawPrompts
 from vtx.runtime.server.openai.request import IGNORED, NEUTRAL, OPTIONS, SAMPLING
 from vtx.runtime.session.sampling import Sampling
+from vtx.tools.fleet.arguments import Fleet
 
 PAGE = Path(__file__).with_suffix(".md")
 KNOWN = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
@@ -47,6 +48,9 @@ def pages() -> dict[Path, str]:
         "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
         "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
+        "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
+        "`enable_thinking`; else it is refused. Thoughts are a part of the answer's text. `timings_per_token` adds\n"
+        "llama-server's `timings` to the reply, or to a stream's last chunk.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
         "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"
@@ -68,6 +72,9 @@ def pages() -> dict[Path, str]:
         "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
         "may end with `:latest`.",
         _objects((ollama.OllamaMessage, ollama.ModelOptions)),
+        "## Several machines",
+        "The arguments of [the application for Ray Serve](../how-to/serve-fleet.md).",
+        _objects((Fleet,)),
         "## Unknown fields",
         "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",
         ", ".join(f"`{name}`" for name in sorted(NEVER_IGNORED)),
