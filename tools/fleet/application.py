@@ -150,7 +150,7 @@ class Gateway:
         return not self._keys or self._keys.tenant(api_key(request.scope) or b"") is not None
 
     async def _gather(self, request: Request, scope: dict[str, Any]) -> Response:
-        """What all replicas tell of themselves, as one reply, or the first refusal."""
+        """The figures of all replicas as one reply, or the first refusal."""
         try:
             replies = await self._replicas.broadcast("whole", scope).results_async(timeout_s=GATHER_SECONDS)
         except (RayError, TimeoutError):

@@ -1,4 +1,4 @@
-"""Which of several servers gets a request: the one that has its picture, unless that has too many already.
+"""The choice of one of several servers: the one that has a request's picture, unless that has too many already.
 
 Rendezvous hashing: a server that comes takes its share of the pictures and no others, and those of one that goes are
 spread over the rest. The bound on a server's requests is that of consistent hashing with bounded loads.
@@ -20,7 +20,7 @@ INSTRUCTIONS = ("system", "developer")  # roles
 
 
 def request_key(body: bytes | bytearray) -> str:
-    """What requests have in common that one server should get: the first picture, else the first words.
+    """A hash of the first picture of a request, else of its first words: those with the same belong to one server.
 
     Empty for a body that is no request, which any server refuses.
     """
