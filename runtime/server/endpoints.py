@@ -32,7 +32,7 @@ from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.chat import ChatObjects
 from vtx.runtime.server.openai.objects import Objects
-from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
+from vtx.runtime.server.openai.request import ChatRequest, Translate, naming, read_request
 from vtx.runtime.server.places import Place, Places
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
@@ -401,11 +401,8 @@ def prepare(
             notes = {**chat.notes, "ignored": [*chat.notes.get("ignored", ()), "tools"]}
             messages = with_tools(chat.messages[1:], [], chat.messages[0].get("thinking"))
             chat = replace(chat, messages=messages, options=replace(chat.options, guide=None), notes=notes)
-    if "thinking" in chat.messages[0] and not loaded.text.switches_thinking:
-        raise Refusal(
-            400, "this model's chat template has no switch for thoughts (enable_thinking); leave reasoning_effort out",
-            code="unsupported_value", param="reasoning_effort",
-        )  # fmt: skip
+    with naming("reasoning_effort"):
+        loaded.check_thinking(chat.messages)
     images = read_images(engine, chat, limits, stopped, tenant)
     loaded.check_system(chat.messages)
     ids = tuple(loaded.prompt_ids(messages, images) for messages in chat.prompts)
