@@ -57,6 +57,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--bundle bundles", str, "Bundle to serve, under its directory's name or NAME; repeat for more, loaded on "
            "demand [default: as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
     "hub_model", "hub_precision",
+    option("--alias aliases", str, "Another name of a bundle; repeat for more.", multiple=True, metavar="ALIAS=NAME"),
     option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces."),
     option("--port", 8000, "Port to listen on; 0: any free one.", type=click.IntRange(0, 65535)),
     option("--parallel", click.IntRange(1), "Concurrent answers per model [default: 4]."),
@@ -85,7 +86,7 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--allow-origin origins", str, "Allow requests from pages of this origin, e.g. http://localhost:3000.",
            multiple=True, metavar="URL"),
     option("--api-keys", Path, "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
-           "[answers=N] [tokens=N] [metrics]; clients must send one of them.", metavar="FILE"),
+           "[answers=N] [tokens=N] [priority=N] [metrics]; clients must send one of them.", metavar="FILE"),
     option("--trusted-proxy proxies", str, "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
            "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].", multiple=True, metavar="ADDRESS"),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
@@ -100,7 +101,8 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
 )  # fmt: skip
 def serve(
-    bundles: tuple[str, ...], hub_model: str | None, precision: str | None, host: str, port: int, parallel: int | None,
+    bundles: tuple[str, ...], hub_model: str | None, precision: str | None, aliases: tuple[str, ...],
+    host: str, port: int, parallel: int | None,
     max_batch: int | None, queue: int | None,
     max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
     grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
@@ -167,7 +169,7 @@ def serve(
     room = None if memory is None else int(memory * 1e9)
     engines = Engines(
         folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit,
-        choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified,
+        choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified, aliases=aliases_of(aliases),
     )  # fmt: skip
     with ExitStack() as opening:
         at = opening.enter_context(listening(host, port) if unix_socket is None else listening_at(unix_socket))
@@ -200,6 +202,17 @@ def serve(
             reloading = partial(reload, engines, keys, api_keys)
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reloading, daemon=True).start())
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+
+
+def aliases_of(specs: tuple[str, ...]) -> dict[str, str]:
+    """Bundles' names by their aliases. Raises RequestError."""
+    aliases = dict[str, str]()
+    for spec in specs:
+        alias, _, name = spec.partition("=")
+        if not alias or not name or alias in aliases:
+            raise RequestError(f"--alias {spec!r:.80} must be a new ALIAS=NAME, e.g. gpt-4o=demo")
+        aliases[alias] = name
+    return aliases
 
 
 def require_http() -> None:

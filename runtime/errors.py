@@ -51,7 +51,14 @@ class RequestError(VtxError):
 
 
 class ContextError(RequestError):
-    """The prompt and its answer need more KV slots than the bundle holds."""
+    """The prompt and its answer need more KV slots than the bundle holds: its `tokens`, and `most` in a context.
+
+    Both are None if they were not counted.
+    """
+
+    def __init__(self, message: str, tokens: int | None = None, most: int | None = None) -> None:
+        super().__init__(message)
+        self.tokens, self.most = tokens, most
 
 
 class ConversationBusyError(RequestError):

@@ -20,18 +20,23 @@ from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.app import SHEETS, make_app
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai import completions, embeddings, responses
-from vtx.runtime.server.openai.fields import NEVER_IGNORED, ChatFields, RawPrompt
+from vtx.runtime.server.openai.fields import NEVER_IGNORED, ChatFields, RawPrompts
 from vtx.runtime.server.openai.request import IGNORED, NEUTRAL, OPTIONS, SAMPLING
 from vtx.runtime.session.sampling import Sampling
+from vtx.tools.fleet.arguments import Fleet
 
 PAGE = Path(__file__).with_suffix(".md")
 KNOWN = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
 NAMES: Mapping[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "", Any: "anything",
 }  # fmt: skip
+LISTED: Mapping[Any, str] = {str: "texts", int: "whole numbers"}
 DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
 BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig)
-ITEMS = (responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields)
+ITEMS = (
+    responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields,
+    responses.Reasoning,
+)  # fmt: skip
 
 
 def pages() -> dict[Path, str]:
@@ -41,16 +46,21 @@ def pages() -> dict[Path, str]:
         "Generated from the server's routes and types by `python docs/reference/endpoints.py`; a test compares them.\n"
         f"{KNOWN['sources']}",
         "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
+        "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
+        "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
+        "`enable_thinking`; else it is refused. Thoughts are a part of the answer's text. `timings_per_token` adds\n"
+        "llama-server's `timings` to the reply, or to a stream's last chunk.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
-        "`/v1/responses` has these objects in `input`, `tools` and `text`, `instructions` as a system message, and\n"
-        f"fields of a chat completion, renamed as here: {_renamed(responses.NAMES)}.",
+        "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"
+        f"message, and fields of a chat completion, renamed as here: {_renamed(responses.NAMES)}.",
         _objects(ITEMS),
         "## Fields of completions and embeddings",
-        f"`/v1/completions` has a text `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
-        "default; `tools` are refused. `/v1/embeddings`:",
-        _objects((embeddings.EmbeddingFields,)),
+        f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
+        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
+        "with `logprobs`. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
+        _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"
         f"and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.\n"
@@ -62,6 +72,9 @@ def pages() -> dict[Path, str]:
         "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
         "may end with `:latest`.",
         _objects((ollama.OllamaMessage, ollama.ModelOptions)),
+        "## Several machines",
+        "The arguments of [the application for Ray Serve](../how-to/serve-fleet.md).",
+        _objects((Fleet,)),
         "## Unknown fields",
         "They are refused, at any depth. With `--lenient` they are ignored and named in the reply, except these:",
         ", ".join(f"`{name}`" for name in sorted(NEVER_IGNORED)),
@@ -145,9 +158,9 @@ def _value(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(filter(None, (_value(part) for part in parts if part is not RawPrompt)))
+        return " or ".join(filter(None, (_value(part) for part in parts if part is not RawPrompts)))
     if origin is tuple:
-        return "a list of texts" if parts[0] is str else f"a list of {_value(parts[0])}"
+        return f"a list of {LISTED[parts[0]]}" if parts[0] in LISTED else f"a list of {_value(parts[0])}"
     if is_dataclass(hint):
         return f"`{typing.cast(type, hint).__name__}`"
     return NAMES.get(hint, "an object")

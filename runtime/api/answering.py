@@ -162,7 +162,7 @@ class AnswerInProgress(Request):
             try:
                 ids = loaded.prompt_ids(messages)
             except ContextError as e:
-                raise ContextError(f"with about in place of the question, {e}") from e
+                raise ContextError(f"with about in place of the question, {e}", e.tokens, e.most) from e
         embeddings = partial(loaded.embed_question, messages)
         token = loaded.manifest.text.image_token_id
         return selecting_text(loaded.backend, ids, token, self._policy, after, embeddings)

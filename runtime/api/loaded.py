@@ -354,6 +354,13 @@ class LoadedBundle:
                 "or export with a --chat-template that prints it"
             )
 
+    def check_thinking(self, messages: Sequence[Message]) -> None:
+        """Raise RequestError for messages that switch thoughts on or off if the chat template has no switch."""
+        if "thinking" in messages[0] and not self.text.switches_thinking:
+            raise RequestError(
+                "this model's chat template has no switch for thoughts (enable_thinking); leave reasoning_effort out"
+            )
+
     def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
         """Raise ContextError if images or frames do not fit, with the tiles, pixels or frames that would."""
         room = self.manifest.max_context - 1
@@ -385,7 +392,9 @@ class LoadedBundle:
                 break
         raise ContextError(
             f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
-            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}"
+            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}",
+            len(ids),
+            room + 1,
         )
 
     def _fitting(self, videos: Sequence[PreparedImage], sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:

@@ -28,17 +28,27 @@ class Message(_RoleAndContent, total=False):
     """One turn: role "system", "user", "assistant" or "tool"; content a string, or parts in the order they are read.
 
     An assistant's may have `tool_calls`, and a tool's, its result, has the call's `tool_call_id`. A first message of
-    the role "tools" has the `tools` that may be called.
+    the role "tools" has the `tools` that may be called, and whether the answer begins with thoughts (`thinking`; left
+    out: as the template has it). A single message of the role "prompt" may have the prompt's `ids` and no content.
     """
 
     tool_calls: Sequence[Mapping[str, Any]]
     tool_call_id: str
     tools: Sequence[Mapping[str, Any]]
+    thinking: bool
+    ids: Sequence[int]
 
 
-def with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages, with tools that may be called."""
-    return [{"role": "tools", "content": "", "tools": tools}, *messages] if tools else list(messages)
+def with_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], thinking: bool | None = None
+) -> list[Message]:
+    """The messages, with tools that may be called, and with or without thoughts if that is not None."""
+    head: Message = {"role": "tools", "content": ""}
+    if tools:
+        head["tools"] = tools
+    if thinking is not None:
+        head["thinking"] = thinking
+    return [head, *messages] if len(head) > len(("role", "content")) else list(messages)
 
 
 def with_schema(messages: Sequence[Message], schema: str) -> list[Message]:

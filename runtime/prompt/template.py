@@ -51,8 +51,8 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str], *, add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str | bool], *,
+        add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:  # fmt: skip
         """The conversation as text; `variables` are the special tokens by name.
 
@@ -89,9 +89,19 @@ class ShapingTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises `TemplateError`."""
-        tools = messages[0]["tools"] if messages and messages[0]["role"] == "tools" else None
-        shaped = list(map(self._shape, messages[1:] if tools else messages))
-        return self._template.render(shaped, self._variables, add_generation_prompt=add_generation_prompt, tools=tools)
+        head: Mapping[str, Any] = messages[0] if messages and messages[0]["role"] == "tools" else {}
+        variables = {**self._variables, **({"enable_thinking": head["thinking"]} if "thinking" in head else {})}
+        shaped = list(map(self._shape, messages[1:] if head else messages))
+        return self._template.render(
+            shaped, variables, add_generation_prompt=add_generation_prompt, tools=head.get("tools")
+        )
+
+    @cached_property
+    def switches_thinking(self) -> bool:
+        """True if it has a switch for thoughts before an answer: the variable `enable_thinking`."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        prompts = {self.render(with_tools(question, [], on), add_generation_prompt=True) for on in (True, False)}
+        return len(prompts) > 1
 
     @cached_property
     def call_form(self) -> CallForm:

@@ -83,7 +83,7 @@ class Text:
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
         kinds, length = check_messages(messages)
-        if any(map(extras_of, messages)):
+        if any(extras_of(message).keys() - {"thinking"} for message in messages):
             _ = self.call_form  # else the template would leave out tools and calls without a word
         if self._most_characters is not None and length > self._most_characters:
             self._check_length(messages, add_generation_prompt, self._most_characters)
@@ -183,13 +183,21 @@ class Text:
         """The ids of an answer that the last message begins; none if that is a question."""
         last = messages[-1] if messages else None
         if last and last["role"] == "prompt":
-            text = "".join(texts_of(last))
-            check_messages([{"role": "user", "content": text}])
-            ids = self._ids(messages, add_generation_prompt=False)
+            ids = self._raw_ids(last)
             if np.isin(ids, self._pictures).any():
                 raise RequestError(f"the prompt holds {self.settings.image_token}; ask about images by messages")
             return list(map(int, ids))
         return self.answer_ids("".join(texts_of(last))) if last and last["role"] == "assistant" else []
+
+    def _raw_ids(self, prompt: Message) -> NDArray[np.int64]:
+        """The ids of a whole prompt, which is a text or has ids."""
+        if "ids" not in prompt:
+            check_messages([{"role": "user", "content": "".join(texts_of(prompt))}])
+            return self._ids([prompt], add_generation_prompt=False)
+        if not prompt["ids"]:
+            raise RequestError("the prompt has no tokens; send at least one")
+        self._check_ids(prompt["ids"])
+        return np.array(prompt["ids"], np.int64)
 
     @cached_property
     def _before_answer(self) -> tuple[str, str]:
@@ -219,6 +227,22 @@ class Text:
     def call_form(self) -> CallForm:
         """The form of calls of tools. Raises `RequestError` if the chat template knows none, or another one."""
         return self._template.call_form
+
+    @property
+    def switches_thinking(self) -> bool:
+        """True if the chat template has a switch for thoughts before an answer."""
+        return self._template.switches_thinking
+
+    def raw(self, ids: Sequence[int]) -> str:
+        """The text of the ids of a prompt, with its special tokens. Raises `RequestError` for unknown ids."""
+        self._check_ids(ids)
+        with rust_errors(RequestError, "these tokens are no text"):
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        size = self.tokenizer.get_vocab_size() if self._vocab is None else self._vocab
+        if not all(0 <= id < size for id in ids):
+            raise RequestError(f"one of the tokens is unknown; those of this model are numbered from 0 to {size - 1}")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""

@@ -16,7 +16,8 @@ from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
-ABSENT = ("n", "stream_options", "parallel_tool_calls", "logprobs", "top_logprobs", *NAMES)
+ABSENT = ("n", "stream_options", "parallel_tool_calls", "logprobs", "top_logprobs", "reasoning_effort",
+          "timings_per_token", *NAMES)  # fmt: skip
 REASONS = {
     "end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "timeout": "max_tokens",
     "context": "model_context_window_exceeded",
@@ -157,11 +158,6 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
         if NAMES[name] in fields:
             fields[name] = fields.pop(NAMES[name])
     return fields
-
-
-def counted(ids: Sequence[int], _: int) -> Event:
-    """The reply of /v1/messages/count_tokens."""
-    return {"input_tokens": len(ids)}
 
 
 def refused(refusal: Refusal) -> Event:

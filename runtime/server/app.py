@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Any
@@ -100,7 +100,7 @@ def make_app(
         routes=routes, lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
     )  # fmt: skip
-    logged = AccessLog(Guard(app, keys, local_hosts=local_hosts), access, as_json=access_json)
+    logged = Versioned(AccessLog(Guard(app, keys, local_hosts=local_hosts), access, as_json=access_json), app.routes)
     if not origins:
         return logged
     return CORSMiddleware(
@@ -138,6 +138,19 @@ async def _refuse(request: Request, error: Exception) -> Response:
     known = ", ".join(f"{'POST' if posted else 'GET'} {path}" for path, posted in paths if path not in SHEETS)
     refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.80} is not served; there is {known}")
     return JSONResponse(error_body(request.url.path, refusal), refusal.status, headers=error.headers)
+
+
+class Versioned:
+    """An application that answers at its addresses under /v1 without their /v1, too."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], routes: Sequence[Any]) -> None:
+        self._app = app
+        self._names = {route.path.split("/")[2] for route in routes if route.path.startswith("/v1/")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].split("/")[1:2] and scope["path"].split("/")[1] in self._names:
+            scope = {**scope, "path": f"/v1{scope['path']}"}
+        await self._app(scope, receive, send)
 
 
 class Guard:

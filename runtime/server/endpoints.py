@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,19 +19,20 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.prompt.messages import with_tools
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece, order
 from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header
-from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys, Tenant
+from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys, Tenant, check_priority
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.metrics import Metrics
 from vtx.runtime.server.openai import completions, embeddings, responses
 from vtx.runtime.server.openai.chat import ChatObjects
 from vtx.runtime.server.openai.objects import Objects
-from vtx.runtime.server.openai.request import ChatRequest, Translate, read_request
+from vtx.runtime.server.openai.request import ChatRequest, Translate, naming, read_request
 from vtx.runtime.server.places import Place, Places
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
@@ -44,7 +45,7 @@ from vtx.runtime.vision.video import Video
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+CHAT = "/v1/chat/completions"
 CLIENT_LEFT = 499  # in the metrics only
 READERS = 2  # threads that parse requests and decode images
 VIDEO_READERS = 1  # threads that decode videos, which takes longer
@@ -56,8 +57,9 @@ FETCHERS = 8  # threads that fetch images
 class Endpoint:
     """An address: its fields as those of a chat completion, with other `names` in errors, and its objects.
 
-    `refused`: the object of an error. `lines`: a stream is of lines of JSON. `counted`: the whole reply, of the
-    prompt's ids and the bundle's largest context, where nothing is computed.
+    `refused`: the object of an error. `lines`: a stream is of lines of JSON. `reply`: the whole reply where the decoder
+    does not run, by an engine and a request, within the server's limits; it is called with the function that tells
+    whether it should stop, and with the tenant whose caches it uses.
     """
 
     translate: Translate | None
@@ -65,25 +67,68 @@ class Endpoint:
     names: Mapping[str, str] = field(default_factory=dict)
     refused: Callable[[Refusal], dict[str, Any]] = Refusal.body
     lines: bool = False
-    counted: Callable[[Sequence[int], int], dict[str, Any]] | None = None
+    reply: Callable[[Engine, ChatRequest, Limits, Callable[[], bool], str], dict[str, Any]] | None = None
 
 
-def tokenized(ids: Sequence[int], most: int) -> dict[str, Any]:
+def tokenized(
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool], tenant: str
+) -> dict[str, Any]:
     """The reply of /tokenize."""
-    return {"count": len(ids), "max_model_len": most, "tokens": ids}
+    [ids] = prepare(engine, chat, limits, stopped, tenant).ids
+    return {"count": len(ids), "max_model_len": engine.model.manifest.max_context, "tokens": ids.tolist()}
+
+
+def counted(
+    facts: Mapping[str, str],
+    engine: Engine,
+    chat: ChatRequest,
+    limits: Limits,
+    stopped: Callable[[], bool],
+    tenant: str,
+) -> dict[str, Any]:
+    """These facts and the number of a prompt's tokens."""
+    [ids] = prepare(engine, chat, limits, stopped, tenant).ids
+    return {**facts, "input_tokens": len(ids)}
+
+
+INPUT_TOKENS = partial(counted, {"object": "response.input_tokens"})  # OpenAI's and llama-server's
+
+
+def detokenized(
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool], tenant: str
+) -> dict[str, Any]:
+    """The reply of /detokenize: the text as vLLM names it, and as llama-server does."""
+    text = engine.model.loaded.text.raw(chat.messages[0]["ids"])
+    return {"prompt": text, "content": text}
+
+
+def embedded(
+    engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool], tenant: str
+) -> dict[str, Any]:
+    """The reply with the embeddings of a request's images."""
+
+    def check() -> None:
+        if stopped():
+            raise ClientLeft
+
+    images = read_images(engine, chat, limits, stopped)
+    return embeddings.embeddings(engine.model.loaded, chat, images, check)
 
 
 ENDPOINTS = {
     CHAT: Endpoint(None),
+    f"{CHAT}/input_tokens": Endpoint(None, reply=INPUT_TOKENS),
     "/v1/completions": Endpoint(completions.chat_fields, completions.CompletionObjects, {"messages": "prompt"}),
     "/v1/responses": Endpoint(responses.chat_fields, responses.ResponseObjects, responses.NAMES),
-    EMBEDDINGS: Endpoint(embeddings.chat_fields, names=embeddings.NAMES),
-    "/tokenize": Endpoint(completions.tokenized_fields, names={"messages": "prompt"}, counted=tokenized),  # vLLM's
+    "/v1/responses/input_tokens": Endpoint(responses.chat_fields, names=responses.NAMES, reply=INPUT_TOKENS),
+    "/v1/embeddings": Endpoint(embeddings.chat_fields, names=embeddings.NAMES, reply=embedded),
+    "/tokenize": Endpoint(completions.tokenized_fields, names={"messages": "prompt"}, reply=tokenized),  # vLLM's
+    "/detokenize": Endpoint(completions.token_fields, names={"messages": "tokens"}, reply=detokenized),
     "/v1/messages": Endpoint(
         anthropic.chat_fields, anthropic.MessageObjects, anthropic.NAMES, refused=anthropic.refused
     ),
     "/v1/messages/count_tokens": Endpoint(
-        anthropic.chat_fields, names=anthropic.NAMES, refused=anthropic.refused, counted=anthropic.counted
+        anthropic.chat_fields, names=anthropic.NAMES, refused=anthropic.refused, reply=partial(counted, {})
     ),
     "/api/chat": Endpoint(ollama.chat_fields, ollama.OllamaObjects, ollama.NAMES, refused=ollama.refused, lines=True),
     "/api/generate": Endpoint(
@@ -100,11 +145,11 @@ def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose images are read and whose prompt `ids` are known to fit, before anything is computed."""
+    """A request whose images are read and whose `ids`, of each prompt, are known, before anything is computed."""
 
     chat: ChatRequest
     images: tuple[PreparedImage, ...]
-    ids: NDArray[np.int64]
+    ids: tuple[NDArray[np.int64], ...]
 
 
 @dataclass(slots=True)
@@ -149,7 +194,7 @@ class _Admitted:
         chat, tokens = self.chat, [job.emitted for job in self.place.jobs]
         return {
             "model": chat.model, "key": self.tenant.name, "state": self.state, "k": chat.k, "rest": chat.options.rest,
-            "tokens": sum(tokens), "max_tokens": chat.n * chat.options.max_new_tokens,
+            "tokens": sum(tokens), "max_tokens": chat.answers * chat.options.max_new_tokens,
             "seconds": round(time.monotonic() - self.started, 3), "seconds_left": round(self.left, 3),
             "deadline": chat.deadline is not None, "priority": chat.options.priority, "stream": chat.stream,
         }  # fmt: skip
@@ -236,9 +281,10 @@ class Endpoints:
                     chat = await asyncio.get_running_loop().run_in_executor(self._readers, read)
                 finally:
                     body.clear()
+                check_priority(tenant, chat.options.priority)
                 seconds = self._limits.seconds if chat.deadline is None else min(self._limits.seconds, chat.deadline)
                 turn = order(started + seconds, seconds, chat.options.priority, urgent=chat.deadline is not None)
-                with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.n):
+                with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.answers):
                     request = _Admitted(scope["path"], tenant, chat, started, seconds, upload, place)
                     del chat
                     with self._listed(request):
@@ -273,20 +319,15 @@ class Endpoints:
         with self._engines.use(engine):
             videos = any(isinstance(image, Video) for image in chat.images)
             readers, stopping = self._video_readers if videos else self._readers, threading.Event()
-            if request.path == EMBEDDINGS:
-                vectors = loop.run_in_executor(readers, embed, engine, chat, self._limits, stopping.is_set)
-                embedded = await _while_wanted(vectors, request, stopping)
-                await reply.json(200, embedded)
+            given = engine, chat, self._limits, stopping.is_set, request.tenant.share
+            if endpoint.reply is not None:
+                whole = loop.run_in_executor(readers, endpoint.reply, *given)
+                body = await _while_wanted(whole, request, stopping)
+                await reply.json(200, body)
                 return None
-            reading = loop.run_in_executor(
-                readers, prepare, engine, chat, self._limits, stopping.is_set, request.tenant.share
-            )
-            prepared = await _while_wanted(reading, request, stopping)
+            prepared = await _while_wanted(loop.run_in_executor(readers, prepare, *given), request, stopping)
             chat = request.chat = prepared.chat
             self._uploads.forget(request.upload)
-            if endpoint.counted is not None:
-                await reply.json(200, endpoint.counted(prepared.ids.tolist(), engine.model.manifest.max_context))
-                return None
             notes = {**chat.notes}
             objects = endpoint.objects(replace(chat, notes=notes), engine.model)
             async with aclosing(_events(engine, prepared, request, notes)) as events:
@@ -358,11 +399,14 @@ def prepare(
             if not (chat.lenient and chat.form == "tools"):
                 raise Refusal(400, str(e), code="unsupported_value", param=chat.form) from e
             notes = {**chat.notes, "ignored": [*chat.notes.get("ignored", ()), "tools"]}
-            chat = replace(chat, messages=chat.messages[1:], options=replace(chat.options, guide=None), notes=notes)
+            messages = with_tools(chat.messages[1:], [], chat.messages[0].get("thinking"))
+            chat = replace(chat, messages=messages, options=replace(chat.options, guide=None), notes=notes)
+    with naming("reasoning_effort"):
+        loaded.check_thinking(chat.messages)
     images = read_images(engine, chat, limits, stopped, tenant)
     loaded.check_system(chat.messages)
-    ids = loaded.prompt_ids(chat.messages, images)
-    room = loaded.manifest.max_context - len(ids)
+    ids = tuple(loaded.prompt_ids(messages, images) for messages in chat.prompts)
+    room = loaded.manifest.max_context - max(map(len, ids))
     if not policy.entries and 0 < room < chat.options.max_new_tokens:
         chat = replace(chat, notes={**chat.notes, "max_tokens": room})  # where the context ends the answer
     return Prepared(replace(chat, images=()), images, ids)
@@ -386,17 +430,6 @@ def read_images(
     return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check, tenant=tenant)
 
 
-def embed(engine: Engine, chat: ChatRequest, limits: Limits, stopped: Callable[[], bool]) -> dict[str, Any]:
-    """The reply with the embeddings of a request's images."""
-
-    def check() -> None:
-        if stopped():
-            raise ClientLeft
-
-    images = read_images(engine, chat, limits, stopped)
-    return embeddings.embeddings(engine.model.loaded, chat, images, check)
-
-
 async def _events(
     engine: Engine, prepared: Prepared, request: _Admitted, notes: dict[str, Any]
 ) -> AsyncGenerator[tuple[int, Piece | Done]]:
@@ -414,7 +447,7 @@ async def _events(
         with suppress(RuntimeError):  # the loop has ended, and nobody listens
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-    chat, place, unfinished = prepared.chat, request.place, prepared.chat.n
+    chat, place, unfinished = prepared.chat, request.place, prepared.chat.answers
 
     def choosing(chosen: Chosen) -> None:
         figures = {"figure": chosen.method.figure, "best_figure": chosen.best}
@@ -424,13 +457,13 @@ async def _events(
     place.jobs = [
         engine.job(
             AnswerRequest(
-                prepared.images, chat.messages, prepared.ids, chat.settings(number), chat.reuse, chat.adapts,
-                tenant=share,
+                prepared.images, chat.prompt_of(number), prepared.ids[number // chat.n], chat.settings(number),
+                chat.reuse, chat.adapts, tenant=share,
             ),
             partial(emit, number), ends_at=request.started + request.seconds, urgent=chat.deadline is not None,
             limit=request.seconds, choosing=choosing,
         )
-        for number in range(chat.n)
+        for number in range(chat.answers)
     ]  # fmt: skip
     came = False  # a token of any of them
     getting = asyncio.ensure_future(queue.get())

@@ -50,14 +50,15 @@ class Engines:
     both are raised here, not to the first client of a bundle.
     `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own. `choosers` choose K and
     reductions of requests with a deadline, by the bundle's name. `verify` raises VtxError for a model that does not
-    compute what it must; it judges bundles that `reload` puts in place of others.
+    compute what it must; it judges bundles that `reload` puts in place of others. `aliases`: further names, and the
+    bundle that each means.
     """
 
     def __init__(
         self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
         *, needed: Callable[[Bundle], int] = needed_memory, key: PublicKey | None = None,
         fit: str | None = None, choosers: Mapping[str, Chooser] | None = None,
-        verify: Callable[[Model], None] = lambda _: None,
+        verify: Callable[[Model], None] = lambda _: None, aliases: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._key, self._forecast, self._verify = key, needed, verify
@@ -66,7 +67,12 @@ class Engines:
         self._loaded: dict[str, Engine] = {}
         self._replaced: list[Engine] = []  # whose last answers run
         self._counted = Counter[str]()  # by engines that are closed
-        self._choosers = choosers or {}
+        self._choosers, self._aliases = choosers or {}, aliases or {}
+        for alias, name in self._aliases.items():
+            if alias in self._bundles or name not in self._bundles:
+                raise RequestError(
+                    f"the alias {alias}={name} is a bundle's name, or names none; there is {', '.join(self._bundles)}"
+                )
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self.closed = False
 
@@ -97,12 +103,13 @@ class Engines:
         """
         if not name and len(self._bundles) == 1:
             return next(iter(self._bundles))
-        for known in (name, name.removesuffix(LATEST)):
+        for given in (name, name.removesuffix(LATEST)):
+            known = self._aliases.get(given, given)
             if known in self._bundles:
                 return known
         problem = f"there is no model {name[:80]!r}" if name else "the request has no model"
         raise Refusal(
-            404, f"{problem}; this server has {', '.join(self._bundles)}",
+            404, f"{problem}; this server has {', '.join([*self._bundles, *self._aliases])}",
             code="model_not_found", param="model",
         )  # fmt: skip
 
@@ -267,7 +274,9 @@ class Engines:
                     "layout": m.layout.name, "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
                 },
             }  # fmt: skip
-            objects.append({"id": name, "object": "model", "created": 0, "owned_by": "vtx", "vtx": facts})
+            described = {"object": "model", "created": 0, "owned_by": "vtx", "vtx": facts}
+            names = [name, *(alias for alias, meant in self._aliases.items() if meant == name)]
+            objects += [{"id": each, **described, "root": name} for each in names]
         return objects
 
 

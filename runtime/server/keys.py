@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vtx.runtime.api.options import MAX_PRIORITY
 from vtx.runtime.errors import RequestError
 from vtx.runtime.server.refusal import Refusal
 
@@ -21,8 +22,8 @@ MAX_KEY = 4096  # characters of an API key
 MINUTE, DAY = 60.0, 86400.0  # seconds
 RETRY_SECONDS = 2  # until one of a key's answers may have ended
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_OPTION = re.compile(r"(share|requests|answers|tokens)=([\w.-]{1,64})|metrics", re.ASCII)
-_FORM = "write KEY, or NAME KEY with share=GROUP, requests=N, answers=N, tokens=N or metrics"
+_OPTION = re.compile(r"(share|requests|answers|tokens|priority)=([\w.-]{1,64})|metrics", re.ASCII)
+_FORM = "write KEY, or NAME KEY with share=GROUP, requests=N, answers=N, tokens=N, priority=N or metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Tenant:
 
     Tenants with the same `share` use each other's caches, by default nobody else's. `requests` a minute and concurrent
     `answers`, those that wait included, and `tokens` of prompts and answers a day (UTC) are limits; None: no limit.
-    `metrics`: it may read /metrics next to others.
+    `metrics`: it may read /metrics next to others. `priority`: the highest that its requests may ask for.
     """
 
     name: str = ""
@@ -40,6 +41,7 @@ class Tenant:
     answers: int | None = None
     metrics: bool = False
     tokens: int | None = None
+    priority: int = MAX_PRIORITY
 
 
 @dataclass(slots=True)
@@ -155,6 +157,15 @@ class Keys:
                 self._answers[tenant.name] -= number
 
 
+def check_priority(tenant: Tenant, priority: int) -> None:
+    """Raise Refusal (403) for a priority above the tenant's."""
+    if priority > tenant.priority:
+        raise Refusal(
+            403, f"priority is {priority}, this key may ask for at most {tenant.priority}; lower it, or leave it out",
+            code="insufficient_permissions", param="priority",
+        )  # fmt: skip
+
+
 def _too_many(message: str, seconds: int) -> Refusal:
     return Refusal(
         429, f"{message}; try again in {seconds} s", code="rate_limit_exceeded", kind="rate_limit_error",
@@ -203,7 +214,15 @@ def _named(words: list[str], where: str) -> Tenant:
     return Tenant(
         name, values.get("share", name), _number(values.get("requests"), where), _number(values.get("answers"), where),
         metrics="metrics" in options, tokens=_number(values.get("tokens"), where),
+        priority=_priority(values.get("priority"), where),
     )  # fmt: skip
+
+
+def _priority(value: str | None, where: str) -> int:
+    priority = MAX_PRIORITY if value is None else int(value) if re.fullmatch(r"\d{1,2}", value, re.ASCII) else -1
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise RequestError(f"{where}: priority must be a whole number from 0 to {MAX_PRIORITY}")
+    return priority
 
 
 def _number(value: str | None, where: str) -> int | None:

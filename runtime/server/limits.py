@@ -17,12 +17,12 @@ class Limits(Capacity):
 
     `body`: of a request; of as many as `bodies` there is memory for those that arrive or wait to be read, for those of
     one client half of it; at most `uploads` bodies, `client_uploads` of one client, arrive at a time. `sent`: of images
-    that are kept under names that their clients gave them. `pixels`: of one image. `images`, `new_tokens`: of one
-    request. `queue`: requests of one model that wait. `body_seconds`: for a request to arrive. `seconds`: from there to
-    the answer's end, with waiting. `write_seconds`: for a client to receive what was sent. `comment_seconds`: without
-    an event of a stream, after which it gets a comment. `stall_seconds`: without a sign of life of a thread that
-    computes. `fetch_seconds`: for an image at an address, which may have as many bytes as a body. `grace_seconds`: for
-    running answers to end after a signal.
+    that are kept under names that their clients gave them. `pixels`: of one image. `images`, `prompts`,
+    `new_tokens`: of one request. `queue`: requests of one model that wait. `body_seconds`: for a request to arrive.
+    `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to receive what was sent.
+    `comment_seconds`: without an event of a stream, after which it gets a comment. `stall_seconds`: without a sign of
+    life of a thread that computes. `fetch_seconds`: for an image at an address, which may have as many bytes as a body.
+    `grace_seconds`: for running answers to end after a signal.
     """
 
     body: int = 32 << 20
@@ -32,6 +32,7 @@ class Limits(Capacity):
     sent: int = 64 << 20
     pixels: int = 32 << 20
     images: int = 8
+    prompts: int = 32
     new_tokens: int = 1024
     queue: int = 32
     body_seconds: float = 30.0

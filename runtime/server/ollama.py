@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, RawPrompt, at, check_absent, check_no_thoughts, image_part
+from vtx.runtime.server.openai.fields import FieldReader, RawPrompts, at, check_absent, check_no_thoughts, image_part
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
 NAMES = {"response_format": "format", "max_tokens": "options"}  # of fields, in errors
-ABSENT = ("n", "response_format", "max_tokens", "max_completion_tokens", "stream_options", "logprobs", "top_logprobs")
+ABSENT = ("n", "response_format", "max_tokens", "max_completion_tokens", "stream_options", "logprobs", "top_logprobs",
+          "reasoning_effort", "timings_per_token")  # fmt: skip
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
 NANOSECONDS = 1_000_000  # a millisecond
 
@@ -106,7 +107,7 @@ def generate_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]
     if reader.value(bool, fields.pop("raw", False), at("raw")):
         if images or system:
             raise Refusal(400, "a raw prompt has no images and no system text; leave out raw", param="raw")
-        return fields | {"messages": RawPrompt(prompt)}
+        return fields | {"messages": RawPrompts(prompt)}
     turns = [OllamaMessage("system", system)] if system else []
     return fields | {"messages": [_message(turn) for turn in (*turns, OllamaMessage("user", prompt, images))]}
 

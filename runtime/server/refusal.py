@@ -22,7 +22,8 @@ class Refusal(VtxError):
     """A request that is not answered: HTTP `status`, OpenAI's `code`, and the field `param` that is wrong.
 
     `retry_after`: whole seconds after which the same request may be answered. `final`: official clients, which send a
-    request that took too long or was one too many again, must not.
+    request that took too long or was one too many again, must not. `counts`: a prompt's tokens and the context's, as
+    llama-server has them.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class Refusal(VtxError):
         super().__init__(message)
         self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
         self.final = final
+        self.counts: dict[str, int] = {}
 
     def body(self) -> dict[str, Any]:
         """The object that clients parse."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        facts = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {**facts, **self.counts}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -65,7 +68,10 @@ def refusal_of(error: Exception) -> Refusal:
         return error
     for fault, code, param in FAULTS:
         if isinstance(error, fault):
-            return Refusal(400, str(error), code=code, param=param)
+            refusal = Refusal(400, str(error), code=code, param=param)
+            if isinstance(error, ContextError) and error.tokens is not None and error.most is not None:
+                refusal.counts = {"n_prompt_tokens": error.tokens, "n_ctx": error.most}
+            return refusal
     if isinstance(error, ClosedError):
         return shutting_down()
     if isinstance(error, TooLateError):

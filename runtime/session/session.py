@@ -366,7 +366,9 @@ class Session:
             images = f" ({vision} of them for images)" if vision else ""
             raise ContextError(
                 f"the prompt takes {tokens} tokens{images}, and {self.capacity - 1} fit into this bundle beside the "
-                f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._manifest.or_more_context}"
+                f"answer; shorten it by {tokens + 1 - self.capacity} tokens{self._manifest.or_more_context}",
+                tokens,
+                self.capacity,
             )
 
     def _select(self, selection: Selection, *, waits: bool = False) -> None:

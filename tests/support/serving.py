@@ -99,6 +99,7 @@ def serving(
     device: str = "cpu",
     choosers: Any = None,
     verify: Any = lambda _: None,
+    aliases: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
     """Serve bundles, with the options of `make_app`, until the end of the block."""
@@ -109,8 +110,9 @@ def serving(
 
     limits = limits or Limits()
     engines = Engines(
-        bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, choosers=choosers, verify=verify
-    )
+        bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, choosers=choosers,
+        verify=verify, aliases=aliases,
+    )  # fmt: skip
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(engines, limits, **options), log_level="error", ws="none", http=BoundedProtocol,

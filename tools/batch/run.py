@@ -204,13 +204,17 @@ def _asked(
             sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]
             seen = loaded.prepare_all(sources, messages=chat.messages)
             loaded.check_system(chat.messages)
+            loaded.check_thinking(chat.messages)
             k = asking.k if chat.k == DEFAULT else chat.k
             reduce = chat.reduce
             chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)
             chats[line.number] = chat
             yield (
                 line,
-                [AnswerRequest.of(loaded, seen, chat.messages, chat.settings(number)) for number in range(chat.n)],
+                [
+                    AnswerRequest.of(loaded, seen, chat.prompt_of(number), chat.settings(number))
+                    for number in range(chat.answers)
+                ],
             )
         except BAD as e:
             yield line, e

@@ -44,7 +44,8 @@ ASSETS = {**dict.fromkeys(("/", "/live.js", "/live.css"), "vtx.tools.watch"), "/
 class Page:
     """The content of the page: pictures of the `watched` sources, made when they are asked for, and events.
 
-    Of events the last answer to each question is kept, and the `RECENT` last ones. `formats` are those of pictures.
+    Of events the last answer to each question, the last status, and the `RECENT` last ones are kept. `formats` are
+    those of pictures.
     """
 
     def __init__(self, formats: Sequence[str]) -> None:
@@ -52,6 +53,7 @@ class Page:
         self.closed = False
         self._formats = formats
         self._answers = dict[tuple[str, str], dict[str, Any]]()
+        self._status = dict[str, Any]()
         self._recent, self._count = deque[dict[str, Any]](maxlen=RECENT), 0
         self._lock, self._drawing = threading.Lock(), threading.Lock()
         self._pictures = dict[str, tuple[str, bytes]]()  # the last JPEG of each source, with its tag
@@ -64,13 +66,15 @@ class Page:
             self._count += 1
             if event["event"] == "answer":
                 self._answers[event["source"], event["question"]] = event
+            elif event["event"] == "status":
+                self._status = event
             elif event["event"] == "config":
                 self._answers = {key: last for key, last in self._answers.items() if key[0] in self.watched}
 
     def since(self, number: int | None) -> tuple[int, list[dict[str, Any]]]:
         """The number of events so far, and those after the first `number`.
 
-        None, or one for which they are no longer kept: the sources, their questions and the last answers instead.
+        None, or one for which they are no longer kept: the sources and their questions, the last answers and status.
         """
         with self._lock:
             if number is not None and (new := self._count - number) <= len(self._recent):
@@ -83,7 +87,8 @@ class Page:
                 for name, watched in list(self.watched.items())
             ]  # fmt: skip
             answers = [last for key, last in self._answers.items() if key[0] in self.watched]
-            return self._count, [{"event": "watched", "sources": sources, "answers": answers}]
+            status = [self._status] if self._status else []
+            return self._count, [{"event": "watched", "sources": sources, "answers": answers}, *status]
 
     def picture(self, name: str) -> tuple[str, bytes] | None:
         """The newest frame of a source as JPEG, after a tag that changes with the frame; None: it gave none yet.

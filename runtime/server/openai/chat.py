@@ -28,7 +28,8 @@ class ChatObjects(Objects):
                 "index": index, "message": message, "finish_reason": _finish(answer, parts.calls),
                 "logprobs": None if known is None else {"content": known, "refusal": None},
             })  # fmt: skip
-        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage(answers)}
+        usage = self.usage(answers)
+        return {**self.head("chat.completion"), "choices": choices, "usage": usage, **self.timings(answers)}
 
     def begin(self, index: int) -> Iterator[Event]:
         self.parts[index] = self.divided()
@@ -43,7 +44,7 @@ class ChatObjects(Objects):
     def done(self, index: int, answer: Answer) -> Iterator[Event]:
         for delta in self._deltas(index, "", complete=True):
             yield self._chunk(index, delta)
-        yield self._chunk(index, {}, finish=_finish(answer, self.parts[index].calls))
+        yield self._chunk(index, {}, finish=_finish(answer, self.parts[index].calls)) | self.timings([answer])
 
     def end(self, answers: Sequence[Answer]) -> Iterator[Event]:
         if self.request.include_usage:

@@ -26,13 +26,20 @@ NEVER_IGNORED = frozenset(
     system system_prompt template truncate_prompt_tokens video video_url videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
 )
 Detail = Literal["auto", "low", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class RawPrompt(str):
-    """In place of messages: a prompt that no template prints, its control tokens included."""
+class RawPrompts:
+    """In place of messages: prompts that no template prints, as texts with control tokens or as token ids.
 
-    __slots__ = ()
+    With `echo` each stands before its answers.
+    """
+
+    __slots__ = ("echo", "prompts")
+
+    def __init__(self, *prompts: str | tuple[int, ...], echo: bool = False) -> None:
+        self.prompts, self.echo = prompts, echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +197,7 @@ class NamedChoice:
 class ChatFields:
     """A chat completion; None: left out. Ranges are checked by the settings that the values become."""
 
-    messages: tuple[MessageFields, ...] | RawPrompt
+    messages: tuple[MessageFields, ...] | RawPrompts
     model: str = optional("")
     max_tokens: int | None = optional(None)
     max_completion_tokens: int | None = optional(None)
@@ -231,6 +238,8 @@ class ChatFields:
     reuse: bool = optional(True)
     deadline_ms: int | None = optional(None)
     priority: int | None = optional(None)
+    reasoning_effort: Effort | None = optional(None)
+    timings_per_token: bool = optional(False)
 
 
 @dataclass(frozen=True, slots=True)

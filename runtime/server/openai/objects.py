@@ -119,17 +119,25 @@ class Objects(ABC):
 
     def usage(self, answers: Sequence[Answer]) -> Event:
         """Token counts, and under `vtx` the object of `vtx-run --json` without its text; of several answers a list."""
-        answer, completion = answers[0], sum(len(answer.token_ids) for answer in answers)
-        prompt, several = answer.stats.prompt_tokens, [one.to_dict() for one in answers]
+        completion = sum(len(answer.token_ids) for answer in answers)
+        firsts = [answer.stats for answer in answers[:: self.request.n]]  # one of each prompt
+        prompt, several = sum(stats.prompt_tokens for stats in firsts), [one.to_dict() for one in answers]
         for one in several:
             for name in ("text", "logprobs", "top_logprobs", "tool_calls"):
                 one.pop(name, None)
         facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
         return {
             "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": answer.stats.reused_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(stats.reused_tokens for stats in firsts)},
             "vtx": {**facts, **self.request.notes, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
         }  # fmt: skip
+
+    def timings(self, answers: Sequence[Answer]) -> Event:
+        """The field `timings` of llama-server, of several answers a list; nothing if it was not asked for."""
+        if not self.request.timings:
+            return {}
+        several = list(map(_timings, answers))
+        return {"timings": several[0] if len(several) == 1 else several}
 
     def head(self, kind: str) -> Event:
         """The fields of every object."""
@@ -151,8 +159,22 @@ class Objects(ABC):
         """The tokens so far of an answer whose log probabilities were asked for."""
         if index not in self.texts:
             text = self.model.loaded.text
-            self.texts[index] = TokenTexts(text, text.begun(self.request.messages))
+            self.texts[index] = TokenTexts(text, text.begun(self.request.prompt_of(index)))
         return self.texts[index]
+
+
+def _timings(answer: Answer) -> Event:
+    """The times of an answer; that of its prompt, with its images, is that of the first token."""
+    times, tokens = answer.stats.timings_ms, len(answer.token_ids)
+    first, token = times.get("first_token", 0.0), times.get("decode_per_token", 0.0)
+    cached, decoded = answer.stats.reused_tokens, max(0, tokens - 1)
+    prompt = answer.stats.prompt_tokens - cached
+    return {
+        "cache_n": cached, "prompt_n": prompt, "prompt_ms": first,
+        "predicted_n": tokens, "predicted_ms": token * decoded,
+        "prompt_per_token_ms": first / max(1, prompt), "prompt_per_second": 1000 * prompt / max(first, 1e-9),
+        "predicted_per_token_ms": token, "predicted_per_second": 1000 / token if token else 0.0,
+    }  # fmt: skip
 
 
 def _token(text: bytes, logprob: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from vtx.runtime.server.openai.fields import (
     ImagePart,
     MessageFields,
     NamedChoice,
-    RawPrompt,
+    RawPrompts,
     ResponseFormat,
     StructuredOutputs,
     TextPart,
@@ -53,9 +53,10 @@ GUIDED = {  # vLLM's fields
 }  # fmt: skip
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "modalities": (["text"],), "echo": (False,), "best_of": (1,), "suffix": ("",),
+    "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
     "truncation": ("disabled",), "background": (False,), "include": ([],),
 }  # fmt: skip
+NO_THOUGHTS = ("none", "minimal")  # of the field `reasoning_effort`
 STRUCTURED = {"json": "schema", "choice": "choices", "regex": "regex", "grammar": "grammar"}  # of vLLM's newer field
 Translate = Callable[[dict[str, Any], FieldReader], dict[str, Any]]
 
@@ -68,7 +69,8 @@ class ChatRequest:
     `reuse`: start from the caches of earlier requests. `n`: answers. `notes`: differences to what was asked for, which
     the reply has: fields that were `ignored`, and `max_tokens` if it is less. `deadline`: seconds from its arrival to
     its end, None: the server's limit. `form`: the field that gives the form of the answer. `fields`: those of the body
-    that a reply repeats.
+    that a reply repeats. `more`: further prompts of a completion, each with `n` answers; with `echo` prompts stand
+    before their answers. `timings`: the reply has them.
     """
 
     model: str
@@ -86,6 +88,23 @@ class ChatRequest:
     form: str | None = None
     lenient: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
+    more: tuple[list[Message], ...] = ()
+    echo: bool = False
+    timings: bool = False
+
+    @property
+    def prompts(self) -> list[list[Message]]:
+        """The messages of each prompt."""
+        return [self.messages, *self.more]
+
+    @property
+    def answers(self) -> int:
+        """The number of answers to all prompts."""
+        return self.n * len(self.prompts)
+
+    def prompt_of(self, number: int) -> list[Message]:
+        """The messages that its answer `number` is to."""
+        return self.prompts[number // self.n]
 
     @property
     def adapts(self) -> bool:
@@ -93,9 +112,9 @@ class ChatRequest:
         return self.deadline is not None and self.k == self.reduce == DEFAULT and self.options.rest is None
 
     def settings(self, number: int = 0) -> Settings:
-        """The settings of its answer `number`; with a seed, that of each answer is one more."""
+        """The settings of its answer `number`; with a seed, that of each answer to a prompt is one more."""
         seed = self.options.sampling.seed
-        sampling = replace(self.options.sampling, seed=None if seed is None else seed + number)
+        sampling = replace(self.options.sampling, seed=None if seed is None else seed + number % self.n)
         return Settings(self.k, replace(self.options, timeout=None, sampling=sampling), self.reduce)
 
 
@@ -131,7 +150,7 @@ def read_request(
     present = {name: value for name, value in present.items() if name not in IGNORED}
     fields = reader.read(ChatFields, present, WHERE)
     with naming("messages"):
-        images, messages = _messages(fields.messages, limits, hosts)
+        images, (messages, *more) = _messages(fields.messages, limits, hosts)
     options, notes = _options(fields, limits)
     form, guide = _guide(fields, present)
     if guide is not None:
@@ -140,7 +159,8 @@ def read_request(
     if fields.accept is not None:
         with naming("accept"):
             options = replace(options, accept=fields.accept)
-    messages = with_tools(messages, [] if guide is None else guide.listed_tools)
+    thinking = None if fields.reasoning_effort is None else fields.reasoning_effort not in NO_THOUGHTS
+    messages = with_tools(messages, [] if guide is None else guide.listed_tools, thinking)
     with naming("stream_options"):
         if fields.stream_options is not None and not fields.stream:
             raise RequestError('stream_options are for streams; add "stream": true, or leave them out')
@@ -156,6 +176,7 @@ def read_request(
     return ChatRequest(
         fields.model, messages, tuple(images), fields.k, fields.reduce, options, fields.stream, usage, fields.reuse,
         fields.n, notes, seconds, form, lenient, {name: given[name] for name in REPEATED if name in given},
+        tuple(more), isinstance(fields.messages, RawPrompts) and fields.messages.echo, fields.timings_per_token,
     )  # fmt: skip
 
 
@@ -274,11 +295,14 @@ def _response_format(form: ResponseFormat | None) -> Guide | None:
 
 
 def _messages(
-    given: tuple[MessageFields, ...] | RawPrompt, limits: Limits, hosts: Collection[str]
-) -> tuple[list[Any], list[Message]]:
-    """The images and messages of OpenAI's form; images as data URLs, or at addresses of `hosts`."""
-    if isinstance(given, RawPrompt):
-        return [], [{"role": "prompt", "content": str(given)}]
+    given: tuple[MessageFields, ...] | RawPrompts, limits: Limits, hosts: Collection[str]
+) -> tuple[list[Any], list[list[Message]]]:
+    """The images and messages of OpenAI's form, of each prompt; images as data URLs, or at addresses of `hosts`."""
+    if isinstance(given, RawPrompts):
+        count = len(given.prompts)
+        if not 1 <= count <= limits.prompts:
+            raise RequestError(f"{count} prompts are given; it must be 1 to {limits.prompts}, this server's limit")
+        return [], [[_raw(prompt)] for prompt in given.prompts]
     last = given[-1] if given else None
     ends = last is not None and last.role in ("user", "assistant", "tool") and not last.tool_calls
     if not ends or all(message.role != "user" for message in given):
@@ -292,7 +316,13 @@ def _messages(
             413, f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
             code="too_many_images", param="messages",
         )  # fmt: skip
-    return images, messages
+    return images, [messages]
+
+
+def _raw(prompt: str | tuple[int, ...]) -> Message:
+    if isinstance(prompt, str):
+        return {"role": "prompt", "content": prompt}
+    return {"role": "prompt", "content": "", "ids": prompt}
 
 
 def _message(message: MessageFields, hosts: Collection[str]) -> dict[str, Any]:

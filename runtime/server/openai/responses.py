@@ -11,6 +11,7 @@ from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.fields import (
     Detail,
+    Effort,
     FieldReader,
     FunctionFields,
     ImageUrl,
@@ -24,8 +25,11 @@ from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
 from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
-NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-ABSENT = ("n", "max_tokens", "stream_options", *NAMES)
+NAMES = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+    "reasoning_effort": "reasoning",
+}  # fmt: skip
+ABSENT = ("n", "max_tokens", "stream_options", "timings_per_token", *NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,13 @@ class TextFields:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The field `reasoning`."""
+
+    effort: Effort | None = optional(None)
+
+
+@dataclass(frozen=True, slots=True)
 class NamedFunction:
     """The function to call."""
 
@@ -132,6 +143,8 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
         form = reader.read(TextFields, fields.pop("text"), at("text")).format
         schema = {"json_schema": {"schema": form.schema}} if form.type == "json_schema" else {}
         fields["response_format"] = {"type": form.type, **schema}
+    if "reasoning" in fields:
+        fields["reasoning_effort"] = reader.read(Reasoning, fields.pop("reasoning"), at("reasoning")).effort
     if "max_output_tokens" in fields:
         fields["max_completion_tokens"] = fields.pop("max_output_tokens")
     if "instructions" in fields:

@@ -118,6 +118,15 @@ def test_two_settings_answer_side_by_side(page: Any, local: Model, tmp_path: Pat
     assert page.locator(".cuts").count() == 4, "patches are shown at every turn"
 
 
+def test_on_a_phone_an_answer_stands_above_the_form(page: Any) -> None:
+    form, answers = page.evaluate(
+        "['#input', '#answers'].map(part => document.querySelector(part).getBoundingClientRect().top)"
+    )
+    phone = page.viewport_size["width"] == PHONE[0]
+    assert (answers < form) == phone
+    assert page.locator("#pane-0").is_visible() != phone, "an empty panel takes no room"
+
+
 def test_an_answer_in_a_form_is_shown_parsed(page: Any, served: Served) -> None:
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
     page.locator("#guiding summary").click()
@@ -235,7 +244,7 @@ def test_a_reload_keeps_the_chat_its_pictures_and_its_settings(page: Any, local:
     fields = {name: page.locator(f"#{name}").input_value() for name in ("max_tokens", "temperature", "seed", "top_p")}
     assert fields == {"max_tokens": "3", "temperature": "0.7", "seed": "5", "top_p": ""}
     assert page.locator("#setting-0 select").input_value() == "fastv:k=3,ratio=0.5"
-    assert "looks at least" in page.locator("#setting-0 .note").inner_text(), "the legend of the reduction"
+    assert "attends to least" in page.locator("#setting-0 .note").inner_text(), "the legend of the reduction"
     for name in ("max_tokens", "temperature", "seed"):
         page.locator(f"#{name}").fill("")
     page.locator("#question").fill("how many?")

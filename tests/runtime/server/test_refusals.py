@@ -261,7 +261,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
         asked = prepare(engine, read_request(json.dumps(GOOD).encode(), limits), limits, lambda: False)
         begun: list[float | None] = []
         for left in (30.0, -5.0):
-            request = AnswerRequest(asked.images, asked.chat.messages, asked.ids, asked.chat.settings())
+            request = AnswerRequest(asked.images, asked.chat.messages, asked.ids[0], asked.chat.settings())
             job = engine.job(request, lambda _: None, ends_at=time.monotonic() + left)
             assert job.begin(lambda: None, time.monotonic())
             stream: Any = job.stream

@@ -42,7 +42,8 @@ FORM = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS, "strict": True}},
 }  # fmt: skip
 RESPONSE = {
-    "model": "tiny", "text": {"format": {"type": "json_schema", "name": "a", "schema": PARAMETERS}},
+    "model": "tiny", "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": PARAMETERS}},
     "input": [
         {"role": "user", "content": [
             {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": URL, "detail": "low"},
@@ -82,7 +83,8 @@ OLLAMA = {
 KINDS = {
     "chat": (CHAT, None), "form": (FORM, None), "response": (RESPONSE, responses.chat_fields),
     "tools": (TOOLS, responses.chat_fields),
-    "completion": ({"model": "tiny", "prompt": "a"}, completions.chat_fields),
+    "completion": ({"model": "tiny", "prompt": ["a", [5]], "echo": True}, completions.chat_fields),
+    "tokens": ({"model": "tiny", "tokens": [5]}, completions.token_fields),
     "messages": (MESSAGES, anthropic.chat_fields), "ollama": (OLLAMA, ollama.chat_fields),
     "generate": ({"model": "tiny", "prompt": "a", "format": "json"}, ollama.generate_fields),
     "embeddings": ({"model": "tiny", "input": [URL]}, embeddings.chat_fields),

@@ -315,7 +315,8 @@ def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_
         line("d", messages=[{"role": "system", "content": "Be brief."}, user("red?")]),
         {**line("e"), "url": "/v1/embeddings"}, {"question": "red?"}, line("f", messages=[user("red " * 4000)]),
         {**line("g"), "url": "/v1/responses", "body": {"model": "any", "input": "red?", "max_output_tokens": 4}},
-        {**line("h"), "url": "/v1/completions", "body": {"model": "any", "prompt": "USER: red? ASSISTANT:"}},
+        {**line("h"), "url": "/v1/completions", "body": {"model": "any", "prompt": ["USER: red? ASSISTANT:", "a"]}},
+        line("i", reasoning_effort="high"),
     ]  # fmt: skip
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = [
@@ -330,13 +331,16 @@ def test_lines_of_openais_batch_file_are_answered_in_its_form(model: Model, tmp_
     ]
     done = CliRunner().invoke(batch, [*map(str, words), "--max-new-tokens", "3", "--reduce", "none"])
     assert done.exit_code == 1
-    assert "3 of 9 lines failed" in done.stderr
-    a, b, c, d, e, own, f, g, h = [json.loads(answer) for answer in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert "4 of 10 lines failed" in done.stderr
+    a, b, c, d, e, own, f, g, h, i = [
+        json.loads(answer) for answer in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
     expected = model.open(random_image(1)).ask("red?", 3, reduce="none", max_new_tokens=4, ignore_eos=True)
     assert (a["custom_id"], a["error"], a["response"]["status_code"]) == ("a", None, 200)
     assert a["response"]["body"]["object"] == "chat.completion"
     assert a["response"]["body"]["usage"]["vtx"]["token_ids"] == list(expected.token_ids)
-    assert len(b["response"]["body"]["choices"]) == 2
+    assert len(b["response"]["body"]["choices"]) == len(h["response"]["body"]["choices"]) == 2
+    assert "no switch for thoughts" in i["error"]["message"]
     seeded = model.open(random_image(1)).ask(
         "red?", None, reduce="none", max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=4
     )

@@ -185,6 +185,22 @@ def test_every_reader_gets_sources_and_last_answers_first_and_then_events_as_the
     assert (output.sent, output.failed) == (2, 0)
 
 
+STATUS = {
+    "event": "status", "time": "2026-01-01T00:00:00Z", "answers": 4, "reused": 1, "errors": 2,
+    "sources": {"door": {"state": "open", "frames": 9, "dropped": 3, "corrupt": 1}}, "outputs": [],
+}  # fmt: skip
+
+
+def test_a_reader_gets_the_last_status_behind_the_sources(page: Page) -> None:
+    for answers in (1, 4):
+        page.tell(json.dumps({**STATUS, "answers": answers}).encode())
+    _, (first, second) = page.since(None)
+    assert (first["event"], second) == ("watched", STATUS)
+    for count in range(3 * RECENT):
+        page.tell(answer(str(count)))
+    assert page.since(0)[1][1] == STATUS
+
+
 def test_what_is_kept_of_events_is_bounded_and_a_late_reader_begins_again(page: Page) -> None:
     number, (first,) = page.since(None)
     assert (number, first["event"]) == (0, "watched")
@@ -239,7 +255,11 @@ def test_a_browser_asks_for_the_key_shows_pictures_and_answers_and_follows_a_rel
         assert opened.locator("article h2").evaluate_all(TITLES) == ["door", "shelf"]
         assert opened.locator("article dd").evaluate_all(TEXTS) == ["a <b>red</b> one", "-"]
         page.watched["door"].newest.put(lambda: Image.new("RGB", (32, 48)))
-        page.tell(answer("none"))
+        page.tell(json.dumps({**json.loads(answer("none")), "probability": 0.975, "latency_ms": 12.5}).encode())
+        page.tell(json.dumps(STATUS).encode())
+        until(lambda: opened.locator("#errors").text_content() == "2 errors", "the errors")
+        assert opened.locator("article p").first.text_content() == "9 frames, 3 dropped, 1 corrupt"
+        assert opened.locator("article dt span").first.text_content() == "97.5%, 12.5 ms"
         until(lambda: opened.evaluate("document.querySelector('article img').naturalWidth === 32"), "the next picture")
         until(lambda: opened.evaluate("document.querySelector('article dd').textContent === 'none'"), "the next answer")
         page.watched = {"shelf": page.watched["shelf"], "yard": watched("yard")}

@@ -4,7 +4,7 @@ const LOG = 20; // events of a source that stay in its list
 const PICTURE_PAUSE = 200, RETRY_PAUSE = 2000; // milliseconds
 const byId = (id) => document.getElementById(id);
 const pause = (milliseconds) => new Promise((resolve) => { setTimeout(resolve, milliseconds); });
-const cards = new Map(); // by the source's name: {state, image, answers, log, tag}
+const cards = new Map(); // by the source's name: {state, image, answers, counts, log, tag}
 const waiting = []; // for a key: functions to call once it was typed
 
 function element(name, text = "", properties = {}) {
@@ -36,24 +36,37 @@ function showSources({ sources, answers }) {
   byId("sources").replaceChildren(...sources.map((source) => {
     const card = {
       state: element("span", source.state), image: element("img", "", { alt: `The newest picture of ${source.name}`, hidden: true }),
-      answers: new Map(), log: element("ol", "", { ariaLabel: "Last events" }), tag: "",
+      answers: new Map(), counts: element("p", "", { className: "note" }), log: element("ol", "", { ariaLabel: "Last events" }), tag: "",
     };
     const list = element("dl");
     for (const question of source.questions) {
-      const answer = element("dd", "-");
-      list.append(element("dt", question.ask, { title: question.name }), answer);
-      card.answers.set(question.name, answer);
+      const answer = element("dd", "-"), term = element("dt", question.ask, { title: question.name });
+      const how = element("span");
+      term.append(how);
+      list.append(term, answer);
+      card.answers.set(question.name, { answer, how });
     }
     const article = element("article"), title = element("h2", source.name);
     title.append(card.state);
-    article.append(title, card.image, list, card.log);
+    article.append(title, card.image, list, card.counts, card.log);
     cards.set(source.name, card);
     return article;
   }));
   for (const answer of answers) show(answer);
 }
 
+function showStatus({ sources, errors }) {
+  for (const [name, { frames, dropped, corrupt, error }] of Object.entries(sources)) {
+    const card = cards.get(name);
+    if (!card) continue;
+    card.counts.textContent = [`${frames} frames, ${dropped} dropped, ${corrupt} corrupt`, error].filter(Boolean).join("; ");
+    card.counts.classList.toggle("wrong", corrupt > 0 || Boolean(error));
+  }
+  byId("errors").textContent = errors ? `${errors} errors` : "";
+}
+
 function show(event) {
+  if (event.event === "status") return showStatus(event);
   const card = cards.get(event.source);
   if (!card) return;
   const time = new Date(event.time).toLocaleTimeString();
@@ -61,13 +74,15 @@ function show(event) {
   if (event.event === "answer") {
     const shown = card.answers.get(event.question);
     if (!shown) return;
-    const changed = shown.textContent !== event.answer;
-    shown.textContent = event.answer;
-    shown.classList.remove("wrong");
-    shown.title = `frame ${event.frame}, ${event.reused ? "reused" : `${event.latency_ms} ms`}, ${time}`;
+    const changed = shown.answer.textContent !== event.answer;
+    shown.answer.textContent = event.answer;
+    shown.answer.classList.remove("wrong");
+    shown.answer.title = `frame ${event.frame}, ${time}`;
+    const probability = "probability" in event ? `${(100 * event.probability).toFixed(1)}%` : "";
+    shown.how.textContent = [probability, event.reused ? "reused" : `${event.latency_ms} ms`].filter(Boolean).join(", ");
     if (changed) line = `${event.question}: ${event.answer}`;
   } else if (event.event === "error") {
-    card.answers.get(event.question)?.classList.add("wrong");
+    card.answers.get(event.question)?.answer.classList.add("wrong");
     line = `${event.question}: ${event.error}`;
   } else if (event.event === "source") {
     card.state.textContent = event.state;
