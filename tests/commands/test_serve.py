@@ -114,6 +114,7 @@ serve()
 """
 
 
+@pytest.mark.slow  # it waits for seven seconds
 def test_a_graph_that_does_not_return_ends_the_process(bundle: Path, tmp_path: Path) -> None:
     """systemd hears that it begins and lives; a supervisor sees that it failed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
