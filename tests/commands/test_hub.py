@@ -127,11 +127,9 @@ def test_the_second_run_imports_no_exporter_and_reaches_for_no_network(
 
 FAMILIES = {
     "llava_next": Tiny(family="llava_next", context=512, shards=3),
-    "llava_onevision": Tiny(family="llava_onevision", vision="siglip", select="full", text="qwen2", context=1024),
     "internvl": Tiny(
         family="internvl", vision="internvl", text="qwen2", tokenizer="bytes", names="saved", feature_layer=-1
     ),
-    "qwen2_vl": Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes", context=1024),
     "idefics3": Tiny(family="idefics3", vision="siglip", tokenizer="bytes", context=1024),
     "vila": VILA,
 }

@@ -12,9 +12,11 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -28,32 +30,48 @@ for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
 
 
+SERVE = "from vtx.cli import serve; serve()"
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
     return export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("serve") / "tiny", (3,), "fp32").folder
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) -> None:
-    command = [sys.executable, "-c", "from vtx.cli import serve; serve()", "--bundle", str(bundle), "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", "--fit", "squash"], stderr=subprocess.PIPE, text=True
-    ) as process:
+class Started(NamedTuple):
+    """The program, what it says on stderr after `line`, which tells where it listens, and the server there."""
+
+    process: subprocess.Popen[str]
+    stderr: IO[str]
+    line: str
+    served: Served
+
+
+@contextmanager
+def started(bundle: Path, *words: str, program: str = SERVE, **settings: Any) -> Iterator[Started]:
+    """vtx-serve as a process, with further settings of it, from where it listens to the end of the block."""
+    command = [sys.executable, "-c", program, "--bundle", str(bundle), "--port", "0", "--threads", "1", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings) as process:
         assert process.stderr is not None
         try:
             line = process.stderr.readline()
-            where = re.search(r"serving tiny at http://127\.0\.0\.1:(\d+)/", line)
+            where = re.search(r":(\d+)/", line)
             assert where, line
-            served = Served(int(where[1]), None)  # type: ignore[arg-type]
-            [described] = served.request("GET", "/v1/models").json["data"]
-            assert described["vtx"]["image"]["fit"] == "squash"
-            assert served.chat(asking(user("red?"), k=3)).status == 200
-            process.send_signal(end)
-            rest = process.stderr.read()
-            assert process.wait() in (0, 130, -end)
-            assert "Traceback" not in rest
+            yield Started(process, process.stderr, line, Served(int(where[1]), None))  # type: ignore[arg-type]
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) -> None:
+    with started(bundle, "--fit", "squash") as (process, stderr, line, served):
+        assert line.startswith(f"serving tiny at http://127.0.0.1:{served.port}/")
+        [described] = served.request("GET", "/v1/models").json["data"]
+        assert described["vtx"]["image"]["fit"] == "squash"
+        assert served.chat(asking(user("red?"), k=3)).status == 200
+        process.send_signal(end)
+        assert "Traceback" not in stderr.read()
+        assert process.wait() in (0, 130, -end)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
@@ -64,22 +82,13 @@ def test_it_speaks_https_with_a_certificate(bundle: Path, tmp_path: Path) -> Non
          "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
         check=True, capture_output=True,
     )  # fmt: skip
-    command = [sys.executable, "-c", "from vtx.cli import serve; serve()", "--bundle", str(bundle), "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--threads", "1", "--tls-cert", str(cert), "--tls-key", str(key)], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        try:
-            line = process.stderr.readline()
-            where = re.search(r"serving tiny at https://127\.0\.0\.1:(\d+)/", line)
-            assert where, line
-            trusted = ssl.create_default_context(cafile=str(cert))
-            connection = http.client.HTTPSConnection("127.0.0.1", int(where[1]), timeout=WAIT, context=trusted)
-            connection.request("GET", "/v1/models")
-            assert b'"tiny"' in connection.getresponse().read()
-            connection.close()
-        finally:
-            process.kill()
+    with started(bundle, "--tls-cert", str(cert), "--tls-key", str(key)) as (_, _, line, served):
+        assert line.startswith(f"serving tiny at https://127.0.0.1:{served.port}/")
+        trusted = ssl.create_default_context(cafile=str(cert))
+        connection = http.client.HTTPSConnection("127.0.0.1", served.port, timeout=WAIT, context=trusted)
+        connection.request("GET", "/v1/models")
+        assert b'"tiny"' in connection.getresponse().read()
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -105,32 +114,25 @@ serve()
 """
 
 
+@pytest.mark.slow  # it waits for seven seconds
 def test_a_graph_that_does_not_return_ends_the_process(bundle: Path, tmp_path: Path) -> None:
     """systemd hears that it begins and lives; a supervisor sees that it failed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(WAIT)
         environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "2000000"}
-        words = ["--bundle", str(bundle), "--port", "0", "--stall-timeout", "5", "--threads", "1"]
-        with subprocess.Popen(
-            [sys.executable, "-c", STALLED, *words], stderr=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stderr is not None
-            try:
-                where = re.search(r":(\d+)/", process.stderr.readline())
-                assert where
-                assert [systemd.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
-                with Served(int(where[1]), None).open_chat(asking(user("red?"))) as client:  # type: ignore[arg-type]
-                    assert client.recv(100) == b"", "its connection ends with the process"
-                assert process.wait(WAIT) == 1
-                told = process.stderr.read().splitlines()
-                assert (
-                    told[-1]
-                    == "vtx-serve: tiny gave no sign of life for 5 s, the limit of --stall-timeout; the server ends"
-                )
-                assert any("scheduler.py" in line for line in told), "where each thread is"
-            finally:
-                process.kill()
+        stalled = started(bundle, "--stall-timeout", "5", program=STALLED, env=environment)
+        with stalled as (process, stderr, _, served):
+            assert [systemd.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+            with served.open_chat(asking(user("red?"))) as client:
+                assert client.recv(100) == b"", "its connection ends with the process"
+            assert process.wait(WAIT) == 1
+            told = stderr.read().splitlines()
+            assert (
+                told[-1]
+                == "vtx-serve: tiny gave no sign of life for 5 s, the limit of --stall-timeout; the server ends"
+            )
+            assert any("scheduler.py" in line for line in told), "where each thread is"
 
 
 SLOW = """
@@ -151,57 +153,38 @@ serve()
 @pytest.mark.parametrize("grace", ["60", "0.5"])
 def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
     """Within its grace; what is left then ends with an error in its stream."""
-    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--grace", grace]
-    with subprocess.Popen([sys.executable, "-c", SLOW, *words], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            where = re.search(r":(\d+)/", process.stderr.readline())
-            assert where
-            served = Served(int(where[1]), None)  # type: ignore[arg-type]
-            body = asking(user("red?"), k=3, stream=True, max_tokens=30, ignore_eos=True)
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(served.chat, body)
-                until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
-                assert served.request("GET", "/readyz").status == 200
-                process.send_signal(signal.SIGTERM)
-                if grace == "60":
-                    until(lambda: served.request("GET", "/readyz").status == 503, "the signal arrives")
-                    assert served.request("GET", "/livez").status == 200
-                    refused = served.chat(body)
-                    assert refused.status == 503
-                    assert refused.headers["retry-after"]
-                last = answer.result(WAIT).events[-1]
+    with started(bundle, "--grace", grace, program=SLOW) as (process, stderr, _, served):
+        body = asking(user("red?"), k=3, stream=True, max_tokens=30, ignore_eos=True)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(served.chat, body)
+            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+            assert served.request("GET", "/readyz").status == 200
+            process.send_signal(signal.SIGTERM)
             if grace == "60":
-                assert last["choices"][0]["finish_reason"] == "length"
-            else:
-                assert "shutting down" in last["error"]["message"]
-            assert process.wait(WAIT) in (0, -signal.SIGTERM)
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
+                until(lambda: served.request("GET", "/readyz").status == 503, "the signal arrives")
+                assert served.request("GET", "/livez").status == 200
+                refused = served.chat(body)
+                assert refused.status == 503
+                assert refused.headers["retry-after"]
+            last = answer.result(WAIT).events[-1]
+        if grace == "60":
+            assert last["choices"][0]["finish_reason"] == "length"
+        else:
+            assert "shutting down" in last["error"]["message"]
+        assert process.wait(WAIT) in (0, -signal.SIGTERM)
+        assert "Traceback" not in stderr.read()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_a_hangup_replaces_bundles_that_have_changed_and_requests_are_logged(bundle: Path) -> None:
-    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text"]
-    program = "from vtx.cli import serve; serve()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
+    with started(bundle, "--access-log", "text", stdout=subprocess.PIPE) as (process, stderr, _, served):
         assert process.stdout is not None
-        try:
-            where = re.search(r":(\d+)/", process.stderr.readline())
-            assert where
-            served = Served(int(where[1]), None)  # type: ignore[arg-type]
-            until(lambda: served.request("GET", "/readyz").status == 200, "it serves")
-            assert " GET /readyz 200 " in process.stdout.readline()
-            process.send_signal(signal.SIGHUP)
-            assert "is unchanged" in process.stderr.readline()
-            assert served.request("GET", "/readyz").status == 200
-        finally:
-            process.kill()
+        until(lambda: served.request("GET", "/readyz").status == 200, "it serves")
+        assert " GET /readyz 200 " in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        assert "is unchanged" in stderr.readline()
+        assert served.request("GET", "/readyz").status == 200
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:
@@ -259,36 +242,25 @@ def test_a_key_with_spaces_around_it_is_refused(bundle: Path) -> None:
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: bool) -> None:
     """Its lines are dropped and counted, and stderr says once that nobody reads them."""
-    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text"]
-    program = "from vtx.cli import serve; serve()"
     reading, writing = os.pipe()
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *words], stdout=writing, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(bundle, "--access-log", "text", stdout=writing) as (process, stderr, _, served):
         os.close(writing)
         if closed:
             os.close(reading)
-        assert process.stderr is not None
-        try:
-            where = re.search(r":(\d+)/", process.stderr.readline())
-            assert where
-            served, requests = Served(int(where[1]), None), 1500  # type: ignore[arg-type]
-            connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=WAIT)
-            for _ in range(requests):
-                connection.request("GET", "/livez")
-                assert connection.getresponse().read() == b'{"status":"ok"}'
-            connection.close()
-            until(lambda: served.metrics()["vtx_log_lines_dropped_total"] > 100, "lines are dropped")
-            assert served.chat(asking(user("red?"), k=3)).status == 200
-            process.send_signal(signal.SIGTERM)
-            told = process.stderr.read().splitlines()
-            assert process.wait(WAIT) in (0, -signal.SIGTERM)
-        finally:
-            process.kill()
-            if not closed:
-                os.close(reading)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=WAIT)
+        for _ in range(1500):
+            connection.request("GET", "/livez")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
+        connection.close()
+        until(lambda: served.metrics()["vtx_log_lines_dropped_total"] > 100, "lines are dropped")
+        assert served.chat(asking(user("red?"), k=3)).status == 200
+        process.send_signal(signal.SIGTERM)
+        told = stderr.read().splitlines()
+        assert process.wait(WAIT) in (0, -signal.SIGTERM)
+    if not closed:
+        os.close(reading)
     said = "nobody reads the access log any more" if closed else "the access log is read too slowly"
     assert [line for line in told if "access log" in line] == [line for line in told if line.startswith(said)]
     assert sum(line.startswith(said) for line in told) == 1
@@ -297,21 +269,10 @@ def test_an_access_log_that_nobody_reads_holds_up_nothing(bundle: Path, closed: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trusted", "client"), [([], "127.0.0.1"), (["--trusted-proxy", "127.0.0.0/8"], "192.0.2.7")])
 def test_only_a_configured_proxy_names_clients(bundle: Path, trusted: list[str], client: str) -> None:
-    words = ["--bundle", str(bundle), "--port", "0", "--threads", "1", "--access-log", "text", *trusted]
-    program = "from vtx.cli import serve; serve()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
+    with started(bundle, "--access-log", "text", *trusted, stdout=subprocess.PIPE) as (process, _, _, served):
         assert process.stdout is not None
-        try:
-            where = re.search(r":(\d+)/", process.stderr.readline())
-            assert where
-            served = Served(int(where[1]), None)  # type: ignore[arg-type]
-            served.request("GET", "/livez", X_Forwarded_For="192.0.2.7")
-            assert process.stdout.readline().split()[1] == client
-        finally:
-            process.terminate()
+        served.request("GET", "/livez", X_Forwarded_For="192.0.2.7")
+        assert process.stdout.readline().split()[1] == client
 
 
 def test_too_few_files_are_an_error_at_the_start(bundle: Path) -> None:

@@ -107,8 +107,7 @@ def test_ids_without_withdrawal_equal_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("k", [None, 16])
+@pytest.mark.parametrize(("k", "precision"), [(None, "fp32"), (16, "fp16")])
 def test_answers_about_new_scenes_are_right(
     models: dict[str, Model], asked: list[Asked], k: int | None, precision: str
 ) -> None:

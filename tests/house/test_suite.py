@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
-from tests.support.quick import HEADLINES, is_slow, left_out, planted, repeated
+from tests.support.quick import HEADLINES, SHOWN_ELSEWHERE, is_slow, left_out, planted, repeated
 from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
@@ -197,6 +197,16 @@ def test_one_test_with_a_model_is_run_of_a_file_in_the_rooms_that_compute_the_mo
     assert "test_that_others_show" in {item.name for item in items if item not in left_out(items)}
 
 
+def test_of_a_file_whose_truth_another_shows_no_test_with_a_model_is_run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VTX_CPUID_HIDDEN", raising=False)
+    monkeypatch.setitem(SHOWN_ELSEWHERE, "runtime/session/test_named", "runtime/session/test_contract")
+    items = collected(request, tmp_path, "tests/runtime/session/test_named.py")
+    chosen = {item.name.partition("[")[0] for item in items if item not in left_out(items)}
+    assert chosen == {"test_without_a_model"}
+
+
 def test_files_in_which_planted_faults_are_looked_for_are_left_as_they_are(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -209,6 +219,10 @@ def test_the_headline_of_each_file_is_there() -> None:
     for file, name in HEADLINES.items():
         source = (ROOT / f"tests/{file}.py").read_text(encoding="utf-8")
         assert f"def {name}(" in source, (file, name)
+    for file, shown in SHOWN_ELSEWHERE.items():
+        assert (ROOT / f"tests/{file}.py").exists()
+        assert (ROOT / f"tests/{shown}.py").exists()
+        assert shown not in SHOWN_ELSEWHERE
 
 
 def test_kinds_of_processors_that_hide_nothing_of_this_one_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

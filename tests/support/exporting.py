@@ -22,8 +22,15 @@ Make = Callable[..., Path]
 
 
 @functools.cache
-def plan(folder: Path, ks: tuple[int, ...] = (3,), precision: str = "fp32", **options: Any) -> Plan:
-    return plan_export(ExportOptions(str(folder), ks, precision, **options))
+def plan(
+    folder: Path,
+    ks: tuple[int, ...] = (3,),
+    precision: str = "fp32",
+    dialects: tuple[str, ...] = bundles.ORT,
+    **options: Any,
+) -> Plan:
+    """A plan of onnxruntime's graphs, unless told: others take more than half of an export's time."""
+    return plan_export(ExportOptions(str(folder), ks, precision, dialects=dialects, **options))
 
 
 def run(plan_: Plan, out: Path, *, force: bool = False, report: Any = bundles.IGNORE) -> Bundle:

@@ -67,8 +67,8 @@ def assert_every_k(
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
     answers, layers, of_images = [], judge.layers, int(asked.is_vision.sum())
     for k in (None, *ks):
-        wanted = judge.greedy(inputs, k, steps)
-        found = greedy(model, asked, k, steps, forced=wanted.ids)
+        found = greedy(model, asked, k, steps)
+        wanted = judge.greedy(inputs, k, steps, guess=found.ids)
         assert found.ids == wanted.ids
         np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
         assert found.done.k == k

@@ -3,8 +3,8 @@
 A case with a model takes ten to a hundred times as long as one without. Most faults that show with a value of a
 parameter show with any values of the others: a case is run for each value, not for each combination, unless a test's
 mark says which count. In the rooms that compute the most `make test` runs one test with a model of each file, which is
-the first one or named here, and whatever is marked `representative`. Files in which `make planted` looks for its faults
-are left as they are.
+the first one or named here, and whatever is marked `representative`; of a file whose truth another one shows of a
+representative, none. Files in which `make planted` looks for its faults are left as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOMS = tuple(
     for room in (
         "exporter/bundling", "exporter/calibration", "exporter/gates", "exporter/graphs", "exporter/weights",
         "plugins/tune", "runtime/backends", "runtime/cpp", "runtime/report", "runtime/session", "tools/bench",
-        "tools/evaluation",
+        "tools/evaluation", "tools/fit",
     )
 )  # fmt: skip
 # Files there, and the test with a model that `make test` runs of each, where that is not the first.
@@ -37,30 +37,35 @@ HEADLINES = {
     "runtime/backends/test_openvino": "test_the_token_ids_are_those_of_onnxruntime",
     "runtime/cpp/test_contract": "test_pixels_and_answers_are_those_of_python",
     "runtime/cpp/test_gemma": "test_traces_are_met",
-    "runtime/cpp/test_joined": "test_pixels_and_answers_are_those_of_python",
     "runtime/cpp/test_native": "test_fewer_pixels_and_what_does_not_fit_are_as_in_python",
     "runtime/cpp/test_openvino": "test_questions_at_one_k_after_another_reuse_and_answer_as_in_python",
     "runtime/cpp/test_token_acting": "test_ids_and_actions_are_those_of_python",
     "runtime/cpp/test_videos": "test_what_reductions_leave_of_a_video_is_answered_as_in_python",
     "runtime/session/test_contract": "test_answers_are_those_of_transformers_and_at_k_of_the_statement",
-    "runtime/session/test_eagle": "test_pixels_features_ids_and_logits_are_those_of_the_statement",
-    "runtime/session/test_gemma": "test_a_smaller_budget_of_tokens_is_chosen_at_run_time",
-    "runtime/session/test_gemma3": "test_tokens_that_a_reduction_keeps_still_see_each_other",
-    "runtime/session/test_internvl_chat": "test_a_bundle_answers_as_transformers_and_at_k_as_the_statement",
-    "runtime/session/test_minicpm": "test_pixels_are_those_of_transformers_processor_on_pillow",
-    "runtime/session/test_minicpm_videos": "test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement",
     "runtime/session/test_openvla": "test_ids_logits_and_actions_are_those_of_the_statement",
-    "runtime/session/test_paligemma": "test_a_further_question_runs_the_image_through_the_decoder_again",
-    "runtime/session/test_qwen3": "test_text_sees_a_map_from_the_second_layer_behind_its_own_on",
     "runtime/session/test_qwen3_5": "test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other",
     "runtime/session/test_qwen_videos": "test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement",
     "runtime/session/test_reduce_session": "test_any_two_ways_after_each_other_equal_fresh_ones",
     "runtime/session/test_sequences": "test_any_sequence_equals_fresh_answers",
-    "runtime/session/test_smolvlm_videos": "test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement",
-    "runtime/session/test_vila": (
-        "test_an_image_and_a_video_are_asked_about_together_and_later_questions_equal_fresh_runs"
-    ),
     "tools/evaluation/test_fresh_answers": "test_an_evaluation_asks_again_about_an_image_that_was_replaced",
+}
+
+# Files of which `make test` runs no test with a model, and the file that shows their truth of a representative there.
+SHOWN_ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            "eagle", "gemma", "gemma3", "internvl_chat", "minicpm", "original", "paligemma", "qwen3", "random_methods",
+            "vila",
+        ),
+        "runtime/session/test_contract",
+    ),
+    **dict.fromkeys(("minicpm_videos", "smolvlm_videos"), "runtime/session/test_qwen_videos"),
+    "rest_precisions": "runtime/session/test_rest",
+}  # fmt: skip
+SHOWN_ELSEWHERE = {f"runtime/session/test_{name}": shown for name, shown in SHOWN_ELSEWHERE.items()}
+SHOWN_ELSEWHERE |= {
+    "runtime/backends/test_tensorrt_videos": "runtime/backends/test_tensorrt",
+    "runtime/cpp/test_joined": "runtime/cpp/test_contract",
 }
 
 
@@ -101,7 +106,8 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     for name, of_test in with_models(items).items():
         file, _, test = name.partition("::")
         if file.startswith(rooms) and file not in planted() and not all(map(is_slow, of_test)):
-            named = HEADLINES.get(file.removeprefix("tests/").removesuffix(".py"), test)
+            short = file.removeprefix("tests/").removesuffix(".py")
+            named = "" if short in SHOWN_ELSEWHERE else HEADLINES.get(short, test)
             if headlines.setdefault(file, named) != test:
                 cases += [case for case in of_test if not case.get_closest_marker("representative")]
                 continue

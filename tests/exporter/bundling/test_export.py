@@ -20,6 +20,7 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import GOLDEN
+from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -111,7 +112,8 @@ def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypa
 
 
 def test_two_exports_of_one_checkpoint_hold_the_same_files(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    first, second = (run(plan(tiny_checkpoint()), tmp_path / name).manifest for name in "ab")
+    whole = plan(tiny_checkpoint(), dialects=DIALECTS)
+    first, second = (run(whole, tmp_path / name).manifest for name in "ab")
     assert first.files == second.files
 
 

@@ -135,7 +135,7 @@ def exporter(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
+def test_killed_at_random_moments_an_export_leaves_nothing_that_loads(
     tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
 ) -> None:
     out = tmp_path / "b"
@@ -145,8 +145,8 @@ def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
     assert status == 0
     shutil.rmtree(out)
     moments, left = random.Random(0), 0
-    for number in range(20):
-        status, _ = exporter(*words, at=int(calls * (number + moments.random()) / 20))
+    for number in range(10):
+        status, _ = exporter(*words, at=int(calls * (number + moments.random()) / 10))
         assert status in (0, -signal.SIGKILL)
         hidden = [path for path in tmp_path.iterdir() if path != out]
         assert len(hidden) <= 1, "this export did not remove what the one before had left"
@@ -155,7 +155,7 @@ def test_killed_at_twenty_random_moments_an_export_leaves_nothing_that_loads(
         if out.exists():
             assert is_whole(out)
             shutil.rmtree(out)
-    assert left >= 5
+    assert left >= 2
     assert exporter(*words)[0] == 0
     assert names(tmp_path) == ["b"]
     assert is_whole(out)
@@ -170,8 +170,8 @@ def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
     words = ["--model", tiny_checkpoint(), "--dialect", "ort", "--precision", "fp32", "--force", "--out", out, "--k"]
     _, calls = exporter(*words, "3")
     seen: set[tuple[int, ...]] = set()
-    for number in range(8):
-        exporter(*words, "5", at=int(calls * (0.86 + 0.14 * number / 8)))
+    for number in range(5):
+        exporter(*words, "5", at=int(calls * (0.86 + 0.14 * number / 5)))
         found = [path for path in tmp_path.iterdir() if (path / "vtx.json").exists()]
         assert found
         assert all(map(is_whole, found))

@@ -122,7 +122,7 @@ def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
 ) -> None:
     folder, said = bundles.copy(tiny_checkpoint(), tmp_path / "ck"), list[str]()
     gates = bundles.write_gate(folder, 1) if change == "gates" else None
-    options = ExportOptions(str(folder), "auto" if gates else (3,), "int4", gates=gates)
+    options = ExportOptions(str(folder), "auto" if gates else (3,), "int4", gates=gates, dialects=bundles.ORT)
     interrupted(plan_export(options), tmp_path / "b", "weights", 0.9)
     shard, config, template = (folder / n for n in ("model.safetensors", "config.json", "chat_template.jinja"))
     match change:

@@ -150,10 +150,10 @@ def test_an_unknown_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_missing_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
     for way in strict_tables(sound):
-        for key in at(sound, way):
-            changed = copy.deepcopy(sound)
-            del at(changed, way)[key]
-            assert key in refuse(changed), (way, key)
+        table = at(sound, way)
+        for key in table:
+            others = {name: value for name, value in table.items() if name != key}
+            assert key in refuse(put(sound, way, others)), (way, key)
 
 
 @pytest.mark.slow
@@ -167,13 +167,13 @@ def test_a_value_of_another_type_is_refused(sound: dict[str, Any]) -> None:
         float: ["1", True, [], None],
     }
     nullable = {("image", "pad"), ("default_k",)}
-    for way in ways(sound):
+    for number, way in enumerate(ways(sound)):
         value = at(sound, way)
         if way[:1] == ("record",) or value is None or way in nullable:
             continue
         if way[:2] == ("layout", "parameters") and len(way) > 2:
             continue  # the layout itself reads these: tests/runtime/vision/layouts
-        for new in wrong[type(value)]:
+        for new in wrong[type(value)][number % 3 :: 3]:
             if way[0:1] == ("image",) or (way[0:1] == ("text",) and new is None):
                 continue  # these two have tests of their own
             if way[-1:] == ("parts",) and new == [None]:

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from tests.support.bundles import ORT, export, write_gate
 from tests.support.cabi import Frames, Loaded
-from tests.support.contract import FAMILIES, REPRESENTATIVES, Family, engine
+from tests.support.contract import FAMILIES, REPRESENTATIVES, Family
 from tests.support.cpp import (
     ask,
     assert_answers_equal,
@@ -65,7 +65,16 @@ OF_OTHERS = {
     "idefics3": IDEFICS,
 }
 TRACED = [name for name, family in FAMILIES.items() if family.traced]
-PRECISIONS = ("fp16", "bf16", "int8", "int4")
+OF_ALL_CACHES = ("qwen3_vl", "qwen3_5", "lfm2_vl", "gemma3", "gemma4")  # plain, states, windows, shared K and V
+ROUNDED = [
+    ("fp16", "cpu", "gemma3"), ("bf16", "cpu", "gemma4"), ("int8", "cpu", "qwen2_5_vl"), ("int4", "cpu", "qwen3_vl"),
+    *(
+        pytest.param(precision, "openvino", name, marks=needs_openvino)
+        for precision, name in (
+            ("fp16", "qwen3_5"), ("bf16", "lfm2_vl"), ("int8", "minicpmv4_6"), ("int4", "minicpmv4_6, 4x"),
+        )
+    ),
+]  # fmt: skip
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
@@ -86,7 +95,7 @@ def named(names: list[str]) -> Any:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     rng = random.Random(5)
-    drawn = {(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(20)} | {(70, n) for n in range(20, 220, 21)}
+    drawn = {(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(8)} | {(70, n) for n in range(20, 220, 21)}
     sizes = sorted(size for size in drawn if max(size) <= 200 * min(size))
     return write_pictures(tmp_path_factory.mktemp("pictures"), [*SIZES, *sizes])
 
@@ -119,11 +128,14 @@ def test_an_internvit_beside_a_llava_is_that_of_python(
 
 
 def traced_on_devices() -> list[Any]:
-    """Every traced family on onnxruntime, those whose contract is asked on OpenVINO there, too; slow but for one."""
+    """Every traced family on onnxruntime, one with states and one with windows on OpenVINO, too; slow but for one.
+
+    `test_traces_are_met_at_every_precision` and `test_chats_...` have others on OpenVINO.
+    """
     quick = {name: pytest.mark.representative if name == "lfm2_vl" else pytest.mark.slow for name in TRACED}
     cases = [pytest.param(name, "cpu", marks=quick[name]) for name in TRACED]
-    on_openvino = [name for name in TRACED if engine(name) == "openvino"]
-    return cases + [pytest.param(name, "openvino", marks=[pytest.mark.slow, needs_openvino]) for name in on_openvino]
+    on_openvino = [pytest.mark.slow, needs_openvino]
+    return cases + [pytest.param(name, "openvino", marks=on_openvino) for name in ("minicpmv4_6", "gemma3")]
 
 
 def traced(family: Family, device: str) -> tuple[str, ...]:
@@ -146,18 +158,12 @@ def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, na
     assert asked > 20 * (1 + len(reductions))
 
 
-def precisions_on_devices() -> list[Any]:
-    """Every precision on both engines; that each family has each of them, the contract in Python shows."""
-    on_openvino = [pytest.param(precision, "openvino", marks=needs_openvino) for precision in PRECISIONS]
-    return [*((precision, "cpu") for precision in PRECISIONS), *on_openvino]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRACED)
-@pytest.mark.parametrize(("precision", "device"), precisions_on_devices())
+@pytest.mark.parametrize(("precision", "device", "name"), ROUNDED)
 def test_traces_are_met_at_every_precision(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, precision: str, device: str
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str, name: str
 ) -> None:
+    """That a family has several of them, the contract in Python shows."""
     family, kv = FAMILIES[name], "int8" if precision == "int8" else None
     checkpoint, reductions = tiny_checkpoint(replace(family.tiny, **family.rounding)), traced(family, device)[:1]
     assert meets(checkpoint, tmp_path, precision, kv=kv, device=device, reductions=reductions) > 20
@@ -212,7 +218,7 @@ def test_chats_and_replaced_images_are_answered_as_by_python(models: Models, nam
 @needs_abi
 @pytest.mark.slow
 @DEVICES
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", OF_ALL_CACHES)
 def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, name: str, device: str) -> None:
     made, picture = models(replace(FAMILIES[name].tiny, context=512), (3, 5)), np.asarray(random_image(1))
     asked = [(question, k) for question in QUESTIONS for k in (b"none", b"3")]

@@ -72,8 +72,8 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_every_precision(
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_other_precisions(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str
 ) -> None:
     kv = "int8" if precision == "int8" else None
@@ -81,20 +81,23 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_every_precis
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_every_precision_meets_its_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str) -> None:
-    assert meets(tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes")), tmp_path, precision) > 100
+def test_every_precision_meets_its_traces(
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str, device: str
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
+    assert meets(checkpoint, tmp_path, precision, ks=(3,), device=device, reductions=FEW, gates=gates) > 50
 
 
 @pytest.mark.slow
 @needs_openvino
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "int4"])
-def test_every_precision_meets_its_traces_on_openvino(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
+def test_policies_meet_their_traces_on_openvino(
+    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path
 ) -> None:
-    reductions = REDUCTIONS if precision == "fp32" else FEW
+    """Every third of them, for what they choose does not depend on engines."""
     checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
-    assert meets(checkpoint, tmp_path, precision, ks=(3,), device="openvino", reductions=reductions, gates=gates) > 50
+    assert meets(checkpoint, tmp_path, "fp32", ks=(3,), device="openvino", reductions=REDUCTIONS[::3], gates=gates) > 50
 
 
 @pytest.mark.slow
@@ -121,5 +124,4 @@ def test_products_of_integers_meet_their_traces(
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str) -> None:
-    reductions = REDUCTIONS if device == "cpu" else FEW
-    assert meets(tiny_checkpoint(), tmp_path, "fp16", kv="int8", device=device, reductions=reductions) > 50
+    assert meets(tiny_checkpoint(), tmp_path, "fp16", kv="int8", device=device, reductions=FEW) > 50

@@ -153,8 +153,10 @@ def test_questions_on_the_same_image_equal_fresh_runs(case: Case, way: dict[str,
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_every_dialect(case: Case, way: dict[str, Any], dialect: str) -> None:
+@pytest.mark.parametrize("name", ["cdpruner", "visionzip", "dart", "dart-before-layer-1", "pyramiddrop"])
+def test_every_dialect(case: Case, name: str, dialect: str) -> None:
+    """One way of each place at which tokens leave."""
+    way = WAYS[name]
     other = case._replace(model=Model(case.model.bundle, DialectBackend(case.model.bundle, dialect), 0))
     assert_equal(*ask_both(other, Method(**way)))
     assert_equal(*ask_both(other, Method(**way, k=9), (4, 7)))

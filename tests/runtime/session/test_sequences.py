@@ -33,7 +33,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.bundle.safetensors import write_safetensors
 
 GIVEN = os.environ.get("VTX_SEQUENCES")
-EXAMPLES = int(GIVEN or 20)
+EXAMPLES = int(GIVEN or 12)
 any_sequence = settings(
     max_examples=EXAMPLES, derandomize=not GIVEN, print_blob=bool(GIVEN), deadline=None, database=None,
     suppress_health_check=list(HealthCheck),

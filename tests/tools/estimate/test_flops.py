@@ -283,6 +283,7 @@ def decoder_macs(bundle: Bundle, size: Decoder, folder: Path, rows: tuple[int, .
     return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"tokens": 1})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
@@ -293,6 +294,7 @@ def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any],
     assert total_flops(size, rows) == without_head
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
@@ -305,6 +307,7 @@ def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], 
     assert 2 * found == decode_flops(size, slots)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("images", [1, 2])
 def test_vision_flops_are_what_the_graph_executes(exported: tuple[Bundle, Any], tmp_path: Path, images: int) -> None:
     bundle, model = exported

@@ -74,7 +74,7 @@ def build_stage(
     return job, built.bytes, list(graphs.values())
 
 
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("card", ["sm86", "sm89", "sm120"])
 @pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
