@@ -46,6 +46,8 @@ NO_STATE = Path("none")
     option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
+    option("--image-tokens", int, "At most N tokens per image, for models that see images in tiles, at native "
+           "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).", metavar="N"),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -72,7 +74,7 @@ def run(
     arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
     rest: str | None, reduce: str, about: str | None, show_tokens: Path | None, gate_threshold: float,
     more: tuple[str, ...],
-    videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
+    videos: tuple[str, ...], frames: int | None, image_tokens: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
     prompt_lookup: int, guide: Guide | None, accept: str | None, act: Path | None, steps: int | None,
     deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
@@ -128,7 +130,7 @@ def run(
         [f"bundle: {folder}; device: {device}; {facts}", *card, *about_model(model.manifest.model.name)]
     )
     introduction = introduction if as_json or first_today(introduction) else ""
-    with model.open(pictures) as conversation:
+    with model.open(pictures, image_tokens=image_tokens) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 

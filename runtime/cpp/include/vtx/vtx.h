@@ -115,11 +115,13 @@ typedef struct vtx_image {
   int32_t width, height;
   size_t stride; /* bytes from one row to the one below it */
   vtx_pixel_format format;
-  const struct vtx_image* frames; /* of a VTX_VIDEO; of all the others what follows is not read */
+  const struct vtx_image* frames; /* of a VTX_VIDEO, as the three after it; of all the others these are not read */
   size_t frame_count;
   double fps;      /* frames a second, for models whose prompts tell times; 0: 24 */
   int32_t sampled; /* the number of frames that are seen, evenly from the first to the last, at most 64; 0: as many as the
                       bundle says */
+  int32_t image_tokens; /* of an image, the most tokens that it may have, where the model sees images in tiles, at native
+                           resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120); 0: as the bundle says */
 } vtx_image;
 
 VTX_API void vtx_image_init(vtx_image* image, size_t size);

@@ -112,6 +112,12 @@ class Image {
     image.frames_ = std::move(held);
     return image;
   }
+  // The same image with at most so many tokens, as vtx.h says.
+  Image with_tokens(int32_t image_tokens) const {
+    Image image = *this;
+    image.image_.image_tokens = image_tokens;
+    return image;
+  }
   vtx_image raw() const {
     vtx_image image = image_;
     image.path = path_ ? text_of(*path_) : nullptr;

@@ -211,10 +211,13 @@ std::vector<vtxcore::PreparedImage> prepared(const vtxcore::Model& model, const 
   auto videos = static_cast<size_t>(std::count_if(all.begin(), all.end(), is_video));
   for (const vtx_image* each : all) {
     if (!is_video(each)) {
-      out.push_back(model.prepare(picture_of(*each), "", count - videos));
+      int64_t tokens = known(each, vtx_image_init).image_tokens;
+      out.push_back(model.prepare(picture_of(*each), "", count - videos, tokens));
       continue;
     }
     vtx_image video = known(each, vtx_image_init);
+    if (video.image_tokens != 0)
+      vtxcore::fail(vtxcore::Kind::request, "image_tokens is for images; leave it out of videos");
     std::vector<const vtx_image*> frames = listed(video.frames, video.frame_count, "the list of frames");
     auto frame = [&](int64_t number) { return picture_of(*frames[static_cast<size_t>(number)]); };
     out.push_back(model.prepare(vtxcore::Video{static_cast<int64_t>(frames.size()), frame, video.fps, video.sampled}));

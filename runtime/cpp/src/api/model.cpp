@@ -94,10 +94,12 @@ const Text& Model::text() const {
   return *text_;
 }
 
-PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
+PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among, int64_t image_tokens) const {
+  if (image_tokens != 0) check_image_tokens(*layout_, image_tokens);
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
   bool released = (fit.empty() ? fit_ : fit) == "released" && !settings.within;
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
+  if (image_tokens != 0) layout = sized_layout(layout, image_tokens, picture.width, picture.height);
   PreparedImage out{layout->views(picture, settings),
                     "",
                     0,
@@ -197,8 +199,18 @@ std::string Model::fixes(int64_t text, const std::vector<PreparedImage>& images)
     for (const PreparedImage* video : videos) total += size(video->placed);
     if (total <= room) found.push_back(cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits"));
   }
+  for (int64_t tokens : layout_->budgets()) {
+    int64_t total = text;
+    layout_->choices(tokens, [&](const LayoutPtr& choice) {
+      for (auto [width, height] : sizes) total += choice->count(width, height);
+      return true;
+    });
+    if (total > room) continue;
+    found.push_back(cat("--image-tokens ", tokens, " (image_tokens=", tokens, ") fits"));
+    break;
+  }
   std::optional<int64_t> pixels;
-  if (videos.empty()) pixels = layout_->fitting(sizes, room - text);
+  if (videos.empty() && layout_->budgets().empty()) pixels = layout_->fitting(sizes, room - text);
   if (std::optional<int64_t> area = videos.empty() ? std::nullopt : video_layout_->area()) {
     int64_t most = 0, marks = 0;
     for (const PreparedImage* video : videos)

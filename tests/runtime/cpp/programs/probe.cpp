@@ -6,7 +6,8 @@
 //   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8, nv12 or yuyv on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
-//   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
+//   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256;
+//                             tokens=N among them: the most tokens of those after it
 //   clips BUNDLE MAX_PIXELS   on stdin a line each a video's number of frames, their rate, how many are seen or 0, and the
 //                             width and height of each; a JSON object each: which are seen, and their form in a prompt
 //   ask BUNDLE DEVICE K REDUCE FPS FRAMES STEPS QUESTION FILE...  a question about image files, and folders with the frames
@@ -132,12 +133,18 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
   Bundle bundle(folder);
   const Manifest& m = bundle.manifest();
   LayoutPtr layout = read_layout(m.layout, m.model.tower);
+  int64_t tokens = 0;
   for (const std::string& file : files) {
+    if (file.rfind("tokens=", 0) == 0) {
+      tokens = std::stoll(file.substr(7));
+      continue;
+    }
     Picture picture = read_picture(file);
+    LayoutPtr sized = tokens ? sized_layout(layout, tokens, picture.width, picture.height) : layout;
     Sha256 hash;
-    for (const Pixels& view : layout->views(picture, m.image))
+    for (const Pixels& view : sized->views(picture, m.image))
       hash.update(view.values.data(), view.values.size() * sizeof(float));
-    std::cout << layout->count(picture.width, picture.height) << " " << hash.hex() << "\n";
+    std::cout << sized->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }
 }
 
