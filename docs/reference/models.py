@@ -181,6 +181,14 @@ def _image_tokens(_: Family, config: ModelConfig) -> str:
     return "fewer tiles" if layout.min_tokens is None else "fewer tiles, then fewer pixels"
 
 
+def _boxes(family: Family, _: ModelConfig) -> str:
+    """The numbers of boxes in answers."""
+    form = family.boxes
+    if form is None:
+        return "no: its authors state no form of boxes that vtx reads"
+    return "pixels of the resized picture" if form.scale is None else f"of {form.scale:,}"
+
+
 def _video(_: Family, config: ModelConfig) -> str:
     """Tokens of a video, and of another number of frames."""
     if config.video is None:
@@ -315,7 +323,7 @@ def _shown(_: Family, config: ModelConfig) -> str:
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
     "`--rest`": _rest, "`--show-tokens`": _shown, "`--fit`": _fit,
-    "`--image-tokens`": _image_tokens,
+    "`--image-tokens`": _image_tokens, "`--boxes`": _boxes,
     "`--max-tiles`": lambda _, c: "no: each image is a single view" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: (
         "yes" if c.vision.native else "no: tiles have a fixed size" if c.vision.naflex

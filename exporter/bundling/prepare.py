@@ -227,6 +227,7 @@ def plan_export(options: ExportOptions) -> Plan:
         video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
         end_ids=original.end_ids if original else None, whole=family.prompt is not None, vocab=config.text.vocab,
     )  # fmt: skip
+    text = replace(text, boxes=family.boxes)
     parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:
         family.check(Text(parsed, template, text))

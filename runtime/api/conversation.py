@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
+from vtx.runtime.api.boxes import check_boxes
 from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, detailed, opening_messages
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -185,6 +186,8 @@ class Conversation:
             free = partial(self.stream_messages, resume=resume)
             return FillingStream(free, messages, settings, after=after, completed=completed)
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
+        if settings.options.boxes:
+            check_boxes(loaded.manifest, images)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.api.boxes import check_boxes
 from vtx.runtime.api.kinds import CARD, card_depth
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
@@ -43,7 +44,7 @@ from vtx.runtime.vision.layout import (
 )
 from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
-from vtx.runtime.vision.preprocess import fitted, note_discarded
+from vtx.runtime.vision.preprocess import fitted, note_discarded, shown_region
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
@@ -220,6 +221,8 @@ class LoadedBundle:
         if videos := [image for image in images if image.kind == "video"]:
             between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
             check_videos(policy.reductions, between=between, frames=max(video.frames for video in videos))
+        if options.boxes:
+            check_boxes(manifest)
         if options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
@@ -368,7 +371,10 @@ class LoadedBundle:
         if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}" + released
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
-        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
+        region = (0.0, 0.0, float(width), float(height))
+        if layout.max_views == 1 and not settings.own_size and not settings.within:
+            region = shown_region(width, height, settings)
+        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange, region=region)
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, with all tokens of each image, or one for each if no images are given.

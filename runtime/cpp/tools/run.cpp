@@ -29,6 +29,7 @@ constexpr char kHelp[] =
     "                          e.g. 10%, or a number [default: the card's; without a card none].\n"
     "  --reduce SPEC|none      Token reduction, e.g. fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Select image tokens by this text instead of the question (cdpruner, dart:k=0).\n"
+    "  --boxes                 Also read the boxes that an answer names, in pixels of the picture.\n"
     "  --json-schema JSON      Constrain the answer to JSON of this schema.\n"
     "  --choices A,B,...       Constrain the answer to one of these; a JSON list is also accepted.\n"
     "  --accept P|card         With --choices: the probability that an answer must have; below it the answer is unsure.\n"
@@ -201,6 +202,8 @@ Arguments parse(int count, char** values) {
       out.images.emplace_back(next());
     else if (word == "--fit")
       out.load.fit = next();
+    else if (word == "--boxes")
+      out.ask.boxes = true;
     else if (word == "--text-only")
       out.text_only = true;
     else if (word == "--chat")
@@ -350,6 +353,8 @@ void print_end(const vtx::Answer& answer) {
     line += (line.empty() ? "" : ", ") + choice + share;
   }
   if (!line.empty()) std::cerr << line << "\n";
+  for (const vtx::Box& box : answer.boxes())
+    std::cerr << box.label << ": " << box.left << ", " << box.top << ", " << box.right << ", " << box.bottom << "\n";
   if (std::optional<std::string> reason = answer.unsure()) std::cerr << "unsure: " << *reason << "\n";
 }
 

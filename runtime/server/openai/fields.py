@@ -230,6 +230,7 @@ class ChatFields:
     about: str | None = optional(None)
     gate_threshold: float | None = optional(None)
     image_tokens: int | None = optional(None)
+    boxes: bool = optional(False)
     reuse: bool = optional(True)
     deadline_ms: int | None = optional(None)
     priority: int | None = optional(None)

@@ -43,7 +43,7 @@ from vtx.runtime.vision.video import Video
 S = TypeVar("S", Options, Sampling)
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "min_p", "presence_penalty",
             "frequency_penalty", "logit_bias")  # fmt: skip
-OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority")
+OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes")
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
             "encoding_format")  # fmt: skip

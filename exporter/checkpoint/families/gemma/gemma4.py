@@ -11,6 +11,7 @@ from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, check_patches, number, read_rope, size
 from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, MAX_POSITIONS, TextConfig
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.budget import BUDGETS, TokenBudget
 from vtx.tools.model.vision import VisionConfig
@@ -192,4 +193,5 @@ FAMILY = Family(
         (r"^(?:model\.)?language_model\.per_layer_model_projection\.", "text.embed_projection."),
     ),
     adjust=_adjust, template=_template,
+    boxes=BoxForm('"box_2d" : [ # , # , # , # ]', "inside", 1000, rows_first=True),
 )  # fmt: skip

@@ -10,6 +10,7 @@
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
 #include "bundle/releases.hpp"
+#include "api/boxes.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -115,6 +116,8 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   if (out.views.size() > 1 || settings.own_size())
     out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
   out.tokens = layout->count(picture.width, picture.height);
+  out.region = {0, 0, static_cast<double>(picture.width), static_cast<double>(picture.height)};
+  if (layout->max_views() == 1 && !settings.own_size() && !settings.within) out.region = shown_region(picture, settings);
   out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
     return layout->arrange(views, width, height, newline);
   };
@@ -296,6 +299,7 @@ Policy Model::policy(const Options& options, const std::vector<PreparedImage>& i
       fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",
            "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   check_videos(policy.reductions(), images);
+  if (options.boxes) check_boxes(m, images);
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))
     fail(Kind::request,
