@@ -141,7 +141,7 @@ def run(
 
             check_shown(model.loaded.policy(k, options, reduce), conversation.images, model.manifest.image)
         answers: list[Stats] = []
-        shown: list[Box] = []
+        answer_boxes: list[Box] = []
         incomplete = False
         turns = conversation.chat(k, reduce=reduce) if chat else None
         for question in questions:
@@ -154,7 +154,7 @@ def run(
             else:
                 _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
             answers.append(stream.answer.stats)
-            shown += stream.answer.boxes or ()
+            answer_boxes += stream.answer.boxes or ()
             incomplete = incomplete or stream.answer.incomplete
         if show_tokens:
             from vtx.runtime.report.tokens_plot import draw_tokens
@@ -163,7 +163,7 @@ def run(
         if show_boxes:
             from vtx.runtime.report.boxes_plot import draw_boxes
 
-            _save(draw_boxes(pictures[0], shown), show_boxes)
+            _save(draw_boxes(pictures[0], answer_boxes), show_boxes)
 
     if incomplete:
         from vtx.runtime.prompt.open_ends import bounds_needed

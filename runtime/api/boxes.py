@@ -48,7 +48,7 @@ def read_boxes(text: str, form: BoxForm, image: PreparedImage) -> tuple[Box, ...
     _, rows, columns = image.pixels.shape
     across, down = (columns, rows) if form.scale is None else (form.scale, form.scale)
     boxes = list[Box]()
-    for label, numbers in _written(text, form):
+    for label, numbers in _occurrences(text, form):
         first, second, third, fourth = numbers
         xs, ys = ((second, fourth), (first, third)) if form.rows_first else ((first, third), (second, fourth))
         horizontal = sorted(min(max(left + x / across * (right - left), 0.0), float(width)) for x in xs)
@@ -57,7 +57,7 @@ def read_boxes(text: str, form: BoxForm, image: PreparedImage) -> tuple[Box, ...
     return tuple(boxes)
 
 
-def _written(text: str, form: BoxForm) -> Iterator[tuple[str, list[float]]]:
+def _occurrences(text: str, form: BoxForm) -> Iterator[tuple[str, list[float]]]:
     """The label and the numbers of each box; one without a label has that of the box before it."""
     matches, end, label = list(_pattern(form).finditer(text)), 0, ""
     for number, match in enumerate(matches):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, detailed, opening_messages
+from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages, sized_message
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
@@ -99,7 +99,7 @@ class Conversation:
         unchanged images, and the tiles before the first changed one. Earlier chats cannot be continued.
         """
         sources = as_list(images)
-        self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=detailed(sources, image_tokens)))
+        self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
 
     def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
         """As `replace`, by images that are read already."""

@@ -83,8 +83,8 @@ def as_list(images: Images) -> Sequence[Picture]:
     return cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
 
 
-def detailed(images: Sequence[Picture], image_tokens: ImageDetail) -> list[Message] | None:
-    """A message with a mark of each image and video, which has the `image_tokens` of each image; None: they have none.
+def sized_message(images: Sequence[Picture], image_tokens: ImageDetail) -> list[Message] | None:
+    """A question about images and videos, in which each image has `image_tokens`; None if that is None.
 
     Raises RequestError if there is no image.
     """

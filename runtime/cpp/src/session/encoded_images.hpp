@@ -10,6 +10,7 @@
 #include "backends/backend.hpp"
 #include "session/prefix.hpp"
 #include "session/session.hpp"
+#include "vision/picture.hpp"
 
 namespace vtxcore {
 
