@@ -75,7 +75,7 @@ class Model:
 
     def open(
         self, images: Images = (), *, system: str | None = None, fit: str | None = None,
-        image_tokens: ImageDetail = None, prefix_file: str | os.PathLike[str] | None = None,
+        prefix_file: str | os.PathLike[str] | None = None, image_tokens: ImageDetail = None,
     ) -> Conversation:  # fmt: skip
         """Open any number of images and videos for questions about them.
 
@@ -86,21 +86,18 @@ class Model:
             system: a system prompt, which precedes every question.
             fit: handling of images with another aspect ratio than the model's: "crop", "pad" or "squash"; default: the
                 value given to `load`, else that of the checkpoint's image processor.
-            image_tokens: the most tokens of each image, if the model sees images in tiles, at native resolution or
-                within a budget (Gemma 4: 70, 140, 280, 560 or 1120), or "low", "auto" or "high"; default: the bundle's.
             prefix_file: file that saves the KV cache of the prompt before the last image (e.g. a system prompt and
-                reference images), so that other processes need not compute it. It is written after the first answer,
-                and overwritten if it holds another prompt. Only use files from a source that you would trust with a
-                bundle. If bundles must be signed, a file without a signature by the same key (PATH.sig) is ignored,
-                and none is written.
+                reference images) for other processes. It is written after the first answer, and overwritten if it
+                holds another prompt. Only use files from sources that you would trust with a bundle. If bundles must
+                be signed, a file without a signature by the same key (PATH.sig) is ignored, and none is written.
+            image_tokens: the most tokens of each image, or "low", "auto" or "high"; default: the bundle's.
 
         If the chat template puts images before videos, they are reordered accordingly.
 
         Raises:
             ImageError: an image or video cannot be read or is beyond the limits.
-            RequestError: the chat template does not support system prompts, the model does not support videos,
-                `prefix_file` cannot be used with this model, or images of this model or size cannot have
-                `image_tokens` tokens.
+            RequestError: the chat template does not support system prompts, the model does not support videos, or
+                `prefix_file` or `image_tokens` cannot be used with this model.
 
         """
         self.loaded.check_open()
@@ -189,8 +186,8 @@ class Model:
                 {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,..."}},
                 {"type": "text", "text": "What is on the table?"}]}])
 
-        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. The part of an image may have
-        `image_tokens`, as in `open`, or OpenAI's `detail`. Calls are independent: to ask
+        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. An image's part may
+        have `image_tokens`, or OpenAI's `detail`. Calls are independent: to ask
         several questions about an image, `open` it. With `tools` the answer has `tool_calls`; their results are
         messages {"role": "tool", "tool_call_id": ..., "content": ...} after the assistant's with its `tool_calls`.
 

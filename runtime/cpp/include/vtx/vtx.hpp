@@ -117,7 +117,7 @@ class Image {
     image.frames_ = std::move(held);
     return image;
   }
-  // The same image with at most so many tokens, as vtx.h says.
+  // The same image with another limit of tokens, as vtx.h says.
   Image with_tokens(int32_t image_tokens) const {
     Image image = *this;
     image.image_.image_tokens = image_tokens;
