@@ -170,7 +170,7 @@ def _tokens(_: Family, config: ModelConfig) -> str:
 
 
 def _image_tokens(_: Family, config: ModelConfig) -> str:
-    """What a request may choose."""
+    """The numbers that a request may choose."""
     layout = config.layout
     if config.action or (layout.max_views == 1 and layout.min_tokens is None):
         return "no: every image has the same number of tokens"

@@ -344,7 +344,7 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
 
 
 def _detail(source: ImageUrl | str) -> dict[str, Any]:
-    """What an image says about its tokens."""
+    """The fields of an image about its tokens."""
     if isinstance(source, str):
         return {}
     if source.image_tokens is not None:

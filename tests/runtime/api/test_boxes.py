@@ -84,7 +84,7 @@ def test_bars_are_taken_off_and_boxes_end_at_the_picture() -> None:
 
 
 def seen(model: Model, image: PreparedImage) -> tuple[float, float, float, float]:
-    """Where the red square is in what the model sees of a picture, as shares of its width and height."""
+    """The place of the red square in the view of the model, as shares of its width and height."""
     settings, whole = model.manifest.image, np.asarray(image.views[-1])  # of tiles the last is the whole picture
     red, _, blue = whole * np.array(settings.std)[:, None, None] + np.array(settings.mean)[:, None, None]
     shares = list[float]()

@@ -51,7 +51,7 @@ std::string trimmed(const std::string& text) {
 }
 
 // The last line of a text, without marks and punctuation around it.
-std::string cleaned(std::string text) {
+std::string label_of(std::string text) {
   for (size_t at = text.find('<'); at != std::string::npos; at = text.find('<', at)) {
     const size_t end = text.find_first_of("<>", at + 1);
     if (end != std::string::npos && text[end] == '>')
@@ -108,8 +108,8 @@ std::vector<Box> read_boxes(const std::string& text, const BoxForm& form, const 
     } else if (form.label == "after") {
       const size_t next = i + 1 < written.size() ? written[i + 1].begin : text.size();
       std::string behind = text.substr(box.end, next - box.end);
-      label = cleaned(behind.substr(0, behind.find(';')));
-    } else if (std::string own = cleaned(text.substr(end, box.begin - end)); !own.empty()) {
+      label = label_of(behind.substr(0, behind.find(';')));
+    } else if (std::string own = label_of(text.substr(end, box.begin - end)); !own.empty()) {
       label = own;
     }
     end = box.end;
