@@ -10,7 +10,6 @@ from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.fields import (
-    Detail,
     FieldReader,
     FunctionFields,
     ImageUrl,
@@ -22,6 +21,7 @@ from vtx.runtime.server.openai.fields import (
 )
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
 from vtx.runtime.strict import optional
+from vtx.runtime.vision.layout import Detail
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
