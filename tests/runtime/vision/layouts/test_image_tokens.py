@@ -12,7 +12,6 @@ from PIL import Image
 from tests.support.tiny import random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import PROCESSOR
 from vtx.exporter.checkpoint.processor import image_settings
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.vision.layout import Layout, check_image_tokens, sized_layout
 from vtx.runtime.vision.layouts.anyres import Anyres
@@ -62,7 +61,7 @@ def test_each_budget_of_gemma_4_has_tokens_and_pixels_of_transformers(budget: in
 
 @pytest.mark.parametrize("tokens", [16, 70, 256, 1280])
 def test_tokens_of_qwen_are_those_of_its_processor_with_as_many_pixels(tokens: int) -> None:
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     for width, height in SIZES:
         high, wide = smart_resize(height, width, factor=28, min_pixels=56 * 56, max_pixels=tokens * 28**2)
@@ -72,8 +71,7 @@ def test_tokens_of_qwen_are_those_of_its_processor_with_as_many_pixels(tokens: i
         if count <= tokens:  # a strip has more there
             assert sized.count(width, height) == count
             image = Image.new("RGB", (width, height))
-            settings = ImageSettings((28, 28), None, "bicubic", None, 1 / 255, (0.0,) * 3, (1.0,) * 3)
-            assert np.asarray(sized.views(image, settings)[0]).shape == (3, high, wide)
+            assert np.asarray(sized.views(image, SETTINGS)[0]).shape == (3, high, wide)
 
 
 @pytest.mark.parametrize("name", TILED)
