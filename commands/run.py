@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from vtx.runtime.api.answer import Stats
+    from vtx.runtime.api.boxes import Box
     from vtx.runtime.api.stream import AnswerStream
     from vtx.runtime.prompt.guiding import Guide
     from vtx.runtime.vision.video import Video
@@ -42,10 +43,14 @@ NO_STATE = Path("none")
     "bundle", "hub_model", "hub_precision", "k", "rest", "reduce",
     option("--about", str, "Select image tokens by this text instead of the question (cdpruner, dart:k=0)."),
     option("--show-tokens", Path, "Write a PNG of the patches that survive each cut."),
+    option("--boxes", bool, "Also read the boxes that an answer names, in pixels of the picture."),
+    option("--show-boxes", Path, "Write a PNG of the picture with the boxes that the answers name."),
     option("--gate-threshold", 0.5, "With --k auto: withdraw when a gate's probability exceeds this."),
     option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
+    option("--image-tokens", int, "At most N tokens per image, for models that see images in tiles, at native "
+           "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).", metavar="N"),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -70,9 +75,9 @@ NO_STATE = Path("none")
 )  # fmt: skip
 def run(
     arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
-    rest: str | None, reduce: str, about: str | None, show_tokens: Path | None, gate_threshold: float,
-    more: tuple[str, ...],
-    videos: tuple[str, ...], frames: int | None, text_only: bool, chat: bool, as_json: bool,
+    rest: str | None, reduce: str, about: str | None, show_tokens: Path | None, boxes: bool, show_boxes: Path | None,
+    gate_threshold: float, more: tuple[str, ...],
+    videos: tuple[str, ...], frames: int | None, image_tokens: int | None, text_only: bool, chat: bool, as_json: bool,
     max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
     prompt_lookup: int, guide: Guide | None, accept: str | None, act: Path | None, steps: int | None,
     deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
@@ -112,11 +117,13 @@ def run(
             guide=guide,
             rest=rest,
             accept=accept,
+            boxes=boxes or show_boxes is not None,
         )
-        if show_tokens:
-            from vtx.tools.common.files import check_folder
+        for path in (show_tokens, show_boxes):
+            if path is not None:
+                from vtx.tools.common.files import check_folder
 
-            check_folder(show_tokens)
+                check_folder(path)
         pictures = _read([*images, *more], videos, loading.image_formats, reduce, frames)
         folder = find_bundle(bundle, (k,), hub_model, precision)
         model = loading.load(folder)
@@ -128,12 +135,13 @@ def run(
         [f"bundle: {folder}; device: {device}; {facts}", *card, *about_model(model.manifest.model.name)]
     )
     introduction = introduction if as_json or first_today(introduction) else ""
-    with model.open(pictures) as conversation:
+    with model.open(pictures, image_tokens=image_tokens) as conversation:
         if show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
             check_shown(model.loaded.policy(k, options, reduce), conversation.images, model.manifest.image)
         answers: list[Stats] = []
+        answer_boxes: list[Box] = []
         incomplete = False
         turns = conversation.chat(k, reduce=reduce) if chat else None
         for question in questions:
@@ -146,26 +154,34 @@ def run(
             else:
                 _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
             answers.append(stream.answer.stats)
+            answer_boxes += stream.answer.boxes or ()
             incomplete = incomplete or stream.answer.incomplete
         if show_tokens:
-            from vtx.runtime.bundle.files import replacing
-            from vtx.runtime.errors import RequestError
             from vtx.runtime.report.tokens_plot import draw_tokens
 
-            picture = draw_tokens(questions, answers, conversation.images, model.manifest)
-            try:
-                with replacing(show_tokens) as partial:
-                    picture.save(partial, "PNG")
-            except OSError as e:
-                raise RequestError(
-                    f"cannot write the picture {show_tokens} ({e.strerror}); name another output file"
-                ) from e
+            _save(draw_tokens(questions, answers, conversation.images, model.manifest), show_tokens)
+        if show_boxes:
+            from vtx.runtime.report.boxes_plot import draw_boxes
+
+            _save(draw_boxes(pictures[0], answer_boxes), show_boxes)
 
     if incomplete:
         from vtx.runtime.prompt.open_ends import bounds_needed
 
         note(f"an answer was cut before its form was complete; {bounds_needed(guide)}")
         click.get_current_context().exit(INCOMPLETE)
+
+
+def _save(picture: Image, path: Path) -> None:
+    """Write a picture as PNG; raise RequestError if that is not possible."""
+    from vtx.runtime.bundle.files import replacing
+    from vtx.runtime.errors import RequestError
+
+    try:
+        with replacing(path) as partial:
+            picture.save(partial, "PNG")
+    except OSError as e:
+        raise RequestError(f"cannot write the picture {path} ({e.strerror}); name another output file") from e
 
 
 def _check_questions(questions: Sequence[str], first: str) -> None:
@@ -266,6 +282,8 @@ def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
         note(", ".join(f"{choice} {probability:.1%}" for choice, probability in odds) + mass)
     for line in stream.answer.warnings:
         note(line)
+    for box in stream.answer.boxes or ():
+        note(f"{box.label}: {box.left:.0f}, {box.top:.0f}, {box.right:.0f}, {box.bottom:.0f}")
     for name, field in (stream.answer.fields or {}).items():
         note(f"{name}: {field.probability:.1%}")
     if stream.answer.stopped == "context":

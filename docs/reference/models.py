@@ -23,6 +23,7 @@ from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import VtxError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.vision.layouts import spec_of
+from vtx.runtime.vision.layouts.budget import TokenBudget
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx_tune.options import check_tunable
@@ -159,11 +160,33 @@ def _config(family: Family) -> ModelConfig:
 
 def _tokens(_: Family, config: ModelConfig) -> str:
     layout = config.layout
+    if isinstance(layout, TokenBudget):
+        return f"up to {layout.tokens:,} depending on the image size, by request {layout.max_tokens:,}, in one pass"
     if config.vision.native:
         return f"up to {layout.max_tokens:,} depending on the image size, in one pass of the tower"
     if layout.max_views == 1:
         return f"{layout.max_tokens}, in one pass of the tower"
     return f"up to {layout.max_tokens:,}, in up to {layout.max_views} passes of the tower"
+
+
+def _image_tokens(_: Family, config: ModelConfig) -> str:
+    """The numbers that a request may choose."""
+    layout = config.layout
+    if config.action or (layout.max_views == 1 and layout.min_tokens is None):
+        return "no: every image has the same number of tokens"
+    if layout.budgets:
+        return ", ".join(map(str, reversed(layout.budgets)))
+    if layout.max_views == 1:
+        return "fewer pixels"
+    return "fewer tiles" if layout.min_tokens is None else "fewer tiles, then fewer pixels"
+
+
+def _boxes(family: Family, _: ModelConfig) -> str:
+    """The numbers of boxes in answers."""
+    form = family.boxes
+    if form is None:
+        return "no: its authors state no form of boxes that vtx reads"
+    return "pixels of the resized picture" if form.scale is None else f"of {form.scale:,}"
 
 
 def _video(_: Family, config: ModelConfig) -> str:
@@ -300,6 +323,7 @@ def _shown(_: Family, config: ModelConfig) -> str:
 USES: Columns = {
     "libvtx": _cpp, "TensorRT": _tensorrt, "`vtx-tune`": _tune,
     "`--rest`": _rest, "`--show-tokens`": _shown, "`--fit`": _fit,
+    "`--image-tokens`": _image_tokens, "`--boxes`": _boxes,
     "`--max-tiles`": lambda _, c: "no: each image is a single view" if c.layout.max_views == 1 else "yes",
     "`--max-pixels`": lambda _, c: (
         "yes" if c.vision.native else "no: tiles have a fixed size" if c.vision.naflex

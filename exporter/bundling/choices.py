@@ -97,6 +97,7 @@ def read_prompts(options: ExportOptions, source: SourceModel) -> Prompts:
         video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
         end_ids=original.end_ids if original else None, whole=family.prompt is not None, vocab=config.text.vocab,
     )  # fmt: skip
+    settings = replace(settings, boxes=family.boxes)
     parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:
         family.check(Text(parsed, template, settings))

@@ -19,6 +19,7 @@ from vtx.exporter.checkpoint.config import (
 from vtx.exporter.checkpoint.fields import number
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
 from vtx.runtime.bundle.safetensors import TensorInfo
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.vision.layout import Layout
 from vtx.tools.model.vision import VisionConfig
@@ -123,7 +124,8 @@ class Family:
     `adjust` adds settings of the image processor's file, `template` the edits that transformers' processor makes to a
     prompt after the chat template. `prompt` is the chat template of checkpoints that have none, since it is the work of
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
-    `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out. `check` raises
+    `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out, `boxes`
+    the form of boxes in answers, as the authors state it. `check` raises
     CheckpointError if tokenizer and template do not make prompts as in training. `transposed` are canonical names of
     matrices that its checkpoints hold as [in, out]. `downsampling`: the values of `downsample_mode` in its files, among
     which an export may choose. A family with an `original` layout is
@@ -144,6 +146,7 @@ class Family:
     statistics: Callable[[ModelConfig, Config], ModelConfig] | None = None
     original: OriginalLayout | None = None
     seg_token: str | None = None
+    boxes: BoxForm | None = None
     check: Callable[[Text], None] | None = None
     transposed: tuple[str, ...] = ()
     downsampling: tuple[str, ...] = ()

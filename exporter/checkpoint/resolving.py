@@ -62,7 +62,7 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
         image_token=image_token, image_token_id=image, **tokens, end_ids=tuple(ends), add_special_tokens=adds,
         ids_before=before, ids_after=after, control_tokens={},
         length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
-        video_token_id=video, seg_token_id=seg_id,
+        video_token_id=video, seg_token_id=seg_id, boxes=None,
     )  # fmt: skip
     if not request["stated"]:
         turns = [id for id in turn_ends(tokenizer, request["template"], settings).values() if id not in ends]

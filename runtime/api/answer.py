@@ -13,6 +13,7 @@ from vtx.runtime.session.sampling import Likely
 from vtx.runtime.units import counted
 
 if TYPE_CHECKING:
+    from vtx.runtime.api.boxes import Box
     from vtx.runtime.policies.base import Decision
     from vtx.runtime.session.reduction_report import ReductionReport
 
@@ -143,6 +144,7 @@ class Answer:
     that the model's answer is one of them at all; None without choices, or if there are more than `MAX_SCORED`.
     `tool_calls`: the complete calls in an answer with tools, whose text has them too.
     `unsure`: why the answer is not to be acted on, if `accept` was given (`judged`); None: it is accepted.
+    `boxes` that the answer names, in pixels of the picture as it was given, if asked for; else None.
     `fields` of a form that was filled in (`fill`), by name, and the answer before it, `free_text`; else None.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
@@ -160,6 +162,7 @@ class Answer:
     judged: bool = False
     fields: Mapping[str, FieldValue] | None = None
     free_text: str | None = None
+    boxes: tuple[Box, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -188,6 +191,7 @@ class Answer:
         if self.fields is not None:
             facts["fields"] = {name: dataclasses.asdict(field) for name, field in self.fields.items()}
             facts["free_text"] = self.free_text
+        facts |= {} if self.boxes is None else {"boxes": list(map(dataclasses.asdict, self.boxes))}
         facts |= {"incomplete": True} if self.incomplete else {}
         facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
         unasked = {

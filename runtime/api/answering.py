@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.accepting import MAX_SCORED, doubt, threshold_of
 from vtx.runtime.api.answer import Answer, Imposed, Progress, Stats
+from vtx.runtime.api.boxes import Box, read_boxes
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
@@ -22,7 +23,7 @@ from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
-from vtx.runtime.session.encoded_images import EncodedImages, selecting_text
+from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_softmax, most_likely
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
@@ -105,6 +106,7 @@ class AnswerInProgress(Request):
         self._imposed: list[float] = []  # log probabilities of the tokens that a form imposed
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
+        self._images: tuple[PreparedImage, ...] = ()
         self._choices: dict[str, float] | None = None
         self._choices_mass: float | None = None
         accept = options.accept
@@ -122,7 +124,7 @@ class AnswerInProgress(Request):
         loaded, policy, token = self._loaded, self._policy, self._loaded.manifest.text.image_token_id
         try:
             with self._lease(self) as (session, images):
-                before = images.seconds
+                before, self._images = images.seconds, images.images
                 try:
                     text = self._selecting_text() if policy.uses_question else None
                     expand = partial(loaded.text.asked, self._messages)
@@ -237,7 +239,15 @@ class AnswerInProgress(Request):
             calls,
             unsure,
             judged=self._threshold is not None,
+            boxes=self._boxes(text),
         )
+
+    def _boxes(self, text: str) -> tuple[Box, ...] | None:
+        """The boxes in the text of the answer, if they were asked for."""
+        form = self._loaded.manifest.text.boxes
+        if not self._options.boxes or form is None:
+            return None
+        return read_boxes(text, form, self._images[0]) if self._images else ()
 
     def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""

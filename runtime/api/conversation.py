@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
-from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages
+from vtx.runtime.api.boxes import check_boxes
+from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages, sized_message
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from vtx.runtime.session.caches import PrefixCaches
+    from vtx.runtime.vision.layout import ImageDetail
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +92,14 @@ class Conversation:
         with self._turns.hold(Request(), closing=True):
             self._forget()
 
-    def replace(self, images: Images, *, fit: str | None = None) -> None:
-        """Ask about other images from now on, e.g. the next frame of a camera; `images` and `fit` are as in `open`.
+    def replace(self, images: Images, *, fit: str | None = None, image_tokens: ImageDetail = None) -> None:
+        """Ask about other images from now on, e.g. the next frame of a camera; the arguments are as in `open`.
 
         A running answer is stopped. The cached prompt is reused up to the first token that differs: system text,
         unchanged images, and the tiles before the first changed one. Earlier chats cannot be continued.
         """
-        self.replace_prepared(self.loaded.prepare_all(as_list(images), fit))
+        sources = as_list(images)
+        self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
 
     def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
         """As `replace`, by images that are read already."""
@@ -183,6 +186,8 @@ class Conversation:
             free = partial(self.stream_messages, resume=resume)
             return FillingStream(free, messages, settings, after=after, completed=completed)
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
+        if settings.options.boxes:
+            check_boxes(loaded.manifest, images)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.api.boxes import check_boxes
 from vtx.runtime.api.kinds import CARD, card_depth
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import PAIRS
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
 from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
@@ -25,16 +27,24 @@ from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
 from vtx.runtime.policies.methods.withdraw import Rest
-from vtx.runtime.prompt.messages import Message, Part, asked_text
+from vtx.runtime.prompt.messages import Message, Part, asked_text, image_details
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.files.source import is_file, read_file
 from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.image import ImageSource, load_image
-from vtx.runtime.vision.layout import Views, limited_layout, settings_for
+from vtx.runtime.vision.layout import (
+    ImageDetail,
+    Layout,
+    Views,
+    check_image_tokens,
+    limited_layout,
+    settings_for,
+    sized_layout,
+)
 from vtx.runtime.vision.layouts import read_frames, read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS, MAX_HELD_FRAMES
-from vtx.runtime.vision.preprocess import fitted, note_discarded
+from vtx.runtime.vision.preprocess import fitted, note_discarded, shown_region
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, as_video, load_frames
 
@@ -71,6 +81,22 @@ class Closable(Protocol):
 def as_list(images: Images) -> Sequence[Picture]:
     """One image or video, or several, as a list."""
     return cast("Sequence[Picture]", images if isinstance(images, list | tuple) else [images])
+
+
+def sized_message(images: Sequence[Picture], image_tokens: ImageDetail) -> list[Message] | None:
+    """A question about images and videos, in which each image has `image_tokens`; None if that is None.
+
+    Raises RequestError if there is no image.
+    """
+    if image_tokens is None:
+        return None
+    parts: list[Part] = [{"type": "video" if as_video(source) else "image"} for source in images]
+    stills = [part for part in parts if part["type"] == "image"]
+    if not stills:
+        raise RequestError("image_tokens is for images, and there is none; leave it out")
+    for part in stills:
+        part["image_tokens"] = image_tokens
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
 
 
 def opening_parts(images: Sequence[PreparedImage], question: str) -> list[Part]:
@@ -195,6 +221,8 @@ class LoadedBundle:
         if videos := [image for image in images if image.kind == "video"]:
             between = any(any(video.in_prompt.texts) for video in videos if not video.counted)
             check_videos(policy.reductions, between=between, frames=max(video.frames for video in videos))
+        if options.boxes:
+            check_boxes(manifest)
         if options.about is not None and not policy.uses_question:
             raise RequestError(
                 "about is the text by which image tokens are chosen before the decoder, and reduce="
@@ -227,18 +255,20 @@ class LoadedBundle:
     ) -> tuple[PreparedImage, ...]:
         """Read and preprocess the images and videos of one prompt, in the order in which the chat template prints them.
 
-        `messages` is the prompt, a first question if left out; `stopped` ends reading a video; `check` and `tenant` are
-        as for `prepare`.
+        `messages` is the prompt, a first question if left out, whose parts have the `image_tokens` of their images;
+        `stopped` ends reading a video; `check` and `tenant` are as for `prepare`.
         """
         given, number, images = list[Picture](), 0, list[PreparedImage]()
         for source in sources:
             given.append(as_video(source) or source)
             number += not isinstance(given[-1], Video)
-        for source in given:
+        details = image_details(messages or ()) or [None] * len(given)
+        for source, detail in zip(given, details, strict=True):
             if isinstance(source, Video):
                 images.append(self.prepare_video(source, fit, stopped))
             else:
-                images.append(self.prepare(source, fit, of_images=number, check=check, tenant=tenant))
+                prepare = partial(self.prepare, source, fit, of_images=number, image_tokens=detail)
+                images.append(prepare(check=check, tenant=tenant))
         if number in (0, len(images)):
             return tuple(images)
         order = self.text.order(messages or [{"role": "user", "content": opening_parts(images, "?")}])
@@ -301,30 +331,35 @@ class LoadedBundle:
         return PreparedImage(views, key, form, size, arrange, "video", len(clip.numbers), refitted, counted=counted)
 
     def prepare(
-        self, source: ImageSource, fit: str | None = None, *, of_images: int = 1,
+        self, source: ImageSource, fit: str | None = None, *, of_images: int = 1, image_tokens: ImageDetail = None,
         check: Callable[[ImageSource], None] = lambda _: None, tenant: str = "",
     ) -> PreparedImage:  # fmt: skip
-        """Read and preprocess an image of a prompt with `of_images` images.
+        """Read and preprocess an image of a prompt with `of_images` images, to at most `image_tokens` tokens.
 
         `check` is called before it is decoded and may raise; a picture that the `picture_cache` has of the `tenant` is
         not checked.
         """
         fit = self.fit if fit is None else fit
-        if self.picture_cache is None or not is_file(source):
-            return self._prepare(source, fit, of_images, check)
-        file = read_file(source)
-        key = hashlib.sha256(file.content).digest(), fit, of_images
-        return self.picture_cache.prepared(key, partial(self._prepare, file, fit, of_images, check), tenant)
-
-    def _prepare(
-        self, source: ImageSource, fit: str | None, of_images: int, check: Callable[[ImageSource], None]
-    ) -> PreparedImage:
-        check(source)
+        check_image_tokens(self.layout, image_tokens)
         layout = self.layout.for_images(of_images)
         settings = settings_for(self.layout, self.manifest.image, fit)
         if fit == "released" and not settings.within:
             layout = self.layout.released()
-        image = load_image(source, self.image_formats)
+
+        def prepared(source: ImageSource) -> PreparedImage:
+            check(source)
+            image = load_image(source, self.image_formats)
+            sized = sized_layout(layout, image_tokens, *image.size)
+            return self._prepared(image, sized, settings, " released" * (fit == "released"))
+
+        if self.picture_cache is None or not is_file(source):
+            return prepared(source)
+        file = read_file(source)
+        key = hashlib.sha256(file.content).digest(), fit, of_images, image_tokens
+        return self.picture_cache.prepared(key, partial(prepared, file), tenant)
+
+    def _prepared(self, image: Image.Image, layout: Layout, settings: ImageSettings, released: str) -> PreparedImage:
+        """An image that is read, in its layout; `released` marks its key."""
         width, height = image.size
         note_discarded(width, height, settings)
         views = layout.views(image, settings)
@@ -334,9 +369,12 @@ class LoadedBundle:
         key = digest.hexdigest()
         # Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
         if len(views) > 1 or settings.own_size:
-            key += f" of {width}x{height}" + " released" * (fit == "released")
+            key += f" of {width}x{height}" + released
         arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
-        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange)
+        region = (0.0, 0.0, float(width), float(height))
+        if layout.max_views == 1 and not settings.own_size and not settings.within:
+            region = shown_region(width, height, settings)
+        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange, region=region)
 
     def prompt_ids(self, messages: Sequence[Message], images: Sequence[PreparedImage] = ()) -> NDArray[np.int64]:
         """Token ids of messages, with all tokens of each image, or one for each if no images are given.
@@ -382,8 +420,12 @@ class LoadedBundle:
                 fixes.append(f"--max-tiles {tiles} (max_tiles={tiles}) fits")
                 break
         sizes = [image.size for image in images if image.kind == "image"]
+        for tokens in self.layout.budgets:
+            if sum(next(self.layout.choices(tokens)).count(*size) for size in sizes) <= room - text:
+                fixes.append(f"--image-tokens {tokens} (image_tokens={tokens}) fits")
+                break
         pixels = self.layout.fitting(sizes, room - text) if not videos else self._fitting(videos, sizes, room - text)
-        if pixels:
+        if pixels and not self.layout.budgets:
             fixes.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
         others = len(ids) - sum(self.text.size(video.in_prompt) for video in videos)
         for frames in range(max([video.frames for video in videos], default=1) - 1, 0, -1):

@@ -76,13 +76,23 @@ def _part(part: Any, images: list[ImageSource | Video]) -> Part:
             images.append(base64.b64decode(part["base64"], validate=True))
         except (binascii.Error, ValueError) as e:
             raise RequestError(f"an image's base64 text cannot be decoded ({e}); encode the file's bytes") from e
-        return {"type": "image"}
+        return _image(part)
     value = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     if isinstance(value, Mapping):
         value = value.get("url")
     if value is None:
         raise RequestError(f"a part of type {part['type']!r} names no image; write {_FORMS}")
     images.append(_local(value) if isinstance(value, str) else value)  # checked when it is read
+    return _image(part)
+
+
+def _image(part: Mapping[str, Any]) -> Part:
+    """The mark of an image, with its `image_tokens`, else its `detail`, as the part or its `image_url` has them."""
+    address = part.get("image_url")
+    for name in ("image_tokens", "detail"):
+        for fields in (part, address):
+            if isinstance(fields, Mapping) and fields.get(name) is not None:
+                return {"type": "image", "image_tokens": fields[name]}
     return {"type": "image"}
 
 

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list
+from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list, sized_message
 from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Settings
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vtx.runtime.api.acting import Actor, Cameras
     from vtx.runtime.api.token_acting import TokenActor
     from vtx.runtime.bundle.card import Card
+    from vtx.runtime.vision.layout import ImageDetail
 
 
 class Model:
@@ -74,7 +75,7 @@ class Model:
 
     def open(
         self, images: Images = (), *, system: str | None = None, fit: str | None = None,
-        prefix_file: str | os.PathLike[str] | None = None,
+        prefix_file: str | os.PathLike[str] | None = None, image_tokens: ImageDetail = None,
     ) -> Conversation:  # fmt: skip
         """Open any number of images and videos for questions about them.
 
@@ -86,24 +87,24 @@ class Model:
             fit: handling of images with another aspect ratio than the model's: "crop", "pad" or "squash"; default: the
                 value given to `load`, else that of the checkpoint's image processor.
             prefix_file: file that saves the KV cache of the prompt before the last image (e.g. a system prompt and
-                reference images), so that other processes need not compute it. It is written after the first answer,
-                and overwritten if it holds another prompt. Only use files from a source that you would trust with a
-                bundle. If bundles must be signed, a file without a signature by the same key (PATH.sig) is ignored,
-                and none is written.
+                reference images) for other processes. It is written after the first answer, and overwritten if it
+                holds another prompt. Only use files from sources that you would trust with a bundle. If bundles must
+                be signed, a file without a signature by the same key (PATH.sig) is ignored, and none is written.
+            image_tokens: the most tokens of each image, or "low", "auto" or "high"; default: the bundle's.
 
         If the chat template puts images before videos, they are reordered accordingly.
 
         Raises:
             ImageError: an image or video cannot be read or is beyond the limits.
             RequestError: the chat template does not support system prompts, the model does not support videos, or
-                `prefix_file` cannot be used with this model.
+                `prefix_file` or `image_tokens` cannot be used with this model.
 
         """
         self.loaded.check_open()
         file = None if prefix_file is None else Path(prefix_file)
-        conversation = Conversation(
-            self.loaded, self.loaded.prepare_all(as_list(images), fit), system, prefix_file=file
-        )
+        sources = as_list(images)
+        prepared = self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens))
+        conversation = Conversation(self.loaded, prepared, system, prefix_file=file)
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation
@@ -185,7 +186,8 @@ class Model:
                 {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,..."}},
                 {"type": "text", "text": "What is on the table?"}]}])
 
-        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. Calls are independent: to ask
+        Images are data URLs, paths, bytes, arrays or PIL images; nothing is downloaded. An image's part may
+        have `image_tokens`, or OpenAI's `detail`. Calls are independent: to ask
         several questions about an image, `open` it. With `tools` the answer has `tool_calls`; their results are
         messages {"role": "tool", "tool_call_id": ..., "content": ...} after the assistant's with its `tool_calls`.
 

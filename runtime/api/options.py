@@ -52,6 +52,7 @@ class Options:
             "10%" or 0.1, or a number, 57. None: the rest of the bundle's card with the card's K, else no rest.
         accept: with choices, the probability that the model must give to its answer; below it `Answer.unsure` says why.
             "card": the threshold that `vtx-eval --coverage` wrote into the bundle's card. None: answers are not judged.
+        boxes: also give the boxes that the answer names, in the pixels of the picture (`Answer.boxes`).
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -72,10 +73,11 @@ class Options:
     priority: int = 0
     rest: str | float | None = None
     accept: str | float | None = None
+    boxes: bool = False
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
-        for name in ("ignore_eos", "logprobs"):
+        for name in ("ignore_eos", "logprobs", "boxes"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
         if not isinstance(self.sampling, Sampling):
@@ -149,6 +151,7 @@ class OptionKeywords(GuideKeywords, total=False):
     priority: int
     rest: str | float | None
     accept: str | float | None
+    boxes: bool
     temperature: float
     top_p: float
     top_k: int

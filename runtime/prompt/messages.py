@@ -13,10 +13,11 @@ MAX_TEXT = 2 << 20  # characters of one conversation
 
 
 class Part(TypedDict, total=False):
-    """One part of a message: an image, a video, or text."""
+    """One part of a message: an image, a video, or text; `image_tokens`, of an image, is an `ImageDetail`."""
 
     type: Literal["image", "video", "text"]
     text: str
+    image_tokens: Any
 
 
 class _RoleAndContent(TypedDict):
@@ -74,6 +75,12 @@ def texts_of(message: Message) -> list[str]:
     """The texts of a message, one a part."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def image_details(messages: Sequence[Message]) -> list[Any]:
+    """The `image_tokens` of the images and videos of messages, in their order; None of one that has none."""
+    parts = [part for message in messages for part in parts_of(message)]
+    return [part.get("image_tokens") for part in parts if part["type"] in PICTURES]
 
 
 def asked_text(messages: Sequence[Message]) -> str:

@@ -41,7 +41,8 @@ class PreparedImage:
     also of some, from number `first` on. A video is
     one too, of the `kind` "video": each frame is a view, or several, or each pair of them one [2, 3, height, width], a
     long one's in a file, and `size` that of the first; `refitted` gives its form in a prompt with another number of
-    frames, or other max_pixels or max_views. `counted`: tokens are counted between texts, so that some may leave before
+    frames, or other max_pixels or max_views. `region`: the part of an image that its first view shows, in its pixels:
+    left, top, right, bottom. `counted`: tokens are counted between texts, so that some may leave before
     the decoder.
     """
 
@@ -54,6 +55,7 @@ class PreparedImage:
     frames: int = 0  # of a video
     refitted: Callable[..., PromptImage] | None = None
     counted: bool = False
+    region: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def tokens(self) -> int:

@@ -7,9 +7,9 @@ a name. All counts of an image's or video's tokens come from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from vtx.runtime.vision.preprocess import fitted
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
 Views = NDArray[np.float32] | list[NDArray[np.float32]]  # a list if their sizes differ
+Detail = Literal["auto", "low", "high"]  # of an image, as OpenAI's API names them
+ImageDetail: TypeAlias = "int | Detail | None"  # the most tokens of an image; None: as the bundle says
+DETAILS: tuple[str, ...] = get_args(Detail)
 
 
 class Layout(ABC):
@@ -69,6 +72,25 @@ class Layout(ABC):
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         """The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total."""
         return None
+
+    @property
+    def budgets(self) -> Sequence[int]:
+        """The numbers of tokens that images can be asked to have at most, the largest first; empty: any number."""
+        return ()
+
+    def choices(self, tokens: int) -> Iterator[Layout]:
+        """The layouts in which an image may have at most `tokens` tokens, the largest first."""
+        for views in range(self.max_views, 1, -1):
+            yield self.limited(views)
+        yield self if self.max_views == 1 else self.limited(1)
+
+    def low(self) -> Layout:
+        """The layout of OpenAI's detail "low"."""
+        return self if self.max_views == 1 else self.limited(1)
+
+    def high(self) -> Layout:
+        """The layout of OpenAI's detail "high": images as large as the bundle allows."""
+        return self
 
     def released(self) -> Layout:
         """The layout in which the released code of CDPruner sees LLaVA-NeXT's images: fit "released"."""
@@ -203,6 +225,41 @@ def limited_layout(layout: Layout, max_tiles: int | None, max_pixels: int | None
             check_whole(name, value, 1)
     layout = layout if max_tiles is None else layout.limited(max_tiles)
     return layout if max_pixels is None else layout.within(max_pixels)
+
+
+def sized_layout(layout: Layout, image_tokens: ImageDetail, width: int, height: int) -> Layout:
+    """The layout with at most `image_tokens` tokens of an image of this size, or that of one of OpenAI's details.
+
+    Raises RequestError for fewer or more tokens than this image can have.
+    """
+    if image_tokens is None or image_tokens == "auto":
+        return layout
+    if isinstance(image_tokens, str):
+        return layout.low() if image_tokens == "low" else layout.high()
+    most = layout.max_tokens
+    if image_tokens > most:
+        raise RequestError(f"image_tokens is {image_tokens}; images of this bundle have at most {most}; lower it")
+    fewest = most
+    for choice in layout.choices(image_tokens):
+        fewest = choice.count(width, height)
+        if fewest <= image_tokens:
+            return choice
+    raise RequestError(
+        f"image_tokens is {image_tokens}; an image of {width}x{height} pixels has at least {fewest} here; raise it"
+    )
+
+
+def check_image_tokens(layout: Layout, image_tokens: ImageDetail) -> None:
+    """Raise RequestError for a value of another form, or a number if all images of this bundle have the same."""
+    if image_tokens is None or image_tokens in DETAILS:
+        return
+    if isinstance(image_tokens, str):
+        raise RequestError(f"the detail of an image is {image_tokens!r:.40}; it must be {', '.join(DETAILS)}")
+    check_whole("image_tokens", image_tokens, 1)
+    if layout.max_views == 1 and layout.min_tokens is None:
+        raise RequestError(
+            f"image_tokens has no effect here: every image of this model has {layout.max_tokens} tokens; leave it out"
+        )
 
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:

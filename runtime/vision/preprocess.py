@@ -175,6 +175,23 @@ def discarded(width: int, height: int, settings: ImageSettings) -> tuple[float, 
     return 1.0 - across / max(across, down), 1.0 - down / max(across, down)
 
 
+def shown_region(width: int, height: int, settings: ImageSettings) -> tuple[float, float, float, float]:
+    """The part of a picture that the vision graph's input shows, in the picture's pixels: left, top, right, bottom.
+
+    With bars it is larger than the picture.
+    """
+    left, top, across, down = 0, 0, width, height
+    if settings.pad:
+        across = down = max(width, height)
+        left, top = -((across - width) // 2), -((down - height) // 2)
+    columns, rows = resized_size(across, down, settings.resize)
+    shown_height, shown_width = settings.size
+    scale_x, scale_y = across / columns, down / rows
+    first_x = left + (columns - shown_width) // 2 * scale_x
+    first_y = top + (rows - shown_height) // 2 * scale_y
+    return first_x, first_y, first_x + shown_width * scale_x, first_y + shown_height * scale_y
+
+
 @contextmanager
 def without_notes() -> Iterator[None]:
     """Suppress the note about what a crop leaves out, for vtx's own pictures."""

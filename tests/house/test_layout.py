@@ -207,7 +207,7 @@ def test_every_error_is_exported() -> None:
 def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.load)[:5] == ["bundle", "device", "compute", "threads", "force"]
     assert parameters(vtx.load)[5:] == ["require_signature", "fit", "max_tiles", "max_pixels", "image_formats"]
-    assert parameters(vtx.Model.open) == ["images", "system", "fit", "prefix_file"]
+    assert parameters(vtx.Model.open) == ["images", "system", "fit", "prefix_file", "image_tokens"]
     asking = ["question", "k", "options", "keywords"]
     kind = vtx.Conversation
     for call in (vtx.Model.ask, kind.ask, kind.stream, kind.aask, kind.astream):

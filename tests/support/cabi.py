@@ -52,6 +52,7 @@ class VtxImage(c.Structure):
         ("frame_count", c.c_size_t),
         ("fps", c.c_double),
         ("sampled", c.c_int32),
+        ("image_tokens", c.c_int32),
     )
 
 
@@ -80,6 +81,7 @@ class AskOptions(c.Structure):
         ("guide", c.c_char_p),
         ("rest", c.c_char_p),
         ("accept", c.c_char_p),
+        ("boxes", c.c_int32),
     )
 
 

@@ -21,6 +21,7 @@ from vtx.runtime.policies.make import check_depth, check_layout, check_patches
 from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.policies.spec import to_spec
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
+from vtx.runtime.vision.layouts.budget import TokenBudget
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
@@ -366,6 +367,8 @@ def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
     vision = model.vision.model.vision
     if vision.kind == "native" and isinstance(model.layout, Native):
         return model.vision.stretched(reserved * model.layout.max_pixels // vision.patch**2)
+    if isinstance(model.layout, TokenBudget):
+        return model.vision.stretched(reserved * model.layout.max_tokens * vision.square**2)
     return model.vision.stretched(WIDEST_VIEW * model.vision.patches) if vision.naflex else None
 
 

@@ -44,7 +44,8 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     slots, model = m.max_context, m.model
     most = PREFILL_TOKENS if model.delta is None else graph_sizes.DELTA_RUN
     longest = slots if model.two_way == "prompt" else min(most, slots)
-    filled, likely = min(slots - 1, m.layout.max_tokens + 64), min(longest, m.layout.max_tokens + 64)
+    usual = _usual_tokens(m) + 64
+    filled, likely = min(slots - 1, usual), min(longest, usual)
     sources = model.sources(model.shared or 1, model.layers)  # whose slots a later stage reads
     table: dict[str, Range] = {MAX_CONTEXT: (slots,) * 3}
     table |= {f"{SLOTS}.{source}": (1, filled, slots) for source in sources}
@@ -85,6 +86,11 @@ def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tup
     return ({IMAGES: images, TOKENS: tokens},)
 
 
+def _usual_tokens(m: Manifest) -> int:
+    """The most tokens of an image whose request asks for no other number."""
+    return int(m.layout.parameters["tokens"]) if m.layout.name == "budget" else m.layout.max_tokens
+
+
 def _own_size(m: Manifest) -> Profile:
     unit, sizes = m.model.tower.patch * m.model.tower.square, m.layout.parameters
     if "max_pixels" in sizes:
@@ -92,7 +98,8 @@ def _own_size(m: Manifest) -> Profile:
     else:
         most = int(sizes["side"]) ** 2 if "side" in sizes else m.layout.max_tokens * unit**2
     widest = WIDEST if m.layout.name in ("native", "budget") else WIDEST_VIEW
-    likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (most, widest * most))
+    usual = _usual_tokens(m) * unit**2 if m.layout.name == "budget" else most
+    likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (usual, widest * most))
     sides: Range = (unit, likely, max(longest, int(sizes.get("tile", 0))))
     return {IMAGES: (1, 1, 1 if m.video is None else 2), HEIGHT: sides, WIDTH: sides}
 

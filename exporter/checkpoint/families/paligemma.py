@@ -16,6 +16,7 @@ from vtx.exporter.checkpoint.config import (
 )
 from vtx.exporter.checkpoint.family import SIGLIP, Family
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.vision.layouts.single import Single
 
@@ -60,4 +61,5 @@ def paligemma_config(parsed: Any, image_token: int) -> ModelConfig:
 FAMILY = Family(
     model_type="paligemma", architecture="PaliGemmaForConditionalGeneration", read=_read, processors=(SIGLIP,),
     tensors=((r"^(model\.)?multi_modal_projector\.linear\.", "projector.linear_1."),), prompt=PROMPT,
+    boxes=BoxForm("<loc#><loc#><loc#><loc#>", "after", 1024, rows_first=True),
 )  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 
 ROLES = ("system", "user", "assistant")
 MAX_ID = (1 << 24) - 1
+MAX_PATTERN, COORDINATES = 128, 4  # characters of a box, and numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,25 @@ class LengthBound:
 
 
 @dataclass(frozen=True, slots=True)
+class BoxForm:
+    """The way in which answers write a box: in `pattern`, # is a number and a blank any number of blanks.
+
+    Coordinates are x before y, unless `rows_first`, and of `scale` in width and height of the picture; null: pixels of
+    the picture as the model sees it. `label`: it stands before or after a box, or inside of its JSON object.
+    """
+
+    pattern: str
+    label: Literal["before", "after", "inside"]
+    scale: int | None
+    rows_first: bool
+
+    def __post_init__(self) -> None:
+        sound = len(self.pattern) <= MAX_PATTERN and self.pattern.count("#") == COORDINATES
+        _require(sound and self.pattern[:1] not in ("#", " "), "boxes.pattern", "four numbers behind another character")
+        _require(self.scale is None or 0 < self.scale <= MAX_ID, "boxes.scale", "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class TextSettings:
     """The way from text to token ids, in addition to tokenizer.json. Raises `BundleError` on wrong values."""
 
@@ -71,6 +92,9 @@ class TextSettings:
     video_token_id: int | None = optional(None)
     seg_token_id: int | None = optional(None)
     """The token of a segment of the image; answers include the state that chose it. Null: there is none."""
+
+    boxes: BoxForm | None = optional(None)
+    """The form of boxes in answers; null: the model has none that its authors state."""
 
     def __post_init__(self) -> None:
         _require(bool(self.image_token), "image_token", "a string of at least one character")

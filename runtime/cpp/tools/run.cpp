@@ -29,6 +29,7 @@ constexpr char kHelp[] =
     "                          e.g. 10%, or a number [default: the card's; without a card none].\n"
     "  --reduce SPEC|none      Token reduction, e.g. fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Select image tokens by this text instead of the question (cdpruner, dart:k=0).\n"
+    "  --boxes                 Also read the boxes that an answer names, in pixels of the picture.\n"
     "  --json-schema JSON      Constrain the answer to JSON of this schema.\n"
     "  --choices A,B,...       Constrain the answer to one of these; a JSON list is also accepted.\n"
     "  --accept P|card         With --choices: the probability that an answer must have; below it the answer is unsure.\n"
@@ -43,6 +44,8 @@ constexpr char kHelp[] =
     "  --fps R                 Frames per second in these folders, for models that read timestamps [default: 24].\n"
     "  --fit crop|pad|squash   Handling of non-square images [default: as the checkpoint's image processor];\n"
     "                          released: LLaVA-NeXT tiling as in CDPruner's code.\n"
+    "  --image-tokens N        At most N tokens per image, for models that see images in tiles, at native resolution or\n"
+    "                          within a budget (Gemma 4: 70, 140, 280, 560 or 1120) [default: the bundle's].\n"
     "  --text-only             Ask without an image; all arguments are questions.\n"
     "  --chat                  Treat the questions as turns of one conversation.\n"
     "  --json                  Print only JSON, one object per question.\n"
@@ -70,6 +73,7 @@ struct Arguments {
   std::vector<std::string> words, images, videos;
   int frames = 0;
   double fps = 0;
+  std::optional<int> image_tokens;
   std::string bundle;
   vtx::LoadOptions load;
   vtx::AskOptions ask;
@@ -198,6 +202,8 @@ Arguments parse(int count, char** values) {
       out.images.emplace_back(next());
     else if (word == "--fit")
       out.load.fit = next();
+    else if (word == "--boxes")
+      out.ask.boxes = true;
     else if (word == "--text-only")
       out.text_only = true;
     else if (word == "--chat")
@@ -238,6 +244,8 @@ Arguments parse(int count, char** values) {
       out.videos.emplace_back(next());
     else if (word == "--frames")
       out.frames = whole_number<int>(word, next());
+    else if (word == "--image-tokens")
+      out.image_tokens = whole_number<int>(word, next());
     else if (word == "--fps")
       out.fps = number(word, next());
     else if (word.size() > 2 && word.compare(0, 2, "--") == 0)
@@ -345,6 +353,8 @@ void print_end(const vtx::Answer& answer) {
     line += (line.empty() ? "" : ", ") + choice + share;
   }
   if (!line.empty()) std::cerr << line << "\n";
+  for (const vtx::Box& box : answer.boxes())
+    std::cerr << box.label << ": " << box.left << ", " << box.top << ", " << box.right << ", " << box.bottom << "\n";
   if (std::optional<std::string> reason = answer.unsure()) std::cerr << "unsure: " << *reason << "\n";
 }
 
@@ -372,7 +382,7 @@ bool run(const Arguments& arguments) {
   bool complete = true;
   std::string input;  // of an image that is read from stdin
   std::vector<vtx::Image> images;
-  bool videos = !arguments.videos.empty();
+  bool videos = !arguments.videos.empty(), stills = false;
   for (const std::string& name : arguments.images) {
     if (name == "-") input.assign(std::istreambuf_iterator<char>(std::cin), {});
     bool folder = name != "-" && std::filesystem::is_directory(name);
@@ -380,8 +390,12 @@ bool run(const Arguments& arguments) {
     images.push_back(name == "-" ? vtx::Image::bytes(input.data(), input.size())
                      : folder    ? video_of(name, arguments)
                                  : vtx::Image::file(name));
+    if (arguments.image_tokens && !folder) images.back() = images.back().with_tokens(*arguments.image_tokens);
+    stills |= !folder;
   }
   for (const std::string& folder : arguments.videos) images.push_back(video_of(folder, arguments));
+  if (!stills && arguments.image_tokens)
+    throw std::runtime_error("--image-tokens has no effect: there is no image; leave it out");
   if (!videos && (arguments.frames != 0 || arguments.fps != 0))
     throw std::runtime_error("--frames and --fps have no effect: there is no video; leave them out");
   vtx::Model model(arguments.bundle, arguments.load);

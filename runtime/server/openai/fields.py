@@ -12,6 +12,7 @@ from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.errors import RequestError, VtxError
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import Strict, optional
+from vtx.runtime.vision.layout import Detail
 
 T = TypeVar("T")
 WHERE = "the request"
@@ -25,7 +26,6 @@ NEVER_IGNORED = frozenset(
     previous_response_id prompt prompt_embeds regex schema stop_token_ids structural_tag structured_outputs suffix
     system system_prompt template truncate_prompt_tokens video video_url videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
 )
-Detail = Literal["auto", "low", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -44,10 +44,11 @@ class RawPrompts:
 
 @dataclass(frozen=True, slots=True)
 class ImageUrl:
-    """An image; `detail` has no effect."""
+    """An image, of at most `image_tokens` tokens, or as large as `detail` says where images have a choice."""
 
     url: str
     detail: Detail = optional("auto")
+    image_tokens: int | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +236,8 @@ class ChatFields:
     reduce: str = optional("default")
     about: str | None = optional(None)
     gate_threshold: float | None = optional(None)
+    image_tokens: int | None = optional(None)
+    boxes: bool = optional(False)
     reuse: bool = optional(True)
     deadline_ms: int | None = optional(None)
     priority: int | None = optional(None)
@@ -293,9 +296,9 @@ def at(name: str) -> str:
     return f"{WHERE}: {name}"
 
 
-def image_part(url: str) -> dict[str, Any]:
-    """The part of a message with the image of this data URL or address, as `ImagePart` reads it."""
-    return {"type": "image_url", "image_url": {"url": url}}
+def image_part(url: str, **more: Any) -> dict[str, Any]:
+    """The part of a message with the image of this data URL or address, and `more` fields, as `ImagePart` reads it."""
+    return {"type": "image_url", "image_url": {"url": url, **more}}
 
 
 def check_absent(fields: Mapping[str, Any], names: Iterable[str]) -> None:

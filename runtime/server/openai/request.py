@@ -14,7 +14,7 @@ from vtx.runtime.bundle.safetensors import parse_json
 from vtx.runtime.checks import check_text, check_whole
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide, of_gbnf
-from vtx.runtime.prompt.messages import Message, with_tools
+from vtx.runtime.prompt.messages import Message, parts_of, with_tools
 from vtx.runtime.prompt.tools import Tools
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.openai.fields import (
@@ -23,6 +23,7 @@ from vtx.runtime.server.openai.fields import (
     ChatFields,
     FieldReader,
     ImagePart,
+    ImageUrl,
     MessageFields,
     NamedChoice,
     RawPrompts,
@@ -42,7 +43,7 @@ from vtx.runtime.vision.video import Video
 S = TypeVar("S", Options, Sampling)
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "min_p", "presence_penalty",
             "frequency_penalty", "logit_bias")  # fmt: skip
-OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority")
+OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes")
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
             "encoding_format")  # fmt: skip
@@ -150,7 +151,7 @@ def read_request(
     present = {name: value for name, value in present.items() if name not in IGNORED}
     fields = reader.read(ChatFields, present, WHERE)
     with naming("messages"):
-        images, (messages, *more) = _messages(fields.messages, limits, hosts)
+        images, (messages, *more) = _messages(fields, limits, hosts)
     options, notes = _options(fields, limits)
     form, guide = _guide(fields, present)
     if guide is not None:
@@ -294,10 +295,9 @@ def _response_format(form: ResponseFormat | None) -> Guide | None:
         return Guide(schema=schema)
 
 
-def _messages(
-    given: tuple[MessageFields, ...] | RawPrompts, limits: Limits, hosts: Collection[str]
-) -> tuple[list[Any], list[list[Message]]]:
+def _messages(fields: ChatFields, limits: Limits, hosts: Collection[str]) -> tuple[list[Any], list[list[Message]]]:
     """The images and messages of OpenAI's form, of each prompt; images as data URLs, or at addresses of `hosts`."""
+    given = fields.messages
     if isinstance(given, RawPrompts):
         count = len(given.prompts)
         if not 1 <= count <= limits.prompts:
@@ -311,6 +311,9 @@ def _messages(
             "beginning of the answer: role 'user', 'tool', or 'assistant' without calls"
         )
     images, messages = split_images([_message(message, hosts) for message in given])
+    if fields.image_tokens is not None:
+        for part in [part for message in messages for part in parts_of(message) if part["type"] == "image"]:
+            part.setdefault("image_tokens", fields.image_tokens)
     if len(images) > limits.images:
         raise Refusal(
             413, f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
@@ -357,13 +360,23 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
             )
         frames = source.frames if isinstance(source, VideoUrl) else None
         return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
+    image: Any = url
     if hosts and not local:
-        return {"type": "image", "image": remote_image(url, hosts)}
-    if not local:
+        image = remote_image(url, hosts)
+    elif not local:
         raise RequestError(
             f"an image must be a data URL, data:image/jpeg;base64,...; got {url!r:.80}. This server fetches no "
             "addresses and opens no files"
         )
-    if isinstance(part, ImagePart) and part.uuid:
-        return {"type": "image", "image": NamedImage(part.uuid, url)}
-    return {"type": "image_url", "image_url": {"url": url}}
+    elif isinstance(part, ImagePart) and part.uuid:
+        image = NamedImage(part.uuid, url)
+    return {"type": "image", "image": image} | _detail(source)
+
+
+def _detail(source: ImageUrl | str) -> dict[str, Any]:
+    """The fields of an image about its tokens."""
+    if isinstance(source, str):
+        return {}
+    if source.image_tokens is not None:
+        return {"image_tokens": source.image_tokens}
+    return {} if source.detail == "auto" else {"detail": source.detail}

@@ -10,7 +10,6 @@ from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.fields import (
-    Detail,
     Effort,
     FieldReader,
     FunctionFields,
@@ -23,6 +22,7 @@ from vtx.runtime.server.openai.fields import (
 )
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, call_id
 from vtx.runtime.strict import optional
+from vtx.runtime.vision.layout import Detail
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {
@@ -44,11 +44,12 @@ class TextInput:
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A part of a message; `detail` has no effect."""
+    """An image of a message, as `ImageUrl` has it."""
 
     type: Literal["input_image"]
     image_url: ImageUrl | str
     detail: Detail = optional("auto")
+    image_tokens: int | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +178,14 @@ def _messages(items: str | Sequence[MessageItem | CallItem | ResultItem]) -> lis
 def _content(content: str | Sequence[TextInput | ImageInput]) -> Any:
     if isinstance(content, str):
         return content
-    return [
-        {"type": "text", "text": part.text} if isinstance(part, TextInput) else _image(part.image_url)
-        for part in content
-    ]
+    return [{"type": "text", "text": part.text} if isinstance(part, TextInput) else _image(part) for part in content]
 
 
-def _image(source: ImageUrl | str) -> dict[str, Any]:
-    return image_part(source if isinstance(source, str) else source.url)
+def _image(part: ImageInput) -> dict[str, Any]:
+    source = part.image_url
+    if isinstance(source, ImageUrl):
+        return image_part(source.url, detail=source.detail, image_tokens=source.image_tokens)
+    return image_part(source, detail=part.detail, image_tokens=part.image_tokens)
 
 
 @dataclass(frozen=True, slots=True)

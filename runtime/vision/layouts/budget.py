@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
+from vtx.runtime.strict import optional
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, check_squares, image_layout
 from vtx.runtime.vision.preprocess import normalised
@@ -25,19 +26,22 @@ BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the model was tra
 class TokenBudget(Layout):
     """A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side.
 
-    Images are enlarged or shrunk to whole squares, at most `tokens` of them.
+    Images are enlarged or shrunk to whole squares, at most `tokens` of them, or by request of another of the model's
+    budgets up to `most`; 0: up to `tokens`.
     """
 
     patch: int
     pool: int
     tokens: int
+    most: int = optional(0)
 
     def __post_init__(self) -> None:
-        if self.tokens not in BUDGETS or isinstance(self.tokens, bool) or min(self.patch, self.pool) < 1:
-            raise BundleError(
-                f"layout 'budget' has {self.tokens!r:.20} tokens of {self.unit} x {self.unit} pixels; it needs one of "
-                f"{', '.join(map(str, BUDGETS))}"
-            )
+        for tokens in (self.tokens, self.most or self.tokens):
+            if tokens not in BUDGETS or isinstance(tokens, bool) or min(self.patch, self.pool) < 1:
+                raise BundleError(
+                    f"layout 'budget' has {tokens!r:.20} tokens of {self.unit} x {self.unit} pixels; it needs one of "
+                    f"{', '.join(map(str, BUDGETS))}"
+                )
 
     @property
     def unit(self) -> int:
@@ -56,7 +60,12 @@ class TokenBudget(Layout):
 
     @property
     def max_tokens(self) -> int:
-        return self.tokens
+        return max(self.tokens, self.most)
+
+    @property
+    def budgets(self) -> list[int]:
+        """The budgets that a request may choose, the largest first."""
+        return [tokens for tokens in reversed(BUDGETS) if tokens <= self.max_tokens]
 
     def check(self, tower: TowerSpec) -> None:
         check_squares(tower, self.patch, self.pool, any_shape=tower.positions == "axial")
@@ -69,7 +78,7 @@ class TokenBudget(Layout):
                 f"max_pixels is {max_pixels}; the smallest budget of this model, {BUDGETS[0]} tokens of {self.unit} x "
                 f"{self.unit}, takes {BUDGETS[0] * self.unit**2}; raise it"
             )
-        return replace(self, tokens=fitting[-1])
+        return replace(self, tokens=fitting[-1], most=0)
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         for budget in reversed([each for each in BUDGETS if each <= self.tokens]):
@@ -77,6 +86,17 @@ class TokenBudget(Layout):
             if sum(layout.count(*size) for size in sizes) <= tokens:
                 return budget * self.unit**2
         return None
+
+    def choices(self, tokens: int) -> Iterator[Layout]:
+        for budget in self.budgets:
+            if budget <= tokens or budget == BUDGETS[0]:
+                yield replace(self, tokens=budget)
+
+    def low(self) -> Layout:
+        return replace(self, tokens=BUDGETS[0])
+
+    def high(self) -> Layout:
+        return replace(self, tokens=self.max_tokens)
 
     def count(self, width: int, height: int) -> int:
         columns, rows = self._grid(width, height)

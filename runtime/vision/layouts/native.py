@@ -6,7 +6,7 @@ The number of an image's tokens depends on its size; each has a row and a column
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
 
 MAX_RATIO = 200  # of an image's sides
+LOW_PIXELS = 512**2  # of an image of little detail, as in OpenAI's API
 
 
 @image_layout("native")
@@ -81,6 +82,14 @@ class Native(Layout):
             if sum(layout.count(*size) for size in sizes) <= tokens:
                 return each * area
         return None
+
+    def choices(self, tokens: int) -> Iterator[Layout]:
+        area = self.unit**2
+        for most in range(min(tokens, self.max_pixels // area), 0, -1):
+            yield self.within(most * area)
+
+    def low(self) -> Layout:
+        return self.within(LOW_PIXELS)
 
     def count(self, width: int, height: int) -> int:
         columns, rows = self._grid(width, height)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -92,6 +92,14 @@ class NativeTiles(Native):
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         return None if self.most > 1 else super(NativeTiles, self).fitting(sizes, tokens)
+
+    def choices(self, tokens: int) -> Iterator[Layout]:
+        for views in range(self.max_views, 1, -1):
+            yield self.limited(views)
+        yield from super(NativeTiles, self.limited(1)).choices(tokens)
+
+    def low(self) -> Layout:
+        return self.limited(1)
 
     def count(self, width: int, height: int) -> int:
         return self.prompt_image(width, height).tokens

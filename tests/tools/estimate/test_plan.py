@@ -201,7 +201,7 @@ def test_wrong_usage_is_exit_2(words: list[str]) -> None:
         ("smolvlm2-500m", 0.507, 1088),
         ("gemma-3-4b", 4.3, 256),
         ("gemma-3-12b", 12.187, 256),
-        ("gemma-4-e2b", 4.797, 280),
+        ("gemma-4-e2b", 4.797, 1120),
         ("internvl2-8b", 8.08, 3328),
         ("lisa-13b", 13.31, 256),
     ],

@@ -11,8 +11,9 @@ from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import MAX_WIDTH, check_patches, number, read_rope, size
 from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, MAX_POSITIONS, TextConfig
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
-from vtx.runtime.vision.layouts.budget import TokenBudget
+from vtx.runtime.vision.layouts.budget import BUDGETS, TokenBudget
 from vtx.tools.model.vision import VisionConfig
 
 TOKENS = 280  # of an image by default
@@ -42,7 +43,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("Gemma4Config", config)
     text = _text(parsed)
     vision = _tower(parsed.vision_config)
-    layout = TokenBudget(vision.patch, vision.shuffle, TOKENS)
+    layout = _budget(vision, TOKENS)
     return ModelConfig(
         text=text, vision=replace(vision, image=layout.square), feature_layers=(vision.layers,), select="full",
         projector_activation="linear", projector_bias=False, projector_layers=1,
@@ -156,7 +157,7 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     vision = config.vision
     check_patches(processor, {"patch_size": vision.patch, "pooling_kernel_size": vision.shuffle})
     try:
-        layout = TokenBudget(vision.patch, vision.shuffle, processor.get("max_soft_tokens", TOKENS))
+        layout = _budget(vision, processor.get("max_soft_tokens", TOKENS))
     except BundleError as e:
         raise CheckpointError(f"the image processor's max_soft_tokens: {e}") from e
     longest, positions = layout.tokens * vision.shuffle, vision.axis_positions or 0
@@ -166,6 +167,16 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
             "positions; lower max_soft_tokens"
         )
     return replace(config, layout=layout, vision=replace(vision, image=layout.square))
+
+
+def _budget(vision: VisionConfig, tokens: int) -> TokenBudget:
+    """The layout with images of `tokens` tokens, or by request up to the largest budget with positions in the tower.
+
+    Raises BundleError for a budget that the model was not trained for.
+    """
+    layout, positions = TokenBudget(vision.patch, vision.shuffle, tokens), vision.axis_positions or 0
+    fitting = [budget for budget in BUDGETS if budget * vision.shuffle <= positions]
+    return replace(layout, most=max([tokens, *fitting]))
 
 
 def _template(template: str, _: ModelConfig) -> str:
@@ -182,4 +193,5 @@ FAMILY = Family(
         (r"^(?:model\.)?language_model\.per_layer_model_projection\.", "text.embed_projection."),
     ),
     adjust=_adjust, template=_template,
+    boxes=BoxForm('"box_2d" : [ # , # , # , # ]', "inside", 1000, rows_first=True),
 )  # fmt: skip

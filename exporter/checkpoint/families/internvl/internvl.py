@@ -11,6 +11,7 @@ from typing import Any
 from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.tiles import Tiles
 
@@ -89,5 +90,5 @@ FAMILY = Family(
         (_LAYER, r"vision.encoder.layers.\1."),
         (r"^(?:model\.)?multi_modal_projector\.layer_norm\.", "projector.norm."),
     ),
-    adjust=_adjust, template=_template,
+    adjust=_adjust, template=_template, boxes=BoxForm("[ # , # , # , # ]", "before", 1000, rows_first=False),
 )  # fmt: skip

@@ -153,4 +153,5 @@ FAMILY = Family(
     original=OriginalLayout(
         processor=_processor, template=_template, whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
     ),
+    boxes=INTERNVL.boxes,
 )  # fmt: skip

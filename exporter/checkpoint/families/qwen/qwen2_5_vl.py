@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
+    JSON_BOXES,
     PROCESSOR,
     TENSORS,
     VIDEO_PROCESSOR,
@@ -46,4 +47,5 @@ FAMILY = Family(
     read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower, _in_time),
     processors=(replace(PROCESSOR, name="Qwen2_5_VLImageProcessor"), PROCESSOR),  # the first is in its first files
     tensors=TENSORS, adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
+    boxes=JSON_BOXES,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, size
 from vtx.exporter.checkpoint.text_config import TextConfig, text_config_of
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.pairs import Pairs
@@ -153,8 +154,11 @@ def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -
     return value
 
 
+# Of Qwen2.5-VL, whose boxes are in pixels of the picture as the model sees it.
+JSON_BOXES = BoxForm('"bbox_2d" : [ # , # , # , # ]', "inside", None, rows_first=False)
 FAMILY = Family(
     model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration",
     read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
     adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
+    boxes=BoxForm("( # , # ) , ( # , # )", "before", 1000, rows_first=False),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, TENSORS, adjust, adjust_video, read_qwen
 from vtx.exporter.checkpoint.families.qwen.qwen3_vl import (
+    BOXES,
     VIDEO_PROCESSOR,
     frames_in_time,
     template_without_marks,
@@ -29,5 +30,5 @@ FAMILY = Family(
     model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
     read=lambda config: read_qwen(config, "Qwen3_5Config", _tower, frames_in_time), processors=(PROCESSOR,),
     tensors=TENSORS, adjust=adjust, template=template_without_marks, adjust_video=adjust_video,
-    video_processor=VIDEO_PROCESSOR,
+    video_processor=VIDEO_PROCESSOR, boxes=BOXES,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
+    JSON_BOXES,
     PROCESSOR,
     TENSORS,
     adjust,
@@ -58,9 +59,10 @@ def template_without_marks(template: str, _: ModelConfig) -> str:
     return re.sub(r"<\|vision_start\|>(<[^<>]*video[^<>]*>)<\|vision_end\|>", r"\1", template)
 
 
+BOXES = replace(JSON_BOXES, scale=1000)
 FAMILY = Family(
     model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration",
     read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, frames_in_time), processors=(PROCESSOR,),
     tensors=TENSORS, adjust=adjust, template=template_without_marks, adjust_video=adjust_video,
-    video_processor=VIDEO_PROCESSOR,
+    video_processor=VIDEO_PROCESSOR, boxes=BOXES,
 )  # fmt: skip

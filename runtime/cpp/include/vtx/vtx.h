@@ -115,11 +115,13 @@ typedef struct vtx_image {
   int32_t width, height;
   size_t stride; /* bytes from one row to the one below it */
   vtx_pixel_format format;
-  const struct vtx_image* frames; /* of a VTX_VIDEO; of all the others what follows is not read */
+  const struct vtx_image* frames; /* of a VTX_VIDEO, as the three after it; of all the others these are not read */
   size_t frame_count;
   double fps;      /* frames a second, for models whose prompts tell times; 0: 24 */
   int32_t sampled; /* the number of frames that are seen, evenly from the first to the last, at most 64; 0: as many as the
                       bundle says */
+  int32_t image_tokens; /* of an image, the most tokens that it may have, where the model sees images in tiles, at native
+                           resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120); 0: as the bundle says */
 } vtx_image;
 
 VTX_API void vtx_image_init(vtx_image* image, size_t size);
@@ -190,6 +192,8 @@ typedef struct vtx_ask_options {
                        "10%", or a number, "57"; NULL: the rest of the bundle's card with the card's K, else none */
   const char* accept; /* with choices, the probability that the model must give to its answer, "0.8", or "card" for that of
                          the bundle's card (vtx-eval --coverage): see vtx_answer_unsure; NULL: answers are not judged */
+  int32_t boxes; /* also read the boxes that the answer names, see vtx_answer_box; VTX_REQUEST if the model has no stated
+                    form of boxes, or the prompt not one picture */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
@@ -228,6 +232,9 @@ VTX_API const float* vtx_answer_seg_states(const vtx_answer* answer, size_t* cou
 VTX_API const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* probability);
 /* The probability that the model answers with one of these choices at all, before they are normalised; 0 without choices. */
 VTX_API double vtx_answer_choices_mass(const vtx_answer* answer);
+/* Of an answer whose boxes were asked for, the label of box `index`, and its left, top, right and bottom in pixels of the
+ * picture as it was given. NULL past the last. */
+VTX_API const char* vtx_answer_box(const vtx_answer* answer, size_t index, double corners[4]);
 /* Why an answer is not to be acted on, if `accept` was given and its probability is below that; else NULL. */
 VTX_API const char* vtx_answer_unsure(const vtx_answer* answer);
 /* Of a guided answer: the number of tokens that its form imposed, because it left no other or did not allow the model's most

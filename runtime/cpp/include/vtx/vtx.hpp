@@ -66,12 +66,17 @@ struct AskOptions {
   std::optional<uint64_t> seed;
   double repetition_penalty = 1, gate_threshold = 0.5, timeout = 0;
   std::vector<std::string> stop;
-  bool ignore_eos = false, logprobs = false;
+  bool ignore_eos = false, logprobs = false, boxes = false;
   std::string guide_kind;  // the form of the answer, as in vtx.h
   std::optional<std::string> guide;
   std::optional<std::string> about;   // text by which image tokens are chosen in place of the question
   std::optional<std::string> rest;    // image tokens that stay from K on, "10%" or "57"
   std::optional<std::string> accept;  // with choices, the probability that an answer must have, "0.8" or "card"
+};
+
+struct Box {
+  std::string label;
+  double left, top, right, bottom;
 };
 
 // An image or a video that is about to be opened; what lies in memory must live until then.
@@ -112,6 +117,12 @@ class Image {
     image.frames_ = std::move(held);
     return image;
   }
+  // The same image with another limit of tokens, as vtx.h says.
+  Image with_tokens(int32_t image_tokens) const {
+    Image image = *this;
+    image.image_.image_tokens = image_tokens;
+    return image;
+  }
   vtx_image raw() const {
     vtx_image image = image_;
     image.path = path_ ? text_of(*path_) : nullptr;
@@ -146,6 +157,14 @@ class Answer {
     double probability = 0;
     while (const char* choice = vtx_answer_choice(answer_.get(), out.size(), &probability))
       out.emplace_back(choice, probability);
+    return out;
+  }
+  // With `boxes`, those that the answer names, in pixels of the picture as it was given.
+  std::vector<Box> boxes() const {
+    std::vector<Box> out;
+    double corners[4] = {};
+    while (const char* label = vtx_answer_box(answer_.get(), out.size(), corners))
+      out.push_back({label, corners[0], corners[1], corners[2], corners[3]});
     return out;
   }
   double choices_mass() const { return vtx_answer_choices_mass(answer_.get()); }
@@ -242,6 +261,7 @@ class Conversation {
     raw.has_seed = options.seed.has_value(), raw.seed = options.seed.value_or(0);
     raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
+    raw.boxes = options.boxes;
     raw.guide_kind = text_of(options.guide_kind), raw.guide = options.guide ? text_of(*options.guide) : nullptr;
     raw.about = options.about ? text_of(*options.about) : nullptr;
     raw.rest = options.rest ? text_of(*options.rest) : nullptr;

@@ -219,6 +219,13 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
     out.emplace_back("choices_mass", answer.choices_mass);
   }
   if (answer.threshold) out.emplace_back("unsure", answer.unsure ? Json(*answer.unsure) : Json());
+  if (answer.boxes) {
+    Json::Array boxes;
+    for (const Box& box : *answer.boxes)
+      boxes.push_back(Json::Object{
+          {"label", box.label}, {"left", box.left}, {"top", box.top}, {"right", box.right}, {"bottom", box.bottom}});
+    out.emplace_back("boxes", std::move(boxes));
+  }
   if (is_incomplete(answer)) out.emplace_back("incomplete", true);
   if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));
   answer.json = out;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "api/boxes.hpp"
 #include "base/json.hpp"
 #include "prompt/guiding.hpp"
 #include "session/sampling.hpp"
@@ -22,7 +23,7 @@ void check_stop_count(size_t count);  // throws Error(request)
 struct Options {
   std::string k = "default", reduce = "default";
   int64_t max_new_tokens = 256;
-  bool ignore_eos = false, logprobs = false;
+  bool ignore_eos = false, logprobs = false, boxes = false;
   Sampling sampling;
   double gate_threshold = 0.5;
   std::vector<std::string> stop;
@@ -60,6 +61,7 @@ struct Answer {
   std::optional<double> threshold;    // what `accept` asks for
   std::optional<std::string> unsure;  // why the answer is not accepted
   Rows seg_states;  // of each segmentation token the state [hidden] that chose it, behind the decoder's last norm
+  std::optional<std::vector<Box>> boxes;  // if they were asked for
   int64_t prompt_tokens = 0;
   std::optional<PrefillResult> prefill;
   Timings timings;

@@ -148,7 +148,7 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   if (o.has_seed) out.sampling.seed = o.seed;
   out.sampling.repetition_penalty = o.repetition_penalty;
   out.gate_threshold = o.gate_threshold, out.timeout = o.timeout;
-  out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0;
+  out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0, out.boxes = o.boxes != 0;
   if (o.about) out.about = o.about;
   if (o.rest) out.rest = o.rest;
   if (o.accept) out.accept = o.accept;
@@ -211,10 +211,13 @@ std::vector<vtxcore::PreparedImage> prepared(const vtxcore::Model& model, const 
   auto videos = static_cast<size_t>(std::count_if(all.begin(), all.end(), is_video));
   for (const vtx_image* each : all) {
     if (!is_video(each)) {
-      out.push_back(model.prepare(picture_of(*each), "", count - videos));
+      int64_t tokens = known(each, vtx_image_init).image_tokens;
+      out.push_back(model.prepare(picture_of(*each), "", count - videos, tokens));
       continue;
     }
     vtx_image video = known(each, vtx_image_init);
+    if (video.image_tokens != 0)
+      vtxcore::fail(vtxcore::Kind::request, "image_tokens is for images; leave it out of videos");
     std::vector<const vtx_image*> frames = listed(video.frames, video.frame_count, "the list of frames");
     auto frame = [&](int64_t number) { return picture_of(*frames[static_cast<size_t>(number)]); };
     out.push_back(model.prepare(vtxcore::Video{static_cast<int64_t>(frames.size()), frame, video.fps, video.sampled}));
@@ -449,6 +452,14 @@ const char* vtx_answer_choice(const vtx_answer* answer, size_t index, double* pr
 double vtx_answer_choices_mass(const vtx_answer* answer) {
   auto held = found(answer);
   return held ? held->answer.choices_mass : 0;
+}
+
+const char* vtx_answer_box(const vtx_answer* answer, size_t index, double corners[4]) {
+  auto held = found(answer);
+  if (!held || !held->answer.boxes || index >= held->answer.boxes->size()) return nullptr;
+  const vtxcore::Box& box = (*held->answer.boxes)[index];
+  if (corners) corners[0] = box.left, corners[1] = box.top, corners[2] = box.right, corners[3] = box.bottom;
+  return box.label.c_str();
 }
 
 const char* vtx_answer_unsure(const vtx_answer* answer) {

@@ -275,6 +275,7 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   }
   if (guided) out.forced = guided->forced();
   if (out.threshold) judge(out);
+  if (options.boxes) out.boxes = read_boxes(out.text, *model_->manifest().text.boxes, images_.front());
   describe(out, *model_, policy, options.logprobs);
   return out;
 }

@@ -10,6 +10,7 @@
 #include "backends/tables.hpp"
 #include "base/checks.hpp"
 #include "bundle/releases.hpp"
+#include "api/boxes.hpp"
 #include "bundle/sha256.hpp"
 
 namespace vtxcore {
@@ -94,10 +95,12 @@ const Text& Model::text() const {
   return *text_;
 }
 
-PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among) const {
+PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among, int64_t image_tokens) const {
+  if (image_tokens != 0) check_image_tokens(*layout_, image_tokens);
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
   bool released = (fit.empty() ? fit_ : fit) == "released" && !settings.within;
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
+  if (image_tokens != 0) layout = sized_layout(layout, image_tokens, picture.width, picture.height);
   PreparedImage out{layout->views(picture, settings),
                     "",
                     0,
@@ -113,6 +116,8 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   if (out.views.size() > 1 || settings.own_size())
     out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
   out.tokens = layout->count(picture.width, picture.height);
+  out.region = {0, 0, static_cast<double>(picture.width), static_cast<double>(picture.height)};
+  if (layout->max_views() == 1 && !settings.own_size() && !settings.within) out.region = shown_region(picture, settings);
   out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
     return layout->arrange(views, width, height, newline);
   };
@@ -197,8 +202,18 @@ std::string Model::fixes(int64_t text, const std::vector<PreparedImage>& images)
     for (const PreparedImage* video : videos) total += size(video->placed);
     if (total <= room) found.push_back(cat("--max-tiles ", tiles, " (max_tiles=", tiles, ") fits"));
   }
+  for (int64_t tokens : layout_->budgets()) {
+    int64_t total = text;
+    layout_->choices(tokens, [&](const LayoutPtr& choice) {
+      for (auto [width, height] : sizes) total += choice->count(width, height);
+      return true;
+    });
+    if (total > room) continue;
+    found.push_back(cat("--image-tokens ", tokens, " (image_tokens=", tokens, ") fits"));
+    break;
+  }
   std::optional<int64_t> pixels;
-  if (videos.empty()) pixels = layout_->fitting(sizes, room - text);
+  if (videos.empty() && layout_->budgets().empty()) pixels = layout_->fitting(sizes, room - text);
   if (std::optional<int64_t> area = videos.empty() ? std::nullopt : video_layout_->area()) {
     int64_t most = 0, marks = 0;
     for (const PreparedImage* video : videos)
@@ -284,6 +299,7 @@ Policy Model::policy(const Options& options, const std::vector<PreparedImage>& i
       fail(Kind::request, part->name(), " drops tokens before the decoder, but this model has text between its tiles; ",
            "use fastv, dart after a layer, or mustdrop:...,tau=off,key=0");
   check_videos(policy.reductions(), images);
+  if (options.boxes) check_boxes(m, images);
   auto entries = policy.entries();
   if (options.about && std::none_of(entries.begin(), entries.end(), [](const auto& e) { return e->uses_question(); }))
     fail(Kind::request,

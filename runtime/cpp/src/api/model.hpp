@@ -57,8 +57,8 @@ class Model {
   // A hidden state [hidden] of the last layer behind the decoder's last norm. Only where there is a segmentation token.
   Floats normed(const Floats& state) const;
 
-  // A picture that is one of `among` pictures in a prompt.
-  PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1) const;
+  // A picture that is one of `among` pictures in a prompt, of at most `image_tokens` tokens; 0: as the bundle says.
+  PreparedImage prepare(const Picture& picture, const std::string& fit, size_t among = 1, int64_t image_tokens = 0) const;
   // The frames of a video that the model sees. Throws Error(request) if the model, or libvtx, takes no videos.
   PreparedImage prepare(const Video& video) const;
   // In the order in which the chat template prints images and videos.

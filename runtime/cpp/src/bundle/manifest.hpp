@@ -141,7 +141,15 @@ struct VideoSpec {
   int64_t tokens;  // of a frame, with a graph of its own
 };
 
+// How answers write a box, as Python's BoxForm has it; `scale` none: pixels of the picture as the model sees it.
+struct BoxForm {
+  std::string pattern, label;
+  std::optional<int64_t> scale;
+  bool rows_first;
+};
+
 struct TextSettings {
+  std::optional<BoxForm> boxes;  // none: the model has no stated form
   std::string image_token;
   int64_t image_token_id;
   std::optional<std::string> video_token;  // of bundles that take videos; the image token if their frames are images

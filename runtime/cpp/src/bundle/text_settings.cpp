@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "bundle/fields.hpp"
 #include "bundle/manifest.hpp"
 
@@ -18,6 +20,21 @@ PromptExample read_example(const Json& value) {
   }
   fields.done();
   return example;
+}
+
+BoxForm read_box_form(const Json& value) {
+  Fields fields(value, "vtx.json: text.boxes");
+  BoxForm form{fields.text("pattern"), fields.text("label"), fields.whole_or_null("scale", 1, names::kMaxId),
+               fields.flag("rows_first")};
+  fields.get("scale");
+  const std::string& pattern = form.pattern;
+  if (pattern.size() > static_cast<size_t>(names::kMaxPattern) || pattern.find_first_of("# ") == 0 ||
+      std::count(pattern.begin(), pattern.end(), '#') != names::kCoordinates)
+    fields.wrong<int>("pattern", "four numbers behind another character");
+  if (form.label != "before" && form.label != "after" && form.label != "inside")
+    fields.wrong<int>("label", "before, after or inside");
+  fields.done();
+  return form;
 }
 
 }  // namespace
@@ -56,6 +73,7 @@ TextSettings read_text_settings(const Json& value) {
     t.bound_normalized = bound.flag("normalized");
     bound.done();
   }
+  if (fields.has("boxes") && !fields.get("boxes").is_null()) t.boxes = read_box_form(fields.get("boxes"));
   for (const Json& example : fields.list("examples")) t.examples.push_back(read_example(example));
   fields.done();
   return t;

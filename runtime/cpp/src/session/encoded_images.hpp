@@ -10,6 +10,7 @@
 #include "backends/backend.hpp"
 #include "session/prefix.hpp"
 #include "session/session.hpp"
+#include "vision/picture.hpp"
 
 namespace vtxcore {
 
@@ -31,6 +32,7 @@ struct PreparedImage {
   std::function<ImagePtr(const std::vector<ImagePtr>&)> arrange;  // the image's tokens of those of its views
   MarkedImage placed;                                             // what stands for it in a prompt
   std::shared_ptr<const VideoForm> video = {};                    // null: it is an image
+  Region region = {};                                             // of an image, what its first view shows of it
 };
 
 // What stands for images in a prompt.

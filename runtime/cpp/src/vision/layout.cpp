@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include "base/checks.hpp"
 #include "bundle/fields.hpp"
 
 namespace vtxcore {
@@ -38,6 +39,37 @@ LayoutPtr Layout::limited(int64_t) const {
 
 LayoutPtr Layout::within(int64_t) const {
   fail(Kind::request, "max_pixels has no effect here: this model does not see images at native resolution; leave it out");
+}
+
+void Layout::choices(int64_t, const Take& take) const {
+  for (int64_t views = max_views(); views > 1; --views)
+    if (take(limited(views))) return;
+  take(max_views() == 1 ? nullptr : limited(1));
+}
+
+LayoutPtr sized_layout(const LayoutPtr& layout, int64_t image_tokens, int64_t width, int64_t height) {
+  const int64_t most = layout->max_tokens();
+  if (image_tokens > most)
+    fail(Kind::request, "image_tokens is ", image_tokens, "; images of this bundle have at most ", most, "; lower it");
+  LayoutPtr sized;
+  int64_t fewest = most;
+  layout->choices(image_tokens, [&](const LayoutPtr& choice) {
+    const LayoutPtr& candidate = choice ? choice : layout;
+    fewest = candidate->count(width, height);
+    if (fewest <= image_tokens) sized = candidate;
+    return sized != nullptr;
+  });
+  if (!sized)
+    fail(Kind::request, "image_tokens is ", image_tokens, "; an image of ", width, "x", height, " pixels has at least ",
+         fewest, " here; raise it");
+  return sized;
+}
+
+void check_image_tokens(const Layout& layout, int64_t image_tokens) {
+  check_whole("image_tokens", image_tokens, 1, names::kMostWhole);
+  if (layout.max_views() == 1 && !layout.min_tokens())
+    fail(Kind::request, "image_tokens has no effect here: every image of this model has ", layout.max_tokens(),
+         " tokens; leave it out");
 }
 
 LayoutPtr Layout::released() const {

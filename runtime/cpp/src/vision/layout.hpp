@@ -1,6 +1,7 @@
 // How an image becomes views, passes of the tower, and tokens: the layout that a bundle declares, with parameters.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -37,6 +38,12 @@ class Layout {
   virtual std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>&, int64_t) const {
     return std::nullopt;
   }
+  // The numbers of tokens that images can be asked to have at most, the largest first; empty: any number.
+  virtual Ids budgets() const { return {}; }
+  // Gives `take` the layouts in which an image may have at most so many tokens, the largest first, until it takes one. Null:
+  // this one.
+  using Take = std::function<bool(const std::shared_ptr<const Layout>&)>;
+  virtual void choices(int64_t tokens, const Take& take) const;
   // The layout of each of so many images in one prompt; null: this one.
   virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
   // How the released code of CDPruner sees LLaVA-NeXT's images. Throws Error(request): images are not seen so.
@@ -58,6 +65,13 @@ using LayoutPtr = std::shared_ptr<const Layout>;
 // Throws Error(bundle) unless the tower's tokens are of `side` x `side` patches of `patch` pixels a side, and it is one for
 // images of `any_shape`.
 void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape);
+
+// The layout with at most `image_tokens` tokens of an image of this size. Throws Error(request) for fewer or more tokens than
+// the image can have.
+LayoutPtr sized_layout(const LayoutPtr& layout, int64_t image_tokens, int64_t width, int64_t height);
+
+// Throws Error(request) for a number below 1, or if all images of this bundle have the same.
+void check_image_tokens(const Layout& layout, int64_t image_tokens);
 
 // What `make` makes of the declared parameters, of images or of videos. Throws Error(bundle): parameters that it does not
 // have, or another number of tokens than declared.

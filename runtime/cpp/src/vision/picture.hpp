@@ -58,6 +58,14 @@ Picture resized(const Picture& picture, int width, int height, const std::string
 // The vision graph's input of a picture that already has its size.
 Pixels normalised(const Picture& picture, const ImageSettings& settings);
 
+// A part of a picture, in its pixels.
+struct Region {
+  double left, top, right, bottom;
+};
+
+// The part of a picture that the vision graph's input shows; with bars it is larger than the picture.
+Region shown_region(const Picture& picture, const ImageSettings& settings);
+
 // The vision graph's input. Throws Error(image) if the padded or resized picture would not fit the limits.
 Pixels preprocess(const Picture& picture, const ImageSettings& settings);
 

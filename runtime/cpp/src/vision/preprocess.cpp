@@ -155,6 +155,22 @@ ImageSettings among_several(const ImageSettings& settings) {
   return out;
 }
 
+Region shown_region(const Picture& picture, const ImageSettings& settings) {
+  Picture source;  // its size, after bars
+  source.width = picture.width, source.height = picture.height;
+  if (settings.pad) source.width = source.height = std::max(picture.width, picture.height);
+  auto [columns, rows] = resized_size(source, settings);
+  auto [shown_height, shown_width] = settings.output();
+  auto first = [](int64_t bars, int64_t resized, int shown, double scale) {
+    return static_cast<double>(-(bars / 2)) + std::floor(static_cast<double>(resized - shown) / 2) * scale;
+  };
+  const double across = static_cast<double>(source.width) / static_cast<double>(columns);
+  const double down = static_cast<double>(source.height) / static_cast<double>(rows);
+  const double left = first(source.width - picture.width, columns, shown_width, across);
+  const double top = first(source.height - picture.height, rows, shown_height, down);
+  return {left, top, left + shown_width * across, top + shown_height * down};
+}
+
 Pixels preprocess(const Picture& picture, const ImageSettings& settings) {
   if (settings.within) return preprocess_within(picture, settings);
   Picture square;

@@ -5,8 +5,11 @@
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
 //   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8, nv12 or yuyv on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
+//   boxes                     on stdin a JSON object a line: a form as in a manifest, "text", "region" of the picture, "size",
+//                             and "view", the sizes in width and height; the boxes in the text as JSON
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
-//   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256
+//   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256;
+//                             tokens=N among them: the most tokens of those after it
 //   clips BUNDLE MAX_PIXELS   on stdin a line each a video's number of frames, their rate, how many are seen or 0, and the
 //                             width and height of each; a JSON object each: which are seen, and their form in a prompt
 //   ask BUNDLE DEVICE K REDUCE FPS FRAMES STEPS QUESTION FILE...  a question about image files, and folders with the frames
@@ -40,6 +43,7 @@
 #include <map>
 #include <random>
 
+#include "api/boxes.hpp"
 #include "api/model.hpp"
 #include "backends/slots.hpp"
 #include "base/json.hpp"
@@ -132,12 +136,18 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
   Bundle bundle(folder);
   const Manifest& m = bundle.manifest();
   LayoutPtr layout = read_layout(m.layout, m.model.tower);
+  int64_t tokens = 0;
   for (const std::string& file : files) {
+    if (file.rfind("tokens=", 0) == 0) {
+      tokens = std::stoll(file.substr(7));
+      continue;
+    }
     Picture picture = read_picture(file);
+    LayoutPtr sized = tokens ? sized_layout(layout, tokens, picture.width, picture.height) : layout;
     Sha256 hash;
-    for (const Pixels& view : layout->views(picture, m.image))
+    for (const Pixels& view : sized->views(picture, m.image))
       hash.update(view.values.data(), view.values.size() * sizeof(float));
-    std::cout << layout->count(picture.width, picture.height) << " " << hash.hex() << "\n";
+    std::cout << sized->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }
 }
 
@@ -332,6 +342,30 @@ void turns() {
   }
 }
 
+void boxes() {
+  auto numbers = [](const Json& list) {
+    Doubles out;
+    for (const Json& number : *list.array())
+      out.push_back(number.real() ? *number.real() : static_cast<double>(*number.integer()));
+    return out;
+  };
+  for (std::string line; std::getline(std::cin, line);) {
+    const Json given = parse_json(line, "stdin", Kind::request);
+    const int64_t* scale = given.find("scale")->integer();
+    const BoxForm form{given.text("pattern"), given.text("label"), scale ? std::optional(*scale) : std::nullopt,
+                       given.flag("rows_first")};
+    const Doubles region = numbers(*given.find("region")), size = numbers(*given.find("size")),
+                  view = numbers(*given.find("view"));
+    PreparedImage image{{}, "", 0, static_cast<int64_t>(size[0]), static_cast<int64_t>(size[1]), nullptr, {}, nullptr};
+    image.views.push_back({static_cast<int64_t>(view[1]), static_cast<int64_t>(view[0]), {}});
+    image.region = {region[0], region[1], region[2], region[3]};
+    Json::Array out;
+    for (const Box& box : read_boxes(given.text("text"), form, image))
+      out.push_back(Json::Array{box.label, box.left, box.top, box.right, box.bottom});
+    std::cout << Json(out).dump() << "\n";
+  }
+}
+
 void specs() {
   for (std::string line; std::getline(std::cin, line);) {
     try {
@@ -438,6 +472,8 @@ int main(int count, char** values) {
       tiles();
     else if (mode == "turns")
       turns();
+    else if (mode == "boxes")
+      boxes();
     else if (mode == "specs")
       specs();
     else if (mode == "sha256")

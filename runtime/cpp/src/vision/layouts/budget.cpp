@@ -10,17 +10,31 @@ namespace vtxcore {
 namespace {
 
 // A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side. Images are enlarged or shrunk to
-// whole squares, at most `tokens` of them, a number that the model was trained for.
+// whole squares, at most `tokens` of them, a number that the model was trained for, or by request another up to `most`; 0: up
+// to `tokens`.
 class TokenBudget : public Layout {
  public:
-  TokenBudget(int64_t patch, int64_t pool, int64_t tokens)
-      : patch_(patch), pool_(pool), tokens_(tokens), unit_(patch * pool) {
-    if (std::count(std::begin(names::kBudgets), std::end(names::kBudgets), tokens) == 0)
-      fail(Kind::bundle, "layout 'budget' has ", tokens, " tokens of ", unit_, " x ", unit_, " pixels; it needs one of ",
-           listed(Ids(std::begin(names::kBudgets), std::end(names::kBudgets))));
+  TokenBudget(int64_t patch, int64_t pool, int64_t tokens, int64_t most = 0)
+      : patch_(patch), pool_(pool), tokens_(tokens), most_(most), unit_(patch * pool) {
+    for (int64_t number : {tokens, most ? most : tokens})
+      if (std::count(std::begin(names::kBudgets), std::end(names::kBudgets), number) == 0)
+        fail(Kind::bundle, "layout 'budget' has ", number, " tokens of ", unit_, " x ", unit_, " pixels; it needs one of ",
+             listed(Ids(std::begin(names::kBudgets), std::end(names::kBudgets))));
   }
 
-  int64_t max_tokens() const override { return tokens_; }
+  int64_t max_tokens() const override { return std::max(tokens_, most_); }
+  Ids budgets() const override {
+    Ids out;
+    for (int64_t tokens : names::kBudgets)
+      if (tokens <= max_tokens()) out.insert(out.begin(), tokens);
+    return out;
+  }
+  void choices(int64_t tokens, const Take& take) const override {
+    for (int64_t budget : budgets())
+      if ((budget <= tokens || budget == names::kBudgets[0]) &&
+          take(std::make_shared<TokenBudget>(patch_, pool_, budget, most_)))
+        return;
+  }
   // Nearly half of the budget is lost where a single row of squares is left.
   std::optional<int64_t> min_tokens() const override { return tokens_ / 2; }
 
@@ -79,7 +93,7 @@ class TokenBudget : public Layout {
     return {columns, rows};
   }
 
-  int64_t patch_, pool_, tokens_, unit_;
+  int64_t patch_, pool_, tokens_, most_, unit_;
 };
 
 }  // namespace
@@ -87,7 +101,8 @@ class TokenBudget : public Layout {
 LayoutPtr make_budget(Fields& parameters) {
   int64_t patch = parameters.whole("patch", 1, names::kMaxInputSide),
           pool = parameters.whole("pool", 1, names::kMaxInputSide);
-  return std::make_shared<TokenBudget>(patch, pool, parameters.whole("tokens"));
+  int64_t tokens = parameters.whole("tokens");
+  return std::make_shared<TokenBudget>(patch, pool, tokens, parameters.whole_or_null("most", 1).value_or(0));
 }
 
 }  // namespace vtxcore

@@ -89,6 +89,11 @@ class Native : public Layout {
     return std::nullopt;
   }
 
+  void choices(int64_t tokens, const Take& take) const override {
+    for (int64_t most = std::min(tokens, most_ / area_); most > 0; --most)
+      if (take(within(most * area_))) return;
+  }
+
   int64_t count(int64_t width, int64_t height) const override {
     auto [columns, rows] = grid(width, height);
     return columns * rows;

@@ -67,6 +67,13 @@ class NativeTiles : public Native {
     return std::nullopt;
   }
 
+  void choices(int64_t tokens, const Take& take) const override {
+    if (max_views() == 1) return Native::choices(tokens, take);
+    for (int64_t views = max_views(); views > 1; --views)
+      if (take(limited(views))) return;
+    limited(1)->choices(tokens, take);
+  }
+
   int64_t count(int64_t width, int64_t height) const override {
     int64_t total = 0;
     for (int64_t span : placed(width, height).spans) total += span;
