@@ -23,6 +23,7 @@ from vtx.commands.shared.options import (
     size_of,
 )
 from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.bundle.spec.stored import BLOCKS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
 from vtx.tools.common import cache
@@ -30,6 +31,7 @@ from vtx.tools.common.hub import check_hub_id
 
 DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
+BLOCK_SIZE = click.Choice([str(block) for block in BLOCKS])
 READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else is said
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.seal import SigningKey
     from vtx.runtime.bundle.spec.manifest import BundleRelease
     from vtx.tools.data.items import Data
+
+
+def _whole(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    """The number of a choice, None if there is none."""
+    return None if value is None else int(value)
 
 
 def _chosen_ks(
@@ -66,8 +73,10 @@ def _chosen_ks(
            metavar="N|N,M,...|auto|none"),
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision", "head_precision",
-    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero points, "
-           "more precise.", type=click.Choice(["32", "64", "128"])),
+    option("--int4-block", BLOCK_SIZE, "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero "
+           "points, more precise [default: 64].", callback=_whole),
+    option("--int8-block", BLOCK_SIZE, "int8 weights per scale, which is more precise than a scale per row "
+           "[default: a row's].", callback=_whole),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
            "an answer need, at least 4096, up to the model's limit]."),
@@ -120,7 +129,7 @@ def export(
     reductions: tuple[str, ...], retain: float | None, max_memory: int | None, force: bool, as_json: bool,
     activation_aware: bool, allow_changed_answers: bool,
     sign: Path | None, release: str | None, until: str | None, text_tower: str | None,
-    tower: str | None, allow_pickle: bool, int4_block: str,
+    tower: str | None, allow_pickle: bool, int4_block: int | None, int8_block: int | None,
     arithmetic: str, cameras: tuple[str, ...], downsample: str | None, stage_layers: int | None,
 ) -> None:  # fmt: skip
     """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
@@ -184,7 +193,7 @@ def export(
     ks = (chosen.k,) if chosen else ks
     options = ExportOptions(
         model, ks, precision, max_context, template, gates, chosen, dialects, reductions, vision_precision,
-        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int(int4_block),
+        head_precision, kv_precision, retained, aware, text_tower, tower, allow_pickle, int4_block, int8_block,
         allow_changed_answers, measured, numbered, cameras, downsample, stage_layers,
     )  # fmt: skip
     if demo:

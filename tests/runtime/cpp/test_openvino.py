@@ -78,7 +78,7 @@ def test_hidden_states_share_a_scale_with_as_many_as_weights_do(
     needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     needs_arithmetic("int8")  # without its instructions the engine rounds none in float32 either
-    monkeypatch.setattr(engine, "int4_block", lambda _: 64)
+    monkeypatch.setattr(engine, "weight_block", lambda _: 64)
     assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"
 
 
