@@ -7,11 +7,12 @@
 Eight texts of several kinds are read token by token, `POSITIONS` of each. The truth are the logits of the plain PyTorch
 reference with the checkpoint's weights. KL is in nats, mean over the positions; `same` is the share of positions whose
 most probable token stays. A form rounds every matrix of the decoder, and the head as `HEADS` says, and is computed in
-float32; names of GGUF's types (Q8_0, Q5_0, Q4_0) use the `gguf` package. A bundle is run by an engine, and is told what
-each token was. `bits` are those of a weight of the matrices and the head, scales and zero points included.
+float32; `divergence_rivals.py` has those of others. A bundle given as `--stored` is computed in float32, too, from its
+weights; one given as `--bundle` is run by an engine, and is told what each token was. `bits` are those of a weight of
+the matrices and the head, scales and zero points included. `--write` puts the rows of a decoder into the results.
 
-The decoders of `make real-weights` come from files of 4 to 8 bits, whose dequantised values are the truth here, so
-forms with the same blocks look a little better than they would.
+The decoders of `make real-weights` come from files of 4 to 8 bits, whose dequantised values are the truth here.
+`shuffled.py` gives a decoder's channels another order, so that no form meets the blocks of those files again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from benchmarks import divergence_rivals as rivals
 from benchmarks.common import markdown
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,21 +35,29 @@ from torch import Tensor
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.reference.model import Encoded, Reference, Sample
+from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise, quantise
-from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, WeightSource
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
-from vtx.runtime.bundle.safetensors import EVERY, RowIndex
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, multiplied, scheme
+from vtx.runtime.bundle.safetensors import EVERY, RowIndex, read_header
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Scheme, multiplied, scheme
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
 
 ROOT = Path(__file__).parents[1]
-POSITIONS = 64  # of a text
+RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"
+POSITIONS = 144  # of a text
 PREFILLED = 8  # tokens before the first position that a bundle is judged at
-HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "Q4_0": "Q8_0", "Q5_0": "Q8_0"}
+HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8"}
 SCALE_BITS, ZERO_BITS = 16, 8
+COLUMNS = ["form", "bits", "KL", "median KL", "same top-1", "perplexity"]
+ALIGN = ["---", *["---:"] * 5]
+CAPTION = (
+    "{decoder}, {positions} positions of eight texts, teacher-forced, beside its float32 weights; KL in nats, bits of "
+    "a weight of the decoder's matrices and the head."
+)
 Texts = dict[str, NDArray[np.int64]]  # ids [POSITIONS + 1] by the kind of text
 Logits = dict[str, NDArray[np.float32]]  # [POSITIONS, vocab]
 
@@ -67,8 +79,8 @@ class Row:
 class Rounded:
     """A checkpoint's weights, those of the decoder's matrices rounded to a form."""
 
-    def __init__(self, weights: WeightSource, form: str) -> None:
-        self._weights, self._form = weights, form
+    def __init__(self, weights: WeightSource, form: str, layers: int) -> None:
+        self._weights, self._form, self._layers = weights, form, layers
         self.bits = self.numbers = 0.0
 
     def holds(self, name: str) -> bool:
@@ -82,8 +94,13 @@ class Rounded:
         is_head = name == HEAD or (name == EMBEDDING and isinstance(rows, slice))  # embedded tokens are read by index
         if not is_head and not (name.startswith("text.layers") and multiplied(name, tuple(values.shape))):
             return values
-        form = HEADS.get(self._form, self._form) if is_head else self._form
-        rounded, bits = rounded_rows(values.numpy(), form, name)
+        form, width = self._form, values.shape[1]
+        if form.startswith("Q"):
+            rounded, bits = rivals.rounded(
+                values.numpy(), rivals.type_of(form, name, width, self._layers, is_head=is_head)
+            )
+        else:
+            rounded, bits = rounded_rows(values.numpy(), HEADS.get(form, form) if is_head else form, name)
         self.bits += bits * values.numel()
         self.numbers += values.numel()
         return torch.from_numpy(rounded)
@@ -92,13 +109,6 @@ class Rounded:
 def rounded_rows(values: NDArray[np.float32], form: str, name: str) -> tuple[NDArray[np.float32], float]:
     """Rows of a matrix after rounding, and the bits of each weight."""
     precision, _, block = form.partition("-")
-    if precision not in ("int8", "int4"):
-        from gguf import GGMLQuantizationType, dequantize
-        from gguf import quantize as quantize_gguf
-
-        kind = GGMLQuantizationType[form]
-        packed = quantize_gguf(values, kind)
-        return dequantize(packed, kind).astype(np.float32), 8 * packed.nbytes / values.size
     storage = scheme(precision, values.shape, int(block or 64))
     assert storage is not None, name
     if precision == "int8" and block:
@@ -125,9 +135,36 @@ def forward(plan: Plan, texts: Texts, weights: WeightSource) -> Logits:
     reference, nothing = Reference(plan.checkpoint, plan.config, weights), torch.zeros((0, plan.config.text.hidden))
     with torch.inference_mode():
         samples = [Sample(ids[:-1], Encoded(nothing), len(ids) - 1) for ids in texts.values()]
-        states = reference.hidden(samples, [None])
-        heads = [reference.head(state[None]).numpy() for state in states]
-    return dict(zip(texts, heads, strict=True))
+        states = [state[None] for state in reference.hidden(samples, [None])]
+        logits = reference.head(torch.cat(states)).numpy()  # at once, so that the head is rounded once
+    starts = np.cumsum([len(state) for state in states])[:-1]
+    return dict(zip(texts, np.split(logits, starts), strict=True))
+
+
+def stored_in(folder: Path) -> dict[str, StoredTensor]:
+    """The weights of a bundle by canonical name, from the headers of its files."""
+    parts = dict[str, StoredTensor]()
+    for file in sorted((folder / "weights").iterdir()):
+        for name, info in read_header(file).tensors.items():
+            kind, shape = info.dtype, info.shape
+            if kind == "U8":
+                kind, shape = "I4", (shape[0], 2 * shape[1])
+            parts[name] = StoredTensor(f"weights/{file.name}", info.offset, info.nbytes, kind, shape)
+    return {
+        name: replace(part, scales=parts.get(name + SCALES), zeros=parts.get(name + ZEROS))
+        for name, part in parts.items()
+        if not name.endswith((SCALES, ZEROS))
+    }
+
+
+def bits_of(stored: Mapping[str, StoredTensor]) -> float:
+    """Bits of a weight of the decoder's matrices and the head."""
+    matrices = [
+        part for name, part in stored.items()
+        if name == HEAD or (name.startswith("text.layers") and multiplied(name, part.shape))
+    ]  # fmt: skip
+    parts = [part for matrix in matrices for part in (matrix, matrix.scales, matrix.zeros) if part]
+    return 8 * sum(part.nbytes for part in parts) / sum(prod(matrix.shape) for matrix in matrices)
 
 
 def answered(model: Model, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -164,9 +201,19 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
         if options.truth is not None:
             np.savez(options.truth, **truth)
     for form in options.forms:
-        weights = Rounded(CheckpointWeights(plan.checkpoint), form)
+        if form == "float32":
+            yield row(name, form, 32.0, truth, texts, truth)
+            continue
+        if form in rivals.TORCH:
+            yield row(name, form, rivals.TORCH[form], truth, texts, rivals.computed(options.checkpoint, form, texts))
+            continue
+        weights = Rounded(CheckpointWeights(plan.checkpoint), form, plan.config.text.layers)
         logits = forward(plan, texts, weights)
         yield row(name, form, weights.bits / weights.numbers, truth, texts, logits)
+    for folder in options.stored:
+        stored = stored_in(folder)
+        logits = forward(plan, texts, BundleWeights(folder, stored))
+        yield row(name, folder.name, bits_of(stored), truth, texts, logits)
     for folder in options.bundle:
         with load(folder, device=options.device, compute=options.compute) as model:
             logits = {kind: answered(model, ids) for kind, ids in texts.items()}
@@ -174,15 +221,32 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
         yield row(name, about, None, truth, texts, logits)
 
 
+def write_results(file: Path) -> None:
+    """The rows of a run as the table of each decoder, from the most bits of a weight to the least."""
+    rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = list[dict[str, Any]]()
+    for decoder in dict.fromkeys(row.decoder for row in rows):
+        table, own = decoder.replace(".", "-"), [row for row in rows if row.decoder == decoder]
+        caption = CAPTION.format(decoder=decoder, positions=max(row.positions for row in own))
+        lines.append({"table": table, "columns": COLUMNS, "align": ALIGN, "caption": caption})
+        for row in sorted(own, key=lambda row: -(row.bits or 0)):
+            bits = "" if row.bits is None else f"{row.bits:.2f}"
+            cells = [row.form, bits, f"{row.kl:.2g}", f"{row.median:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
+            lines.append({"table": table, "row": cells})
+    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--forms", nargs="+", default=[], help="int8, int8-BLOCK, int4-BLOCK, or a type of GGUF")
+    parser.add_argument("--forms", nargs="+", default=[], help="float32, int8, int8-BLOCK, int4-BLOCK, or a rival's")
+    parser.add_argument("--stored", type=Path, nargs="+", default=[], help="bundles, computed in float32")
     parser.add_argument("--bundle", type=Path, nargs="+", default=[])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compute", default="f32")
     parser.add_argument("--truth", type=Path, help="keep the float32 logits in this .npz, hundreds of MB")
     parser.add_argument("--rows", type=Path, help="append each row to this file")
+    parser.add_argument("--write", action="store_true", help="put all rows of --rows into the results")
     options = parser.parse_args()
     table = [["form", "bits", "KL", "median", "same", "perplexity", "positions"]]
     for result in rows_of(options):
@@ -192,6 +256,8 @@ def main() -> None:
         cells = result.bits, result.kl, result.median, f"{result.same:.1%}", result.perplexity, result.positions
         table.append([result.form, *map(str, cells)])
         print(markdown(table), flush=True)
+    if options.write:
+        write_results(options.rows)
 
 
 if __name__ == "__main__":

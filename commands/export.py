@@ -24,6 +24,7 @@ from vtx.commands.shared.options import (
     size_of,
 )
 from vtx.runtime.bundle.spec.names import DIALECTS
+from vtx.runtime.bundle.spec.stored import BLOCKS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
 from vtx.tools.common import cache
@@ -31,6 +32,7 @@ from vtx.tools.common.hub import check_hub_id
 
 DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
+BLOCK_SIZE = click.Choice([str(block) for block in BLOCKS])
 READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else is said
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ class ExportSettings:
     precision: str | None
     vision_precision: str | None
     head_precision: str | None
-    int4_block: str
+    int4_block: int | None
+    int8_block: int | None
     kv_precision: str | None
     max_context: int | None
     out: Path | None
@@ -88,6 +91,11 @@ class ExportSettings:
         return self.ks == "auto" and self.gates is None
 
 
+def _whole(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    """The number of a choice, None if there is none."""
+    return None if value is None else int(value)
+
+
 def _chosen_ks(
     context: click.Context, option: click.Parameter, given: tuple[tuple[Depth, ...], ...]
 ) -> tuple[int, ...] | Literal["auto"]:
@@ -115,8 +123,10 @@ def _chosen_ks(
            metavar="N|N,M,...|auto|none"),
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision", "head_precision",
-    option("--int4-block", "64", "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero points, "
-           "more precise.", type=click.Choice(["32", "64", "128"])),
+    option("--int4-block", BLOCK_SIZE, "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero "
+           "points, more precise [default: 64].", callback=_whole),
+    option("--int8-block", BLOCK_SIZE, "int8 weights per scale, which is more precise than a scale per row "
+           "[default: a row's].", callback=_whole),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
            "an answer need, at least 4096, up to the model's limit]."),
@@ -242,7 +252,7 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
     return ExportOptions(
         s.model, (choice.k,) if choice else s.ks, s.precision, s.max_context, template, s.gates, choice, s.dialects,
         s.reductions, s.vision_precision, s.head_precision, s.kv_precision, retain, aware, s.text_tower, s.tower,
-        s.allow_pickle, int(s.int4_block), s.allow_changed_answers, arithmetic, release, s.cameras, s.downsample,
+        s.allow_pickle, s.int4_block, s.int8_block, s.allow_changed_answers, arithmetic, release, s.cameras, s.downsample,
         s.stage_layers,
     )  # fmt: skip
 

@@ -77,7 +77,8 @@ class _FactorSearch:
 
     def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
         self._config, self._stored, self._read = plan.config.text, plan.weights.stored, read
-        self._precision, self._block = plan.precisions.decoder, plan.precisions.block
+        self._precision = plan.precisions.decoder
+        self._block = plan.precisions.blocks.get(self._precision)
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares, self._drawn = shares(is_vision), drawn(is_vision)
         self._sizes: dict[str, Tensor] = {}  # by matrix, mean magnitudes of its inputs [in]

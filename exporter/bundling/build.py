@@ -42,7 +42,6 @@ from vtx.runtime.bundle.safetensors import read_header, write_safetensors
 from vtx.runtime.bundle.spec import manifest as spec
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import FileRecord, Graphs, Manifest
-from vtx.runtime.bundle.spec.stored import BLOCK
 from vtx.runtime.bundle.tensors import NEWLINE_TENSOR
 from vtx.runtime.bundle.tensors import WEIGHT as FINAL_NORM_WEIGHT
 from vtx.runtime.errors import ExportError
@@ -206,7 +205,7 @@ def _manifest(
             "max_context": options.max_context, "dialects": list(options.dialects),
             "chat_template": options.template is not None,
             **({"text_tower": options.text_tower} if options.text_tower else {}),
-            **({"int4_block": precisions.block} if precisions.block != BLOCK else {}),
+            **{f"{precision}_block": block for precision, block in precisions.blocks.items()},
             **({"tower": options.tower} if options.tower else {}),
             **({"allow_pickle": True} if options.allow_pickle else {}),
             **({"downsample": options.downsample} if options.downsample else {}),

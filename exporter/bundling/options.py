@@ -10,7 +10,7 @@ from typing import Literal
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.runtime.bundle.spec.manifest import BundleRelease
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.bundle.spec.stored import BLOCK, Precisions
+from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.data.choice import RecordedChoice
@@ -46,11 +46,11 @@ class ExportOptions:
     tokens, the first one the default; `retain` is the number of tokens that its thresholds are to keep. `aware` holds
     the questions by whose activations the channels of quantised matrices are scaled. `text_tower` is the CLIP whose
     text tower the bundle is to hold. `tower` is the vision tower of a checkpoint that only names one, and
-    `allow_pickle` allows weights that are pickles. `int4_block`: the most weights that share a scale in int4.
-    `arithmetic`: the questions with which narrower arithmetic is measured. `release` numbers a signed bundle.
-    `cameras` name the pictures of a model that outputs actions. `downsample` is the number of patches in an image
-    token, of a model that leaves the choice: `Family.downsampling`. `stage_layers`: the most layers of a graph, None
-    for as many as K and the reductions leave; builders of engines need memory for the largest graph.
+    `allow_pickle` allows weights that are pickles. `int4_block`, `int8_block`: the most weights that share a scale;
+    None: the default, in int8 a row. `arithmetic`: the questions with which narrower arithmetic is measured. `release`
+    numbers a signed bundle. `cameras` name the pictures of a model that outputs actions. `downsample` is the number of
+    patches in an image token, of a model that leaves the choice: `Family.downsampling`. `stage_layers`: the most layers
+    of a graph, None for as many as K and the reductions leave; builders of engines need memory for the largest graph.
     """
 
     model: str = DEMO
@@ -70,7 +70,8 @@ class ExportOptions:
     text_tower: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
-    int4_block: int = BLOCK
+    int4_block: int | None = None
+    int8_block: int | None = None
     allow_changed_answers: bool = False
     arithmetic: MeasuredArithmetic | None = None
     release: BundleRelease | None = None
@@ -102,6 +103,12 @@ class ExportOptions:
                 "--calibration DATA for one K, or name K"
             )
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The most weights that share a scale, by precision, where they are named."""
+        blocks = {"int4": self.int4_block, "int8": self.int8_block}
+        return {precision: block for precision, block in blocks.items() if block is not None}
+
     def precisions(self, own: Mapping[str, str] | None = None) -> Precisions:
         """The precisions of the parts; `own`: those of a quantised checkpoint, of parts for which none is named."""
         parts = {"decoder": self.precision, "vision": self.vision_precision, "head": self.head_precision}
@@ -109,7 +116,7 @@ class ExportOptions:
         unnamed = [part for part, precision in parts.items() if own and precision is None]
         parts |= {part: own.get(part, PRECISION) for part in unnamed if own}
         decoder = parts.pop("decoder") or PRECISION
-        precisions = Precisions.choose(decoder, **parts, kv=self.kv_precision, block=self.int4_block)
+        precisions = Precisions.choose(decoder, **parts, kv=self.kv_precision, blocks=self.blocks)
         return replace(precisions, own=tuple(unnamed))
 
     def measured_tokens(self, config: ModelConfig) -> tuple[int, ...]:

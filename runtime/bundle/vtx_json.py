@@ -16,7 +16,7 @@ INTERFACE = "interface"
 LISTS = {"k": "--k", "dialects": "--dialect"}
 VALUES = (
     "precision", "vision_precision", "head_precision", "kv_precision", "max_context", "text_tower", "tower",
-    "int4_block",
+    "int4_block", "int8_block",
 )  # fmt: skip
 MAX_COMMAND = 2000  # characters
 

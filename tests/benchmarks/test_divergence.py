@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from benchmarks import divergence, shuffled
 from benchmarks.divergence import POSITIONS, PREFILLED, Row, main
+from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
 from tests.support.tiny import Tiny
@@ -27,10 +30,13 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     checkpoint, rows = tiny_checkpoint(TINY), tmp_path / "rows.jsonl"
     bundle = bundles.export(checkpoint, tmp_path / "whole", (), "fp32").folder
     words = ["divergence", str(checkpoint), "--forms", "int8", "int4-32", "int4-64", "--bundle", str(bundle)]
+    words += ["--stored", str(bundle)]
     truth = str(tmp_path / "truth.npz")
     monkeypatch.setattr(sys, "argv", [*words, "--truth", truth, "--rows", str(rows)])
     main()
-    int8, int4, coarse, whole = rows_of(rows)
+    int8, int4, coarse, stored, whole = rows_of(rows)
+    assert stored.kl < 1e-9
+    assert stored.bits == 32
     assert whole.kl < 1e-6
     assert whole.same == 1
     assert whole.positions == KINDS * (POSITIONS - PREFILLED + 1)
@@ -42,3 +48,34 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     monkeypatch.setattr(sys, "argv", [*words[:4], "--truth", truth, "--rows", str(rows)])
     main()
     assert rows_of(rows)[-1] == int8, "kept logits give the same row"
+
+
+def test_a_shuffled_decoder_computes_the_same(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, other = tiny_checkpoint(TINY), tmp_path / "shuffled"
+    monkeypatch.setattr(sys, "argv", ["shuffled", str(checkpoint), str(other)])
+    shuffled.main()
+    logits = []
+    for folder in (checkpoint, other):
+        plan = divergence.plan_export(divergence.ExportOptions(str(folder), (), "fp32"))
+        texts = divergence.texts_of(folder)
+        weights = divergence.CheckpointWeights(plan.checkpoint)
+        logits.append((divergence.forward(plan, texts, weights), weights.read("text.layers.0.mlp.up_proj.weight")))
+    (wanted, whole), (computed, drawn) = logits
+    assert not np.array_equal(whole, drawn)
+    for kind, values in wanted.items():
+        np.testing.assert_allclose(computed[kind], values, atol=1e-4, rtol=0)
+
+
+def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices() -> None:
+    def types(name: str, width: int) -> list[str]:
+        return [type_of("Q4_K_M", f"text.layers.{n}.{name}.weight", width, 24, is_head=False) for n in range(24)]
+
+    assert types("mlp.down_proj", 4864)[:6] == ["Q6_K", "Q6_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K"]
+    assert types("mlp.down_proj", 4864).count("Q6_K") == 12
+    assert set(types("self_attn.v_proj", 896)) == {"Q5_0", "Q8_0"}
+    assert set(types("self_attn.q_proj", 896)) == {"Q5_0"}
+    assert type_of("Q4_K_M", "head.weight", 896, 24, is_head=True) == "Q8_0"
+    assert type_of("Q4_0", "head.weight", 896, 24, is_head=True) == "Q8_0"
+    assert type_of("Q4_0", "text.layers.0.mlp.up_proj.weight", 896, 24, is_head=False) == "Q4_0"

@@ -22,7 +22,7 @@ from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, Openv
 from vtx.runtime.backends.openvino.graph import ENGINE, OpenvinoGraph, StageGraph, ports
 from vtx.runtime.backends.openvino.growing import OpenvinoGrowingCache, OpenvinoReadingCache
 from vtx.runtime.backends.openvino.integers import bring_to_int8, multiply_integers
-from vtx.runtime.backends.openvino.narrow import LEAST_BLOCK, int4_block, keep_narrow, releasing_pages
+from vtx.runtime.backends.openvino.narrow import keep_narrow, releasing_pages, weight_block
 from vtx.runtime.backends.openvino.paged import page_caches, select_outputs
 from vtx.runtime.backends.openvino.states import StateTensors
 from vtx.runtime.bundle.bundle import Bundle
@@ -49,15 +49,19 @@ def load_openvino() -> Any:
     return openvino
 
 
-def arithmetic(compute: str, precision: str, threads: int, int4_block: int = LEAST_BLOCK) -> dict[str, Any]:
+def arithmetic(compute: str, precision: str, threads: int, block: int | None = None) -> dict[str, Any]:
     """The engine's settings for products with weights stored in `precision`, in `compute` arithmetic.
 
-    `int4_block`: the number of int4 weights that share a scale; hidden states have no fewer.
+    `block`: the number of weights that share a scale, if it is not a row. Products are of integers only if no more
+    values of a hidden state share one.
     """
     row = PRECISIONS[precision]
+    group = row.openvino_group
+    if block is not None and row.bits is not None:
+        group = block if row.bits == 4 else min(block, group)
     return {
         "INFERENCE_PRECISION_HINT": "f32" if compute == "int8" else compute,
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": max(row.openvino_group, int4_block if row.bits == 4 else 0),
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,  # or the graphs of two processes compete for the same cores
@@ -176,7 +180,7 @@ class OpenvinoBackend(HostBackend):
         return model
 
     def _compile(self, name: str, model: Any, precision: str, **settings: Any) -> Any:
-        computing = arithmetic(self.compute, precision, self.threads, int4_block(model))
+        computing = arithmetic(self.compute, precision, self.threads, weight_block(model))
         if self.compute == "int8":
             multiply_integers(model)
         try:

@@ -16,7 +16,7 @@ from vtx.runtime.backends.openvino.nodes import kind_of, product_like, readers_o
 
 MARK = "decompression_0"  # the plugin leaves a conversion with this mark to the operator that reads it
 NARROW = ("f16", "bf16")
-LEAST_BLOCK = 64  # of int4 weights, for which activations get a scale of their own
+LEAST_BLOCK = 64  # of integers, for which activations get a scale of their own
 _SECONDS = 0.02  # between two releases of pages: little is read again meanwhile
 
 
@@ -71,13 +71,16 @@ def _known_rows(gather: Any) -> NDArray[np.float32]:
     return rows.view(np.float16).astype(np.float32)
 
 
-def int4_block(model: Any) -> int:
-    """The number of int4 weights of a row that share a scale: the least of all matrices, at least `LEAST_BLOCK`."""
+def weight_block(model: Any) -> int | None:
+    """The number of integers of a row that share a scale: the least of all matrices, at least `LEAST_BLOCK`.
+
+    None if no matrix has such blocks.
+    """
     constants = (node for node in model.get_ordered_ops() if node.get_type_name() == "Constant")
-    matrices = (node for node in constants if node.get_element_type().get_type_name() == "i4")
+    matrices = (node for node in constants if node.get_element_type().get_type_name() in ("i4", "i8"))
     apart = [reader for node in matrices for reader in readers_of(node.output(0))]
     blocks = [node.get_output_partial_shape(0)[-1].get_length() for node in apart if node.get_type_name() == "Reshape"]
-    return min((block for block in blocks if block >= LEAST_BLOCK), default=LEAST_BLOCK)
+    return min((block for block in blocks if block >= LEAST_BLOCK), default=None)
 
 
 def _multiply_unshaped(product: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.precision import KV_TYPES, PRECISIONS, STORED
@@ -13,8 +14,8 @@ RATES = (
     "linear_attn.in_proj_b.weight",
 )  # one row a head: all that it forgets or learns
 EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
-BLOCK = 64
-BLOCKS = (64, 128, 32)  # weights of int4 that may share a scale, the default first
+BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
+BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
 SCALES, ZEROS = ".scales", ".zeros"  # ends of the names of a quantised matrix's scales and zero points
@@ -48,18 +49,19 @@ class Scheme:
         return width * self.bits // 8
 
 
-def scheme(precision: str, shape: tuple[int, ...], block: int = BLOCK) -> Scheme | None:
+def scheme(precision: str, shape: tuple[int, ...], block: int | None = None) -> Scheme | None:
     """The scheme of a matrix [out, in] at a precision, or None if it cannot be quantised.
 
-    `block`: the most weights that share a scale in int4; blocks of up to `ZEROED` have zero points, too. A row's width
-    must be a multiple of 16: onnxruntime's kernels read whole blocks of a power of two.
+    `block`: the most weights that share a scale, None for the default; int4 in blocks of up to `ZEROED` has zero
+    points, too. A row's width must be a multiple of 16: onnxruntime's kernels read whole blocks of a power of two.
     """
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
         return None
     row = PRECISIONS[precision]
     if row.bits == 8:
-        return Scheme(row.stored, width)
+        return Scheme(row.stored, width if block is None else power_of_two_in(width, block))
+    block = block or BLOCK
     return Scheme(row.stored, power_of_two_in(width, block), zeroed=block <= ZEROED)
 
 
@@ -70,16 +72,17 @@ def power_of_two_in(width: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Precisions:
-    """Precisions of decoder, towers with projections, head, K and V; `block`: most int4 weights to a scale.
+    """Precisions of decoder, towers with projections, head, K and V.
 
-    `own`: parts whose precision is that of a quantised checkpoint, and whose other matrices stay floats.
+    `blocks`: the most weights to a scale, by precision, where it is not the default. `own`: parts whose precision is
+    that of a quantised checkpoint, and whose other matrices stay floats.
     """
 
     decoder: str
     vision: str
     head: str
     kv: str
-    block: int = BLOCK
+    blocks: Mapping[str, int] = field(default_factory=dict)
     own: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,20 +91,24 @@ class Precisions:
                 raise RequestError(f"--{part}precision {precision!r} is not among {', '.join(PRECISIONS)}")
         if self.kv not in KV_TYPES:
             raise RequestError(f"--kv-precision {self.kv!r} is not among {', '.join(KV_TYPES)}")
-        if self.block not in BLOCKS:
-            raise RequestError(f"--int4-block {self.block} is not among {', '.join(map(str, BLOCKS))}")
-        if self.block != BLOCK and not any(PRECISIONS[p].bits == 4 for p in (self.decoder, self.vision, self.head)):
-            raise RequestError(f"--int4-block {self.block} is for int4 weights; add --precision int4, or leave it out")
+        for precision, block in self.blocks.items():
+            if block not in BLOCKS:
+                raise RequestError(f"--{precision}-block {block} is not among {', '.join(map(str, BLOCKS))}")
+            if precision not in (self.decoder, self.vision, self.head):
+                raise RequestError(
+                    f"--{precision}-block {block} is for {precision} weights; add --precision {precision}, or leave it "
+                    "out"
+                )
 
     @classmethod
     def choose(
-        cls, decoder: str, vision: str | None, head: str | None, kv: str | None, block: int = BLOCK
+        cls, decoder: str, vision: str | None, head: str | None, kv: str | None, blocks: Mapping[str, int] | None = None
     ) -> Precisions:
         """The precisions named; a quantised decoder has an int8 tower and head by default."""
         row = PRECISIONS.get(decoder)
         if row is None:
             raise RequestError(f"--precision {decoder!r} is not among {', '.join(PRECISIONS)}")
-        return cls(decoder, vision or row.other_parts, head or row.other_parts, kv or row.kv, block)
+        return cls(decoder, vision or row.other_parts, head or row.other_parts, kv or row.kv, blocks or {})
 
     @property
     def kv_dtype(self) -> str:
@@ -129,7 +136,7 @@ class Precisions:
         if precision.bits is None:
             return precision.stored, None
         rounded = multiplied(name, shape) and part_of(name) not in self.own
-        quantised = scheme(precision.name, shape, self.block) if rounded else None
+        quantised = scheme(precision.name, shape, self.blocks.get(precision.name)) if rounded else None
         half = source if source in ("F16", "BF16") else "F16"
         return (precision.stored, quantised) if quantised else (half, None)
 

@@ -109,19 +109,23 @@ def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -
 
 
 @pytest.mark.parametrize(
-    ("precision", "width", "how"),
+    ("precision", "width", "block", "how"),
     [
-        ("int4", 4096, Scheme("I4", 64)),
-        ("int4", 4304, Scheme("I4", 16)),
-        ("int4", 96, Scheme("I4", 32)),
-        ("int4", 100, None),
-        ("int4", 65, None),
-        ("int8", 4304, Scheme("I8", 4304)),
-        ("int8", 65, None),
+        ("int4", 4096, None, Scheme("I4", 64)),
+        ("int4", 4304, None, Scheme("I4", 16)),
+        ("int4", 96, None, Scheme("I4", 32)),
+        ("int4", 100, None, None),
+        ("int4", 65, None, None),
+        ("int8", 4304, None, Scheme("I8", 4304)),
+        ("int8", 4096, 128, Scheme("I8", 128)),
+        ("int8", 96, 64, Scheme("I8", 32)),
+        ("int8", 65, 64, None),
     ],
 )
-def test_a_row_that_no_block_divides_is_left_alone(precision: str, width: int, how: Scheme | None) -> None:
-    assert scheme(precision, (8, width)) == how
+def test_a_row_that_no_block_divides_is_left_alone(
+    precision: str, width: int, block: int | None, how: Scheme | None
+) -> None:
+    assert scheme(precision, (8, width), block) == how
 
 
 # ---- bundles ---------------------------------------------------------------------------------------------------------
@@ -160,6 +164,26 @@ def test_blocks_of_32_have_zero_points_and_are_nearer(tiny_checkpoint: Make, tmp
         whole, rounded = CheckpointWeights(open_checkpoint(str(folder))), BundleWeights(made.folder, stored)
         errors[block] = float((whole.read(name) - rounded.read(name)).square().mean())
     assert errors[32] < 0.8 * errors[64]
+
+
+@pytest.mark.parametrize("device", ["cpu", "openvino"])
+def test_int8_in_smaller_blocks_is_nearer_to_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path, device: str) -> None:
+    if device == "openvino":
+        pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
+    folder, errors = tiny_checkpoint(Tiny(hidden=128, ffn=192)), dict[int | None, float]()
+    for block in (None, 64, 32):
+        options = ExportOptions(str(folder), (3,), "int8", int8_block=block, dialects=("ort", "plain"))
+        made, stored = bundles.export_with(options, tmp_path / f"{block}"), plan_export(options).weights.stored
+        with vtx.load(made.folder, device=device, threads=1) as model:
+            assert all(check.passed for check in check_golden(model))
+        for name in ("text.layers.3.mlp.up_proj.weight", "head.weight"):
+            scales = stored[name].scales
+            assert scales is not None
+            assert scales.shape[1] == 128 // (block or 128)
+        whole, rounded = CheckpointWeights(open_checkpoint(str(folder))), BundleWeights(made.folder, stored)
+        errors[block] = float((whole.read(name) - rounded.read(name)).square().mean())
+        assert made.manifest.record["options"].get("int8_block") == block
+    assert errors[32] < errors[64] < errors[None]
 
 
 def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path) -> None:

@@ -436,12 +436,13 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("block", [64, 128])
-def test_int4_in_blocks_of_either_size_computes_what_its_stored_weights_say(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, block: int
+@pytest.mark.parametrize(("precision", "block"), [("int4", 64), ("int8", 64), ("int4", 128), ("int8", 128)])
+def test_integers_in_blocks_of_either_size_compute_what_their_stored_weights_say(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, block: int
 ) -> None:
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64))
-    plan = plan_export(ExportOptions(str(checkpoint), (3,), "int4", int4_block=block))
+    blocks = {f"{precision}_block": block}
+    plan = plan_export(ExportOptions(str(checkpoint), (3,), precision, **blocks))  # type: ignore[arg-type]
     made = run_export(plan, tmp_path / "b", force=False, report=lambda *_: None)
     tensors = {
         k: v

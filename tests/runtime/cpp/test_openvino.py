@@ -73,12 +73,21 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
     np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
 
 
+def test_int8_in_blocks_of_64_multiplies_integers_as_python_does(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
+    options = ExportOptions(str(checkpoint), (3,), "int8", int8_block=64, dialects=("ort", "plain"))
+    folder = export_with(options, tmp_path / "bundle").folder
+    np.testing.assert_allclose(in_cpp(folder, hidden[:100]), in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+
+
 def test_hidden_states_share_a_scale_with_as_many_as_weights_do(
     bundle: Path, hidden: Hidden, whole: Hidden, monkeypatch: pytest.MonkeyPatch,
     needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     needs_arithmetic("int8")  # without its instructions the engine rounds none in float32 either
-    monkeypatch.setattr(engine, "int4_block", lambda _: 64)
+    monkeypatch.setattr(engine, "weight_block", lambda _: 64)
     assert np.abs(whole - in_python(bundle, hidden)).max() > 100 * SAME, "the group of activations cannot be told"
 
 

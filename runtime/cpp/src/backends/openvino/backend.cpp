@@ -1,4 +1,6 @@
 // The OpenVINO backend: one compiled graph a stage, K and V in blocks that one infer request a cache fills.
+#include <algorithm>
+
 #include "backends/engines.hpp"
 #include "backends/loading.hpp"
 #include "backends/openvino/cache.hpp"
@@ -14,9 +16,11 @@ constexpr char kDialect[] = "plain";
 
 constexpr char kIntegers[] = "int8";  // arithmetic: products of integers, all else in float32
 
-// Values of a hidden state that share a scale in products of integers; with int4 as many as weights that share one.
-int64_t quantised_rows(const std::string& precision, int64_t int4_block) {
-  return precision == "int8" ? names::kQuantisedRowsInt8 : precision == "int4" ? int4_block : 0;
+// Values of a hidden state that share a scale in products of integers, where `block` weights share one (0: a row's).
+int64_t quantised_rows(const std::string& precision, int64_t block) {
+  if (precision == "int4") return block == 0 ? names::kQuantisedRowsInt4 : block;
+  if (precision != "int8") return 0;
+  return block == 0 ? names::kQuantisedRowsInt8 : std::min<int64_t>(block, names::kQuantisedRowsInt8);
 }
 
 // The most hidden states that a stage takes in one run where more were measured to be slower (docs/measurements/index.md),
@@ -96,7 +100,7 @@ class OpenvinoBackend : public HostBackend {
       Settings settings = further;
       settings.insert(settings_.begin(), settings_.end());
       if (compute == kIntegers) model.multiply_integers();
-      settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision, model.int4_block()));
+      settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = std::to_string(quantised_rows(precision, model.weight_block()));
       return model.compile(settings);
     });
   }

@@ -66,7 +66,7 @@ class Model {
   virtual std::vector<PortView> inputs() const = 0;
   virtual std::vector<PortView> outputs() const = 0;
   virtual void keep_narrow(const std::string& compute) = 0;
-  virtual int64_t int4_block() const = 0;
+  virtual int64_t weight_block() const = 0;
   // `key_scales` [kv_heads, head_dim] of layers whose keys are divided by them.
   virtual void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
                            bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales) = 0;

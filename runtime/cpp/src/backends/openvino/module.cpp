@@ -73,7 +73,7 @@ class OvModel : public Model {
     return views(std::const_pointer_cast<const ov::Model>(model_)->outputs());
   }
   void keep_narrow(const std::string& compute) override { openvino::keep_narrow(*model_, compute); }
-  int64_t int4_block() const override { return openvino::int4_block(*model_); }
+  int64_t weight_block() const override { return openvino::weight_block(*model_); }
   void page_caches(const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding, bool windows,
                    bool both_ways, const std::map<int64_t, std::vector<float>>& key_scales) override {
     openvino::page_caches(*model_, layers, heads, sliding, windows, both_ways, key_scales);

@@ -173,10 +173,11 @@ void keep_narrow(ov::Model& model, const std::string& compute) {
   model.validate_nodes_and_infer_types();
 }
 
-int64_t int4_block(const ov::Model& model) {
+int64_t weight_block(const ov::Model& model) {
   int64_t least = 0;
   for (const NodePtr& node : model.get_ordered_ops()) {
-    if (kind(node) != "Constant" || node->get_output_element_type(0) != ov::element::i4) continue;
+    const ov::element::Type type = node->get_output_element_type(0);
+    if (kind(node) != "Constant" || (type != ov::element::i4 && type != ov::element::i8)) continue;
     for (const auto& reader : node->output(0).get_target_inputs()) {
       const ov::Node& apart = *reader.get_node();
       if (std::string(apart.get_type_info().name) != "Reshape") continue;
@@ -184,7 +185,7 @@ int64_t int4_block(const ov::Model& model) {
       if (block >= names::kQuantisedRowsInt4) least = least == 0 ? block : std::min(least, block);
     }
   }
-  return least == 0 ? names::kQuantisedRowsInt4 : least;
+  return least;
 }
 
 std::unique_ptr<Dropping> letting_go(const ov::Model& model) {

@@ -30,9 +30,9 @@ void bring_to_int8(ov::Model& model, WeightMemory& memory);
 // reads them is slower.
 void keep_narrow(ov::Model& model, const std::string& compute);
 
-// How many int4 weights of a row share a scale: the least of its matrices, and no less than names::kQuantisedRowsInt4. A
-// matrix [out, in] is split into blocks by a reshape, [out, in / block, block].
-int64_t int4_block(const ov::Model& model);
+// How many integers of a row share a scale: the least of its matrices' blocks that has names::kQuantisedRowsInt4 or more,
+// 0 if there is none. A matrix [out, in] is split into blocks by a reshape, [out, in / block, block].
+int64_t weight_block(const ov::Model& model);
 
 // Pages of the weights' files that are read while it lives do not stay resident. To be held while the engine packs them:
 // each page is read once, and the packed form is what it computes with. The files stay mapped.
