@@ -55,9 +55,18 @@ def main() -> None:
     work = {
         "one": ["batch", str(folder / "one.jsonl"), str(out), "--k", "none", *common],
         "vtx-batch": ["batch", str(folder / "lines.jsonl"), str(out), "--k", "none", *common],
-        "vtx-eval": ["evaluate", "exact", str(folder / "lines.jsonl"), "--k", given.k, "--no-times", "--out", str(out),
-                     *common],
-    }  # fmt: skip
+        "vtx-eval": [
+            "evaluate",
+            "exact",
+            str(folder / "lines.jsonl"),
+            "--k",
+            given.k,
+            "--no-times",
+            "--out",
+            str(out),
+            *common,
+        ],
+    }
     ours = ["--bundle", str(bundle)]
     sides: dict[str, tuple[Path, list[str]]] = {"vtx": (Path(sys.executable), ours)}
     if given.one_by_one:
@@ -78,11 +87,17 @@ def main() -> None:
         wall, cpu = (median(v[part] - o[part] for v, o in zip(values, alone, strict=True)) for part in (0, 1))
         rows.append(
             {
-                "installation": installation, "command": name, "model": given.shape, "precision": given.precision,
-                "answers": amounts[name], "answers_a_second": amounts[name] / wall,
-                "cpu_s_an_answer": cpu / amounts[name], "rounds": values, "one": alone,
+                "installation": installation,
+                "command": name,
+                "model": given.shape,
+                "precision": given.precision,
+                "answers": amounts[name],
+                "answers_a_second": amounts[name] / wall,
+                "cpu_s_an_answer": cpu / amounts[name],
+                "rounds": values,
+                "one": alone,
             }
-        )  # fmt: skip
+        )
         figures = f"{amounts[name] / wall:.2f}", f"{cpu / amounts[name]:.3f}"
         table.append([f"{installation}: {name}", str(amounts[name]), *figures])
     report({"rows": rows}, table, given.json)
@@ -93,9 +108,11 @@ def took(python: Path, words: list[str], out: Path) -> tuple[float, float]:
     shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink(missing_ok=True)
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(
-        [str(python), "-c", PROGRAM.format(words[0]), *words[1:]], check=True, stdout=subprocess.DEVNULL,
+        [str(python), "-c", PROGRAM.format(words[0]), *words[1:]],
+        check=True,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.monotonic() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

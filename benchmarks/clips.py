@@ -73,10 +73,16 @@ def main() -> None:
         names = [*([f"`{spec}`"] if spec != "none" else []), *([f"K = {k}"] if k != "none" else [])]
         middle, work = spread(of).median, flops[spec, k]
         rows.append(
-            [" + ".join(names) or "none", f"{stats[spec, k].vision_tokens:,}", f"{work / 1e9:,.0f}",
-             f"{work / flops[whole]:.0%}", [f"{value:.2f}" for value in (middle, min(of), max(of))],
-             f"{middle / spread(seconds[whole]).median:.0%}", f"{stats[spec, k].kv_bytes / 1e6:.1f} MB"]
-        )  # fmt: skip
+            [
+                " + ".join(names) or "none",
+                f"{stats[spec, k].vision_tokens:,}",
+                f"{work / 1e9:,.0f}",
+                f"{work / flops[whole]:.0%}",
+                [f"{value:.2f}" for value in (middle, min(of), max(of))],
+                f"{middle / spread(seconds[whole]).median:.0%}",
+                f"{stats[spec, k].kv_bytes / 1e6:.1f} MB",
+            ]
+        )
     head = ["method", "tokens that enter", "GFLOPs", "relative GFLOPs", "CPU s", "relative CPU s", "KV cache"]
     cells = [[cell if isinstance(cell, str) else " ".join(cell) for cell in row] for row in rows]
     report({"clips": rows}, [head, *cells], given.json)

@@ -97,9 +97,11 @@ def of_kept_size(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def write_random(
-    file: Path, needed: Sequence[tuple[str, tuple[int, ...]]], kind: str = "F16",
+    file: Path,
+    needed: Sequence[tuple[str, tuple[int, ...]]],
+    kind: str = "F16",
     deviation_and_mean: Callable[[str, tuple[int, ...]], tuple[float, float]] = of_kept_size,
-) -> None:  # fmt: skip
+) -> None:
     """A safetensors file of random weights, F16 or F32, a block at a time."""
     rng, stored = np.random.default_rng(0), {"F16": "<f2", "F32": "<f4"}[kind]
     header, _ = layout(file, [(name, kind, shape) for name, shape in needed])

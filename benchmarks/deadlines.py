@@ -45,8 +45,9 @@ def main() -> None:
     about = {"model": given.bundle.name, "precision": Bundle.open(given.bundle).manifest.precision}
     rows, rates = list[dict[str, Any]](), [float(rate) for rate in given.rates.split(",")]
     for name, words in {
-        "chosen by load": ["--adapt", str(given.report), "--max-accuracy-drop", given.drop], "none": []
-    }.items():  # fmt: skip
+        "chosen by load": ["--adapt", str(given.report), "--max-accuracy-drop", given.drop],
+        "none": [],
+    }.items():
         with running([*common, *words], given.work / "deadlines.log") as (port, _):
             fixed = {} if words else {"k": "none", "reduce": "none"}
             for n in range(3):
@@ -71,11 +72,12 @@ def under(port: int, rate: float, seed: int, given: Any, fixed: dict[str, Any]) 
     number = len(found)
     figures = [one["figure"] for one in found if one["figure"] is not None]
     return {
-        "requests": number, "kept": sum(one["kept"] for one in found) / number,
+        "requests": number,
+        "kept": sum(one["kept"] for one in found) / number,
         "refused": sum(one["status"] == 429 for one in found) / number,
         "expected": fmean(figures) if figures else None,
         "methods": dict(Counter(one["method"] for one in found if one["method"]).most_common()),
-    }  # fmt: skip
+    }
 
 
 def asked(port: int, image: str, tokens: int, deadline: int, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -92,9 +94,11 @@ def asked(port: int, image: str, tokens: int, deadline: int, fixed: dict[str, An
         vtx = reply["usage"]["vtx"] if response.status == 200 else {}
         adapted = vtx.get("adapted", {})
         return {
-            "status": response.status, "kept": response.status == 200 and vtx["stopped"] != "timeout" and not late,
-            "method": adapted.get("method"), "figure": adapted.get("figure"),
-        }  # fmt: skip
+            "status": response.status,
+            "kept": response.status == 200 and vtx["stopped"] != "timeout" and not late,
+            "method": adapted.get("method"),
+            "figure": adapted.get("figure"),
+        }
     finally:
         connection.close()
 

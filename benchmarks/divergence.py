@@ -160,9 +160,10 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
 def bits_of(stored: Mapping[str, StoredTensor]) -> float:
     """Bits of a weight of the decoder's matrices and the head."""
     matrices = [
-        part for name, part in stored.items()
+        part
+        for name, part in stored.items()
         if name == HEAD or (name.startswith("text.layers") and multiplied(name, part.shape))
-    ]  # fmt: skip
+    ]
     parts = [part for matrix in matrices for part in (matrix, matrix.scales, matrix.zeros) if part]
     return 8 * sum(part.nbytes for part in parts) / sum(prod(matrix.shape) for matrix in matrices)
 
@@ -175,8 +176,9 @@ def answered(model: Model, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     return np.stack([logits, *(session.decode(int(token)).copy() for token in ids[PREFILLED:-1])])
 
 
-def row(decoder: str, form: str, bits: float | None, truth: Mapping[str, NDArray[np.float32]], texts: Texts,
-        logits: Logits) -> Row:  # fmt: skip
+def row(
+    decoder: str, form: str, bits: float | None, truth: Mapping[str, NDArray[np.float32]], texts: Texts, logits: Logits
+) -> Row:
     kl, same, losses = list[float](), list[bool](), list[float]()
     for kind, judged in logits.items():
         targets = texts[kind][-len(judged) :]
@@ -186,9 +188,15 @@ def row(decoder: str, form: str, bits: float | None, truth: Mapping[str, NDArray
             same.append(bool(p.argmax() == q.argmax()))
             losses.append(-float(q[target]))
     return Row(
-        decoder, form, bits and round(bits, 3), float(f"{np.mean(kl):.3g}"), float(f"{np.median(kl):.3g}"),
-        round(float(np.mean(same)), 4), round(float(np.exp(np.mean(losses))), 3), len(kl),
-    )  # fmt: skip
+        decoder,
+        form,
+        bits and round(bits, 3),
+        float(f"{np.mean(kl):.3g}"),
+        float(f"{np.median(kl):.3g}"),
+        round(float(np.mean(same)), 4),
+        round(float(np.exp(np.mean(losses))), 3),
+        len(kl),
+    )
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:

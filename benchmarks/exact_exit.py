@@ -53,17 +53,33 @@ def checkpoint(folder: Path, layers: int) -> Path:
     count = tokenizer.get_vocab_size()
     kinds = ["full_attention" if n % 5 == 0 else "sliding_attention" for n in range(1, layers + 1)]
     text = {
-        "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": layers,
-        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
-        "sliding_window": 512, "layer_types": kinds, "num_kv_shared_layers": layers * 4 // 7,
-        "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size": count, "pad_token_id": 256,
-        "vocab_size_per_layer_input": count, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    }  # fmt: skip
-    config = {
-        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
-        "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 1}, "image_token_id": count - 1,
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "layer_types": kinds,
+        "num_kv_shared_layers": layers * 4 // 7,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": count,
+        "pad_token_id": 256,
+        "vocab_size_per_layer_input": count,
+        "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 1},
+        "image_token_id": count - 1,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma4ImageProcessor"}))
     model = read_config(config)
@@ -78,8 +94,12 @@ def prefill(model: Model, tokens: TokenStates, *, whole: bool) -> float:
     positions = np.arange(len(tokens))
     caches = [model.backend.stage(number, model.manifest.max_context) for number in range(len(first))]
     sources = model.manifest.model.sources(last.first, last.last)
-    of = {layer: cache for stage, cache in zip(first, caches, strict=True) for layer in sources
-          if stage.first <= layer <= stage.last}  # fmt: skip
+    of = {
+        layer: cache
+        for stage, cache in zip(first, caches, strict=True)
+        for layer in sources
+        if stage.first <= layer <= stage.last
+    }
     behind = model.backend.stage(len(first), 0, of)
     begun, count = time.process_time(), len(tokens)
     states = tokens
@@ -98,7 +118,7 @@ def main(arguments: argparse.Namespace) -> None:
             bundle, made = folder / "bundle", checkpoint(folder / "checkpoint", arguments.layers)
             options = ExportOptions(
                 str(made), (), arguments.precision, 1024, dialects=("ort", "plain"), template=TEMPLATE
-            )  # fmt: skip
+            )
             run_export(plan_export(options), bundle, force=False, report=lambda *_: None)
             (made / "model.safetensors").unlink()
         manifest = Bundle.open(bundle, check=False).manifest

@@ -179,8 +179,9 @@ def simulate(
     waits = sorted(question.first - question.arrived for question in judged)
     return {
         "hit_rate": sum(question.hit for question in judged) / len(judged),
-        "p50_s": waits[len(waits) // 2], "p99_s": waits[math.ceil(0.99 * len(waits)) - 1],
-    }  # fmt: skip
+        "p50_s": waits[len(waits) // 2],
+        "p99_s": waits[math.ceil(0.99 * len(waits)) - 1],
+    }
 
 
 def measured(bundle: Path, tokens: int) -> Times:
@@ -215,8 +216,15 @@ def rows_of(times: Times, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         else:
                             questions = cameras(rate, number, times.miss, draw)
                         figures = simulate(questions, replicas, times, draw, affinity=affinity, dies=dies)
-                        yield {"traffic": traffic, "replicas": replicas, "dies": dies, "affinity": affinity,
-                               "seed": seed, "requests": len(questions), **figures}  # fmt: skip
+                        yield {
+                            "traffic": traffic,
+                            "replicas": replicas,
+                            "dies": dies,
+                            "affinity": affinity,
+                            "seed": seed,
+                            "requests": len(questions),
+                            **figures,
+                        }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -232,9 +240,10 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             for affinity in (True, False):
                 asked = traffic, replicas, dies, affinity
                 values = [
-                    scale * row[name] for row in rows
+                    scale * row[name]
+                    for row in rows
                     if (row["traffic"], row["replicas"], row["dies"], row["affinity"]) == asked
-                ]  # fmt: skip
+                ]
                 medians.append(form.format(statistics.median(values)))
             line.append(", ".join(medians))
         lines.append(line)
@@ -274,8 +283,15 @@ def write_results(
 ) -> None:
     """Both tables: the page's, and all rows."""
     command = f"python -m benchmarks.fleet --miss {times.miss} --hit {times.hit} --token {times.token}"
-    text = [{"table": "simulated", "columns": columns, "align": ["---"] + ["---:"] * (len(columns) - 1),
-             "caption": f"simulated, not run; `{command}`", "recorded": "2026-11"}]  # fmt: skip
+    text = [
+        {
+            "table": "simulated",
+            "columns": columns,
+            "align": ["---"] + ["---:"] * (len(columns) - 1),
+            "caption": f"simulated, not run; `{command}`",
+            "recorded": "2026-11",
+        }
+    ]
     text += [{"table": "simulated", "row": line} for line in lines]
     text.append({"table": "rows", "columns": [*rows[0]], "align": ["---"] * len(rows[0]), "recorded": "2026-11"})
     text += [{"table": "rows", "row": [*row.values()]} for row in rows]

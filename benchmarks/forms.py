@@ -62,8 +62,11 @@ def asked(image: Conversation, item: Item, form: str) -> tuple[bool, Answer]:
         answer = image.ask(item.question, choices=list(item.values))
         return answer.text == item.answer, answer
     schema = {
-        "type": "object", "properties": {"answer": item.schema}, "required": ["answer"], "additionalProperties": False,
-    }  # fmt: skip
+        "type": "object",
+        "properties": {"answer": item.schema},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
     settings: dict[str, Any] = {"schema": schema, "max_new_tokens": 32}
     settings |= {"schema in the prompt": {"schema_in_prompt": True}, "answer, then fill in": {"fill": True}}.get(
         form, {}
@@ -87,10 +90,13 @@ def measured(
                     imposed = answer.stats.imposed
                     write(
                         {
-                            "scene": number, "kind": item.kind, "form": form, "right": right,
+                            "scene": number,
+                            "kind": item.kind,
+                            "form": form,
+                            "right": right,
                             "imposed": None if imposed is None else imposed.mean_logprob,
                         }
-                    )  # fmt: skip
+                    )
 
 
 def row(records: list[dict[str, Any]], model: str, form: str) -> dict[str, Any]:

@@ -178,10 +178,15 @@ def main() -> None:
     report({"device": given.device, "tokens": given.tokens, **figures}, rows, given.json)
     if given.lines is not None:
         about = {
-            "gpu": gpu.name if gpu else None, "driver_cuda": gpu.cuda if gpu else None, "device": given.device,
-            "bundle": given.bundle.name, "precision": model.manifest.precision, "rounds": given.rounds,
-            "prompt_tokens": len(prompt.ids), "versions": {name: version(name) for name in PACKAGES if version(name)},
-        }  # fmt: skip
+            "gpu": gpu.name if gpu else None,
+            "driver_cuda": gpu.cuda if gpu else None,
+            "device": given.device,
+            "bundle": given.bundle.name,
+            "precision": model.manifest.precision,
+            "rounds": given.rounds,
+            "prompt_tokens": len(prompt.ids),
+            "versions": {name: version(name) for name in PACKAGES if version(name)},
+        }
         with given.lines.open("a", encoding="utf-8") as out:
             for name, series in figures.items():
                 line = {"side": name, **about, "memory_gb": memory.get(name), "ms": series}

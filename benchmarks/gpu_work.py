@@ -105,10 +105,14 @@ class Count:
         calls, copies = self._gpu.calls - self._before, self._gpu.copies[self._copies :]
         sides = [side for side, _ in copies]
         figures = (
-            calls["cuMemAlloc_v2"] + calls["cuMemHostAlloc"], calls["cuStreamBeginCapture_v2"],
-            calls["cuGraphLaunch"] + calls["captured enqueue"] + calls["run"], sides.count("in"), sides.count("out"),
-            calls["copy_rows"], calls["cuStreamSynchronize"],
-        )  # fmt: skip
+            calls["cuMemAlloc_v2"] + calls["cuMemHostAlloc"],
+            calls["cuStreamBeginCapture_v2"],
+            calls["cuGraphLaunch"] + calls["captured enqueue"] + calls["run"],
+            sides.count("in"),
+            sides.count("out"),
+            calls["copy_rows"],
+            calls["cuStreamSynchronize"],
+        )
         return dict(zip(COUNTED, figures, strict=True))
 
 
@@ -187,14 +191,24 @@ def main() -> None:
         print(f"{markdown([columns, *found])}\n", flush=True)
 
     folder = exported(given.work, "narrow", NARROW, cuts)
-    show("gpu-work", ["path", "K", "", *COUNTED], 3, (
-        [path, str(k or "none"), title, *map(str, figures.values())]
-        for path in PATHS for k in (None, 9) for title, figures in work(folder, path, k).items()
-    ))  # fmt: skip
+    show(
+        "gpu-work",
+        ["path", "K", "", *COUNTED],
+        3,
+        (
+            [path, str(k or "none"), title, *map(str, figures.values())]
+            for path in PATHS
+            for k in (None, 9)
+            for title, figures in work(folder, path, k).items()
+        ),
+    )
     folder = exported(given.work, "kv-of-7b", SHAPES["kv-of-7b"], cuts)
-    show("gpu-kv", ["", "4,096 slots in every layer", "filled", "held"], 1, (
-        [f"K = {k or 'none'}", *(f"{each / 1e9:.3f} GB" for each in memory(folder, "TensorRT-RTX", k))] for k in KS
-    ))  # fmt: skip
+    show(
+        "gpu-kv",
+        ["", "4,096 slots in every layer", "filled", "held"],
+        1,
+        ([f"K = {k or 'none'}", *(f"{each / 1e9:.3f} GB" for each in memory(folder, "TensorRT-RTX", k))] for k in KS),
+    )
     folder = exported(given.work, "tiny", None, (2, 3))
     columns = ["path", "frames", "GPU memory after the first", "after the last", "allocations in between"]
     columns.append("process, since a tenth of them")

@@ -32,7 +32,7 @@ from benchmarks.serving import (
     made_gguf,
     model_options,
     running,
-)  # fmt: skip
+)
 
 PARALLEL = 8
 
@@ -97,21 +97,27 @@ def under(port: int, rate: float, seed: int, given: Any, extra: dict[str, Any]) 
     if not times:
         raise RuntimeError(f"no request was answered at {rate:g} a second")
     return {
-        "requests": len(found), "failed": len(found) - len(times),
+        "requests": len(found),
+        "failed": len(found) - len(times),
         **{
             what: {"p50": float(np.quantile(values, 0.5)), "p99": float(np.quantile(values, 0.99))}
             for what, values in zip(("first_s", "whole_s"), zip(*times, strict=True), strict=True)
         },
-    }  # fmt: skip
+    }
 
 
 def asked(port: int, image: str, tokens: int, extra: dict[str, Any]) -> tuple[float, float] | None:
     """Seconds to the first piece of a streamed answer, and to its end; None if there was none."""
     content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "what is this?"}]
     body = {
-        "model": "model", "messages": [{"role": "user", "content": content}], "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True, **extra,
-    }  # fmt: skip
+        "model": "model",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        **extra,
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     with suppress(OSError, http.client.HTTPException), closing(connection):
         start, first = time.perf_counter(), 0.0

@@ -193,37 +193,83 @@ def write_tokenizer(folder: Path, s: Shape) -> None:
 
 def write_config(folder: Path, s: Shape) -> None:
     layers, hidden, ffn, heads = s.tower
-    vision = {"model_type": "clip_vision_model", "num_hidden_layers": layers, "hidden_size": hidden,
-              "intermediate_size": ffn, "num_attention_heads": heads, "image_size": 336, "patch_size": 14,
-              "projection_dim": 768}  # fmt: skip
-    text = {"model_type": "llama", "num_hidden_layers": s.layers, "hidden_size": s.hidden, "intermediate_size": s.ffn,
-            "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads or s.heads, "vocab_size": s.vocab,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-            **({} if s.head_dim is None else {"head_dim": s.head_dim})}  # fmt: skip
-    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "torch_dtype": "float16",
-              "image_token_index": s.image_token, "vision_feature_layer": -2, "projector_hidden_act": "gelu",
-              "vision_feature_select_strategy": "default", "vision_config": vision, "text_config": text}  # fmt: skip
-    image = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336},
-             "crop_size": {"height": 336, "width": 336}}  # fmt: skip
+    vision = {
+        "model_type": "clip_vision_model",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "image_size": 336,
+        "patch_size": 14,
+        "projection_dim": 768,
+    }
+    text = {
+        "model_type": "llama",
+        "num_hidden_layers": s.layers,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.ffn,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads or s.heads,
+        "vocab_size": s.vocab,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        **({} if s.head_dim is None else {"head_dim": s.head_dim}),
+    }
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "torch_dtype": "float16",
+        "image_token_index": s.image_token,
+        "vision_feature_layer": -2,
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "default",
+        "vision_config": vision,
+        "text_config": text,
+    }
+    image = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 336},
+        "crop_size": {"height": 336, "width": 336},
+    }
     if s.family == "llava_next":
-        config |= {"architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
-                   "image_grid_pinpoints": PINPOINTS}  # fmt: skip
+        config |= {
+            "architectures": ["LlavaNextForConditionalGeneration"],
+            "model_type": "llava_next",
+            "image_grid_pinpoints": PINPOINTS,
+        }
         image["image_processor_type"] = "LlavaNextImageProcessor"
     if s.family == "video_llava":
-        config |= {"architectures": ["VideoLlavaForConditionalGeneration"], "model_type": "video_llava",
-                   "video_token_index": s.image_token + 4, "vision_config": vision | {"image_size": 224}}  # fmt: skip
+        config |= {
+            "architectures": ["VideoLlavaForConditionalGeneration"],
+            "model_type": "video_llava",
+            "video_token_index": s.image_token + 4,
+            "vision_config": vision | {"image_size": 224},
+        }
         image = {"image_processor_type": "VideoLlavaImageProcessor"}  # whose defaults are 224 x 224
     if s.family == "internvl":
-        config = {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
-                  "image_token_id": s.image_token, "vision_config": {"model_type": "internvl_vision"},
-                  "text_config": text | {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6}}  # fmt: skip
-        image = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 448, "width": 448},
-                 "min_patches": 1, "max_patches": 12}  # fmt: skip
+        config = {
+            "architectures": ["InternVLForConditionalGeneration"],
+            "model_type": "internvl",
+            "image_token_id": s.image_token,
+            "vision_config": {"model_type": "internvl_vision"},
+            "text_config": text | {"model_type": "qwen2", "rope_theta": 1e6, "rms_norm_eps": 1e-6},
+        }
+        image = {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 448, "width": 448},
+            "min_patches": 1,
+            "max_patches": 12,
+        }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
     write_json(folder / "preprocessor_config.json", image)
-    processor = {"processor_class": "LlavaProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
-                 "num_additional_image_tokens": 1, "image_token": "<image>"}  # fmt: skip
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+        "image_token": "<image>",
+    }
     write_json(folder / "processor_config.json", processor)
 
 

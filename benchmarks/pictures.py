@@ -61,11 +61,16 @@ def main() -> None:
                         found.setdefault((name, kind, clients), []).append(seconds / clients)
     rows = [
         {
-            "installation": name, "kind": kind, "clients": clients, "model": given.shape, "precision": given.precision,
-            "cpu_s_a_request": round(median(values), 4), "rounds": [round(value, 4) for value in values],
+            "installation": name,
+            "kind": kind,
+            "clients": clients,
+            "model": given.shape,
+            "precision": given.precision,
+            "cpu_s_a_request": round(median(values), 4),
+            "rounds": [round(value, 4) for value in values],
         }
         for (name, kind, clients), values in found.items()
-    ]  # fmt: skip
+    ]
     table = [["", *(f"{clients} clients" for clients in CLIENTS)]]
     for name in sides:
         for kind in KINDS:

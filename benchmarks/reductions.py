@@ -60,9 +60,19 @@ def answers_of(path: Path) -> dict[str, Any]:
             run(sys.executable, "benchmarks/make_checkpoint.py", "1b", MODEL)
         specs = [word for spec in SPECS for word in ("--reduce", spec)]
         run(
-            vtx / "vtx-export", "--model", MODEL, "--k", "9", "--precision", "int8", *specs, "--arithmetic", "f32",
-            "--out", BUNDLE,
-        )  # fmt: skip
+            vtx / "vtx-export",
+            "--model",
+            MODEL,
+            "--k",
+            "9",
+            "--precision",
+            "int8",
+            *specs,
+            "--arithmetic",
+            "f32",
+            "--out",
+            BUNDLE,
+        )
     if not path.exists():
         path.write_text(json.dumps({"methods": asked()}), encoding="utf-8")
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -87,21 +97,27 @@ def asked() -> list[dict[str, Any]]:
                     first = conversation.ask(item.question, method.k, **settings).stats
                     flops = counter.first_token(first, calls)
                     second = conversation.ask(SECOND, method.k, **settings).stats
-                rows[method].append({
-                    "first_token": first.timings_ms["first_token"], "kv_bytes": first.kv_bytes, "flops": flops,
-                    "second_question": second.timings_ms["first_token"], "reused_layers": second.reused_layers,
-                })  # fmt: skip
+                rows[method].append(
+                    {
+                        "first_token": first.timings_ms["first_token"],
+                        "kv_bytes": first.kv_bytes,
+                        "flops": flops,
+                        "second_question": second.timings_ms["first_token"],
+                        "reused_layers": second.reused_layers,
+                    }
+                )
     unreduced = fmean(row["flops"] for row in rows[methods[0]])
     return [
         {
-            "name": method.name, "reduce": method.reduce,
+            "name": method.name,
+            "reduce": method.reduce,
             "flops_ratio": fmean(row["flops"] for row in answers) / unreduced,
             "kv_bytes": fmean(row["kv_bytes"] for row in answers),
             "reused_layers": fmean(row["reused_layers"] for row in answers),
             "ms": {key: {"median": median(row[key] for row in answers)} for key in ("first_token", "second_question")},
         }
         for method, answers in rows.items()
-    ]  # fmt: skip
+    ]
 
 
 def cell(series: dict[str, Any]) -> list[str]:
@@ -146,9 +162,15 @@ def main() -> None:
         spec, with_k, depth = row["name"].partition(" + ")
         name = row["name"] if row["reduce"] == "none" else f"`{spec}`{with_k}{depth}"
         timed.append(
-            [name, f"{row['flops_ratio']:.0%}", first, second, f"{row['reused_layers']:.0f}",
-             f"{row['kv_bytes'] / 1e6:.1f} MB"]
-        )  # fmt: skip
+            [
+                name,
+                f"{row['flops_ratio']:.0%}",
+                first,
+                second,
+                f"{row['reused_layers']:.0f}",
+                f"{row['kv_bytes'] / 1e6:.1f} MB",
+            ]
+        )
     replace_rows("methods", "time-at-equal-cost-and-the-sec-5", timed)
     run(sys.executable, PAGES / "tables.py")
 

@@ -80,9 +80,11 @@ class Decoder:
         """Hidden states [tokens, hidden] after layer `number`, 1-based; `seen` [tokens, cached and these]."""
         mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, torch.finfo(hidden.dtype).min)
         states: Tensor = self.layers[number - 1](
-            hidden[None], attention_mask=mask[None, None], past_key_values=cache,
+            hidden[None],
+            attention_mask=mask[None, None],
+            past_key_values=cache,
             position_embeddings=self.text.rotary_emb(hidden[None], positions[None]),
-        )  # fmt: skip
+        )
         return states[0]
 
     def attention(self, number: int, hidden: Tensor, positions: Tensor, seen: Tensor, rows: list[int]) -> Tensor:

@@ -68,7 +68,7 @@ def held() -> Iterator[None]:
     prepare = PrefixCaches.prepare
 
     def holding(caches: PrefixCaches, policy: Policy) -> None:
-        caches._holding |= {number for number, stage in enumerate(caches.stages) if stage.first == policy.exit}
+        caches.holding |= {number for number, stage in enumerate(caches.stages) if stage.first == policy.exit}
         prepare(caches, policy)
 
     PrefixCaches.prepare = holding  # type: ignore[method-assign, assignment]

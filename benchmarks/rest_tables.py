@@ -82,9 +82,10 @@ def raw_table(name: str, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 def kept_table() -> Iterator[dict[str, Any]]:
     """The table of the page: what each model of the results keeps at K in the third quarter of its cost."""
     yield {
-        "table": KEPT, "columns": ["", *(title for title, *_ in KEPT_COLUMNS)],
+        "table": KEPT,
+        "columns": ["", *(title for title, *_ in KEPT_COLUMNS)],
         "align": ["---", *["---:"] * len(KEPT_COLUMNS)],
-    }  # fmt: skip
+    }
     lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     names = {line["table"]: line.get("caption", "").partition(" ")[0] for line in lines if "columns" in line}
     for model in (name for name in names if f"{name}-rows" in names):

@@ -97,9 +97,11 @@ def random_schema(rng: Random, depth: int = 3) -> dict[str, Any]:
         return {"allOf": [{"type": "integer", "minimum": low}, {"maximum": 30 * low}]}
     if kind == "ref":
         tree = {
-            "type": "object", "properties": {"v": random_schema(rng, 0), "next": {"$ref": "#/$defs/tree"}},
-            "required": ["v"], "additionalProperties": False,
-        }  # fmt: skip
+            "type": "object",
+            "properties": {"v": random_schema(rng, 0), "next": {"$ref": "#/$defs/tree"}},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
         # A reference from the root only: nested schemas of this generator have no root of their own.
         return {"$ref": "#/$defs/tree", "$defs": {"tree": tree}} if depth == 3 else {"type": "null"}
     return {"type": kind}

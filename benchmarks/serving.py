@@ -54,9 +54,14 @@ def main() -> None:
     if given.llama is not None:
         commands[LLAMA] = llama_command(given, made_gguf(given, checkpoint))
     about = {
-        "model": given.shape, "precision": given.precision, "device": given.device, "compute": given.compute,
-        "threads": given.threads, "tokens": given.tokens, "sides": list(commands),
-    }  # fmt: skip
+        "model": given.shape,
+        "precision": given.precision,
+        "device": given.device,
+        "compute": given.compute,
+        "threads": given.threads,
+        "tokens": given.tokens,
+        "sides": list(commands),
+    }
     with ResultJournal(given.work / "serving.jsonl", about) as journal:
         if len(journal.results) < given.rounds:
             measure(commands, journal, given)
@@ -211,9 +216,14 @@ def answers(port: int) -> bool:
 def ask(port: int, question: str, tokens: int) -> tuple[float, float]:
     """Seconds to the first piece of a streamed answer of exactly `tokens`, and to its end."""
     body = {
-        "model": "model", "messages": [{"role": "user", "content": question}], "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": "model",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     try:
         start, first, usage = time.perf_counter(), 0.0, None

@@ -80,20 +80,27 @@ def load(found: Any) -> Table:
 
 def towers(found: Any) -> Table:
     rows = [
-        [str(row["pictures"]), f"{row['device']}, {row['compute']}", f"{1000 * row['cpu_s_a_picture']:.1f}",
-         f"{row['of_one_a_pass']:.2f}"]
+        [
+            str(row["pictures"]),
+            f"{row['device']}, {row['compute']}",
+            f"{1000 * row['cpu_s_a_picture']:.1f}",
+            f"{row['of_one_a_pass']:.2f}",
+        ]
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     return ["pictures per pass", "engine", "CPU ms per picture", "vs. one per pass"], rows
 
 
 def conversations(found: Any) -> Table:
     columns = ["K", "used, MB", "held, MB", "process, MB", "reserved at the whole context, MB", "conversations per GB"]
     rows = [
-        [row["k"], *(f"{row[part] / 1e6:.1f}" for part in ("used", "held", "process", "context")),
-         f"{1e9 / row['process']:.1f}"]
+        [
+            row["k"],
+            *(f"{row[part] / 1e6:.1f}" for part in ("used", "held", "process", "context")),
+            f"{1e9 / row['process']:.1f}",
+        ]
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     return columns, rows
 
 
@@ -145,9 +152,11 @@ def write(folder: Path) -> None:
             models = dict.fromkeys((row["model"], row["precision"]) for row in found.get("rows", [found]))
             shape = "".join(f", {model} in {precision}" for model, precision in models)
             head = {
-                "table": name, "columns": columns, "align": ["---", *["---:"] * (len(columns) - 1)],
+                "table": name,
+                "columns": columns,
+                "align": ["---", *["---:"] * (len(columns) - 1)],
                 "caption": f"run on CPU: {machine['cpu']}{shape}{quiet}",
-            }  # fmt: skip
+            }
             lines = [line for line in lines if line["table"] != name]
             lines += [head, *({"table": name, "row": row} for row in rows)]
     RESULTS.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

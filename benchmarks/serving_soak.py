@@ -168,18 +168,24 @@ def main() -> None:
         ["", ""],
         ["mutilated bodies by status", ", ".join(f"{status}: {count}" for status, count in sorted(statuses.items()))],
         ["requests", ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))],
-        ["RSS at the start, after a quarter, at the end, most, MiB",
-         ", ".join(f"{size:.0f}" for size in (sizes[0], quarter, sizes[-1], max(sizes)))],
+        [
+            "RSS at the start, after a quarter, at the end, most, MiB",
+            ", ".join(f"{size:.0f}" for size in (sizes[0], quarter, sizes[-1], max(sizes))),
+        ],
         ["answers that are decoded together", str(described["vtx"]["batch"])],
-    ]  # fmt: skip
+    ]
     report(
         {
-            "model": given.bundle.name, "precision": described["vtx"]["precision"], "statuses": statuses,
-            "requests": counts, "rss_mib": curve, "batch": described["vtx"]["batch"],
+            "model": given.bundle.name,
+            "precision": described["vtx"]["precision"],
+            "statuses": statuses,
+            "requests": counts,
+            "rss_mib": curve,
+            "batch": described["vtx"]["batch"],
         },
         table,
         given.json,
-    )  # fmt: skip
+    )
     if counts["different"] or any(status >= 500 for status in statuses) or max(sizes) - quarter > given.growth:
         sys.exit("failed")
 

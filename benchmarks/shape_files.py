@@ -38,9 +38,10 @@ QWEN_IMAGES = {
     "size": {"shortest_edge": 65536, "longest_edge": 16777216}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
 }  # fmt: skip
 QWEN_VIDEOS = QWEN_IMAGES | {
-    "video_processor_type": "Qwen3VLVideoProcessor", "fps": 2,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "fps": 2,
     "size": {"shortest_edge": 131072, "longest_edge": 25165824},
-}  # fmt: skip
+}
 del QWEN_VIDEOS["image_processor_type"]
 
 
@@ -72,50 +73,98 @@ class Shape:
 
 def _qwen3_vl(title: str, text: Mapping[str, Any], k: int, source: str, assumed: str = "") -> Shape:
     config = {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "dtype": "bfloat16",
-        "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653, "tie_word_embeddings": True,
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "dtype": "bfloat16",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "qwen3_vl_text", "head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "rope_theta": 5000000, "hidden_act": "silu",
-            "attention_bias": False, "tie_word_embeddings": True, "bos_token_id": 151643, "eos_token_id": 151645,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "rope_theta": 5000000,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
             "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
-            "dtype": "bfloat16", **text,
+            "dtype": "bfloat16",
+            **text,
         },
         "vision_config": {
-            "model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
-            "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 2304, "out_hidden_size": text["hidden_size"],
+            "model_type": "qwen3_vl",
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 2304,
+            "out_hidden_size": text["hidden_size"],
             "deepstack_visual_indexes": [5, 11, 17],
         },
-    }  # fmt: skip
+    }
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     specials = dict(zip(names, range(151643, 151646), strict=True))
     marks = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
     return Shape(
-        title, config, specials | dict(zip(marks, range(151652, 151657), strict=True)),
+        title,
+        config,
+        specials | dict(zip(marks, range(151652, 151657), strict=True)),
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-        CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"), "<|image_pad|>",
+        CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+        "<|image_pad|>",
         {"preprocessor_config.json": QWEN_IMAGES, "video_preprocessor_config.json": QWEN_VIDEOS},
-        k, 768, source, assumed,
-    )  # fmt: skip
+        k,
+        768,
+        source,
+        assumed,
+    )
 
 
 def _qwen3_5() -> Shape:
     base = _qwen3_vl("Qwen3.5-2B", {"hidden_size": 2048}, 9, "0.8B's configuration, widened")
     text = {
-        "model_type": "qwen3_5_text", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "hidden_act": "silu", "attention_bias": False,
-        "attn_output_gate": True, "tie_word_embeddings": True, "eos_token_id": 248046,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6, "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "dtype": "bfloat16",
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "tie_word_embeddings": True,
+        "eos_token_id": 248046,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "dtype": "bfloat16",
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
         },
-    }  # fmt: skip
+    }
     vision = base.config["vision_config"] | {"model_type": "qwen3_5", "deepstack_visual_indexes": []}
     ids = {"image_token_id": 248056, "video_token_id": 248057}
     ids |= {"vision_start_token_id": 248053, "vision_end_token_id": 248054}
@@ -123,89 +172,194 @@ def _qwen3_5() -> Shape:
     specials = {"<|endoftext|>": 248044, "<|im_start|>": 248045, "<|im_end|>": 248046, "<|vision_start|>": 248053}
     specials |= {"<|vision_end|>": 248054, "<|vision_pad|>": 248055, "<|image_pad|>": 248056, "<|video_pad|>": 248057}
     return Shape(
-        base.title, config | {"text_config": text, "vision_config": vision}, specials, base.roles, base.template,
-        base.image, base.files, base.k, base.picture, base.source,
+        base.title,
+        config | {"text_config": text, "vision_config": vision},
+        specials,
+        base.roles,
+        base.template,
+        base.image,
+        base.files,
+        base.k,
+        base.picture,
+        base.source,
         "decoder 24 x 2048, ffn 6144, 8/2 heads, 16 linear value heads; the tower of Qwen3-VL-2B",
-    )  # fmt: skip
+    )
 
 
 def _gemma4() -> Shape:
     kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
     text = {
-        "model_type": "gemma4_text", "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
-        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
-        "sliding_window": 512, "layer_types": kinds, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 256, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "final_logit_softcapping": 30.0, "pad_token_id": 0,
-        "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True, "attention_k_eq_v": False,
-        "enable_moe_block": False, "use_bidirectional_attention": None, "hidden_activation": "gelu_pytorch_tanh",
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "layer_types": kinds,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "use_bidirectional_attention": None,
+        "hidden_activation": "gelu_pytorch_tanh",
         "dtype": "bfloat16",
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
         },
-    }  # fmt: skip
+    }
     vision = {
-        "model_type": "gemma4_vision", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
-        "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16,
-        "pooling_kernel_size": 3, "position_embedding_size": 10240, "use_clipped_linears": True, "standardize": False,
-    }  # fmt: skip
+        "model_type": "gemma4_vision",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10240,
+        "use_clipped_linears": True,
+        "standardize": False,
+    }
     config = {
-        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
-        "vision_config": vision, "audio_config": None, "boi_token_id": 255999, "eoi_token_id": 258882,
-        "image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884, "tie_word_embeddings": True,
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": None,
+        "boi_token_id": 255999,
+        "eoi_token_id": 258882,
+        "image_token_id": 258880,
+        "audio_token_id": 258881,
+        "video_token_id": 258884,
+        "tie_word_embeddings": True,
         "dtype": "bfloat16",
-    }  # fmt: skip
+    }
     specials = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<|turn>": 105, "<turn|>": 106, "<|image>": 255999}
     specials |= {"<|audio>": 256000, "<|image|>": 258880, "<|audio|>": 258881, "<image|>": 258882, "<audio|>": 258883}
     images = {
-        "image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "patch_size": 16,
+        "image_processor_type": "Gemma4ImageProcessor",
+        "max_soft_tokens": 280,
+        "patch_size": 16,
         "pooling_kernel_size": 3,
-    }  # fmt: skip
+    }
     return Shape(
-        "Gemma 4 E2B", config, specials | {"<|video|>": 258884},
-        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}, TURNS, "<|image|>",
-        {"preprocessor_config.json": images}, 13, 768, "published configuration",
+        "Gemma 4 E2B",
+        config,
+        specials | {"<|video|>": 258884},
+        {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"},
+        TURNS,
+        "<|image|>",
+        {"preprocessor_config.json": images},
+        13,
+        768,
+        "published configuration",
         "that the tower's linear layers clamp their inputs and outputs; no audio tower",
-    )  # fmt: skip
+    )
 
 
 def _lfm2_vl() -> Shape:
     text = {
-        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 12288,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "norm_eps": 1e-5,
-        "max_position_embeddings": 128000, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "rope_theta": 1000000.0,
-        "conv_L_cache": 3, "conv_bias": False, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True, "bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 0,
-        "tie_word_embeddings": True, "dtype": "bfloat16",
-    }  # fmt: skip
-    vision = {
-        "model_type": "siglip2_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26,
-        "num_attention_heads": 16, "num_channels": 3, "patch_size": 16, "num_patches": 256, "vision_use_head": False,
-    }  # fmt: skip
-    config = {
-        "architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "text_config": text,
-        "vision_config": vision, "image_token_id": 396, "projector_hidden_act": "gelu", "projector_hidden_size": 2560,
-        "projector_bias": True, "projector_use_layernorm": True, "downsample_factor": 2, "tie_word_embeddings": True,
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "max_position_embeddings": 128000,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1000000.0,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "bos_token_id": 1,
+        "eos_token_id": 7,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
         "dtype": "bfloat16",
-    }  # fmt: skip
+    }
+    vision = {
+        "model_type": "siglip2_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "patch_size": 16,
+        "num_patches": 256,
+        "vision_use_head": False,
+    }
+    config = {
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "model_type": "lfm2_vl",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": 396,
+        "projector_hidden_act": "gelu",
+        "projector_hidden_size": 2560,
+        "projector_bias": True,
+        "projector_use_layernorm": True,
+        "downsample_factor": 2,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
     images = {
-        "image_processor_type": "Lfm2VlImageProcessorFast", "downsample_factor": 2, "do_image_splitting": True,
-        "min_tiles": 2, "max_tiles": 10, "use_thumbnail": True, "min_image_tokens": 64, "max_image_tokens": 256,
-        "encoder_patch_size": 16, "tile_size": 512, "max_pixels_tolerance": 2.0, "do_resize": True, "do_pad": True,
-        "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255, "resample": 2, "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3, "size": {"height": 512, "width": 512},
-    }  # fmt: skip
+        "image_processor_type": "Lfm2VlImageProcessorFast",
+        "downsample_factor": 2,
+        "do_image_splitting": True,
+        "min_tiles": 2,
+        "max_tiles": 10,
+        "use_thumbnail": True,
+        "min_image_tokens": 64,
+        "max_image_tokens": 256,
+        "encoder_patch_size": 16,
+        "tile_size": 512,
+        "max_pixels_tolerance": 2.0,
+        "do_resize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "rescale_factor": 1 / 255,
+        "resample": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": {"height": 512, "width": 512},
+    }
     specials = {"<|pad|>": 0, "<|startoftext|>": 1, "<|endoftext|>": 2, "<|im_start|>": 6, "<|im_end|>": 7}
     tiles = [(row, column) for row in range(1, 11) for column in range(1, 11) if row * column <= 10]
     specials |= {f"<|img_row_{row}_col_{column}|>": 300 + n for n, (row, column) in enumerate(tiles)}
     specials |= {"<image>": 396, "<|img_thumbnail|>": 497, "<|image_start|>": 498, "<|image_end|>": 499}
     return Shape(
-        "LFM2-VL-1.6B", config, specials,
+        "LFM2-VL-1.6B",
+        config,
+        specials,
         {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"},
-        "<|startoftext|>" + CHATML.replace("IMAGE", "<image>"), "<image>", {"preprocessor_config.json": images}, 6, 512,
-        "transformers' classes", "layers with attention 3, 6, 9, 11, 13, 15; SigLIP2-So400m with 26 layers",
-    )  # fmt: skip
+        "<|startoftext|>" + CHATML.replace("IMAGE", "<image>"),
+        "<image>",
+        {"preprocessor_config.json": images},
+        6,
+        512,
+        "transformers' classes",
+        "layers with attention 3, 6, 9, 11, 13, 15; SigLIP2-So400m with 26 layers",
+    )
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -113,8 +113,18 @@ def rivals(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
             if release := CONVERTED_WITH.get(shape.config["model_type"]):
                 folder = (where.venvs / f"transformers-{release}").resolve()
                 if not folder.exists():
-                    call([str(where.python(GENAI)), "-m", "pip", "install", "--no-deps", "--target", str(folder),
-                          f"transformers=={release}"])  # fmt: skip
+                    call(
+                        [
+                            str(where.python(GENAI)),
+                            "-m",
+                            "pip",
+                            "install",
+                            "--no-deps",
+                            "--target",
+                            str(folder),
+                            f"transformers=={release}",
+                        ]
+                    )
                 os.environ["PYTHONPATH"] = str(folder)  # of the converting process alone
             prepare(GENAI, checkpoint(args.work, name), where)
         except PeerError as error:
@@ -138,22 +148,52 @@ def export(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
     target.mkdir(parents=True, exist_ok=True)
     write_questions(source, target.parent, shape)
     vtx = Path(sys.executable).parent
-    command = [vtx / "vtx-export", "--model", source, "--k", shape.k, "--precision", "int4", "--out", target / "bundle",
-               *(["--force"] if (target / "bundle").exists() else [])]  # fmt: skip
+    command = [
+        vtx / "vtx-export",
+        "--model",
+        source,
+        "--k",
+        shape.k,
+        "--precision",
+        "int4",
+        "--out",
+        target / "bundle",
+        *(["--force"] if (target / "bundle").exists() else []),
+    ]
     said(f"{name}: {' '.join(map(str, command))}")
     seconds, peak, text = child(command)
     found = MEASURED.search(text)
     if found is None:
         raise SystemExit(f"{name}: vtx-export did not say what it measured:\n{text}")
     size = sum(file.stat().st_size for file in (target / "bundle").rglob("*") if file.is_file())
-    asked = [vtx / "vtx-plan", "--model", target / "bundle", "--precision", "int4", "--k", f"none,{shape.k}", "--text",
-             QUESTION, "--image-size", f"{shape.picture}x{shape.picture}", "--json"]  # fmt: skip
+    asked = [
+        vtx / "vtx-plan",
+        "--model",
+        target / "bundle",
+        "--precision",
+        "int4",
+        "--k",
+        f"none,{shape.k}",
+        "--text",
+        QUESTION,
+        "--image-size",
+        f"{shape.picture}x{shape.picture}",
+        "--json",
+    ]
     plan = subprocess.run([*map(str, asked)], check=True, capture_output=True, text=True).stdout
     (target / READY).write_text(f"{source.resolve()}\n{shape.k}\n", encoding="utf-8")
     records.add(
-        "export", name, k=shape.k, seconds=seconds, peak_rss=peak, memory=found["memory"],
-        predicted=found["predicted"], bundle=size, said=text.splitlines(), plan=json.loads(plan),
-    )  # fmt: skip
+        "export",
+        name,
+        k=shape.k,
+        seconds=seconds,
+        peak_rss=peak,
+        memory=found["memory"],
+        predicted=found["predicted"],
+        bundle=size,
+        said=text.splitlines(),
+        plan=json.loads(plan),
+    )
     if not args.keep:
         shutil.rmtree(source)
 
@@ -191,8 +231,11 @@ def measure(name: str, _: Shape, args: argparse.Namespace, records: Records) -> 
         said(f"{name}: no bundle; run: python -m benchmarks.shapes export {name}")
         return
     folder = args.work / name
-    work = replace(Work.from_json((folder / "questions.json").read_text(encoding="utf-8")), threads=args.threads,
-                   new_tokens=args.new_tokens)  # fmt: skip
+    work = replace(
+        Work.from_json((folder / "questions.json").read_text(encoding="utf-8")),
+        threads=args.threads,
+        new_tokens=args.new_tokens,
+    )
     converted = records.of("rival", name, contender=GENAI.name, failed="")
     order = [c for c in contenders(name, args.shapes) if c != GENAI or converted]
     for number in range(args.rounds):
@@ -207,8 +250,9 @@ def measure(name: str, _: Shape, args: argparse.Namespace, records: Records) -> 
                 records.add("run", name, contender=contender.name, round=number, failed=str(error))
                 said(f"{name}, round {number + 1}: {contender.name}: {error}")
                 continue
-            records.add("run", name, contender=contender.name, round=number, result=asdict(result),
-                        prompt=len(own.first.ids))  # fmt: skip
+            records.add(
+                "run", name, contender=contender.name, round=number, result=asdict(result), prompt=len(own.first.ids)
+            )
             said(f"{name}, round {number + 1}: {contender.name}: {result.in_words()}")
 
 
@@ -225,11 +269,18 @@ def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[An
     for name, shape in shapes.items():
         for made in records.of("export", name)[-1:]:
             (sized,) = records.of("make", name)[-1:]
-            exports.append([
-                shape.title, f"{sized['parameters'] / 1e9:.2f} billion", shape.assumed or "nothing", str(made["k"]),
-                f"{made['bundle'] / 1e9:.2f} GB", made["memory"] or "-", made["predicted"] or "-",
-                f"{made['peak_rss'] / 1e9:.2f} GB",
-            ])  # fmt: skip
+            exports.append(
+                [
+                    shape.title,
+                    f"{sized['parameters'] / 1e9:.2f} billion",
+                    shape.assumed or "nothing",
+                    str(made["k"]),
+                    f"{made['bundle'] / 1e9:.2f} GB",
+                    made["memory"] or "-",
+                    made["predicted"] or "-",
+                    f"{made['peak_rss'] / 1e9:.2f} GB",
+                ]
+            )
         for contender in contenders(name, shapes):
             answers += answer_row(records, name, shape, contender)
         for line in records.of("rival", name):

@@ -44,12 +44,15 @@ def main() -> None:
         about = {"model": given.bundle.name, "precision": models[1].manifest.vision_precision}
     rows: list[dict[str, Any]] = [
         {
-            **about, "pictures": number, "device": device, "compute": compute,
+            **about,
+            "pictures": number,
+            "device": device,
+            "compute": compute,
             "cpu_s_a_picture": round(median(values), 5),
             "of_one_a_pass": round(median(v / o for v, o in zip(values, found[1], strict=True)), 3),
         }
         for number, values in found.items()
-    ]  # fmt: skip
+    ]
     table = [["pictures per pass", "device", "CPU ms per picture", "vs. one per pass"]]
     for row in rows:
         milliseconds = f"{1000 * row['cpu_s_a_picture']:.2f}"

@@ -47,13 +47,23 @@ class BatchSettings:
 @click.argument("questions", type=PATH)
 @click.argument("answers", type=PATH)
 @options(
-    "bundle", "images", "k", "rest", "reduce", "max_new_tokens", "guide",
+    "bundle",
+    "images",
+    "k",
+    "rest",
+    "reduce",
+    "max_new_tokens",
+    "guide",
     option("--max-bad", 100, "Stop after more than this many failed lines.", type=click.IntRange(0)),
-    option("--parallel", 8, "Lines answered concurrently; each needs memory for its K and V.",
-           type=click.IntRange(1)),
-    "cluster", "device", "compute", "threads", "fit", "require_signature",
+    option("--parallel", 8, "Lines answered concurrently; each needs memory for its K and V.", type=click.IntRange(1)),
+    "cluster",
+    "device",
+    "compute",
+    "threads",
+    "fit",
+    "require_signature",
     record=BatchSettings,
-)  # fmt: skip
+)
 def batch(settings: BatchSettings) -> None:
     """Answer each line of QUESTIONS, {"image": NAME or list, "question": ...}, and write ANSWERS in the same order.
 

@@ -54,9 +54,14 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
     "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png"
 )
 @options(
-    "bundle", "ks",
-    option("--rest", str, "Image tokens that stay from each numbered K on, a share or a number [default: none].",
-           metavar="N%|N"),
+    "bundle",
+    "ks",
+    option(
+        "--rest",
+        str,
+        "Image tokens that stay from each numbered K on, a share or a number [default: none].",
+        metavar="N%|N",
+    ),
     option("--image", click.Path(), "Image to ask about [default: a drawn scene]."),
     option("--video", click.Path(), "Video to ask about instead of an image."),
     option("--frames", int, "Frames sampled from the video [default: the bundle's].", metavar="N"),
@@ -65,12 +70,16 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
     option("--new-tokens", 64, "Tokens per answer; EOS is ignored."),
     option("--repeats", 5, "Measured rounds; each covers all K."),
     option("--warmup", 1, "Unmeasured rounds before them."),
-    "device", "compute", "threads", "max_tiles", "max_pixels",
+    "device",
+    "compute",
+    "threads",
+    "max_tiles",
+    "max_pixels",
     option("--json as_json", bool, "Print one JSON object instead of tables."),
     option("--out target", FILE, "Also write all results to this JSON file.", metavar="FILE.json"),
     "plot",
     record=BenchSettings,
-)  # fmt: skip
+)
 def bench(settings: BenchSettings) -> None:
     """Measure a bundle at each K: latency, memory, and the share of this machine's peak.
 
@@ -134,9 +143,15 @@ def _options(settings: BenchSettings, threads: int) -> BenchOptions:
         picture = scene.resize((max(scene.size),) * 2)  # of which no crop cuts anything, so that no note says so
     question = QUESTION if settings.question is None else settings.question
     return BenchOptions(
-        picture, question, settings.prompt_tokens, settings.new_tokens, settings.repeats, settings.warmup, threads,
+        picture,
+        question,
+        settings.prompt_tokens,
+        settings.new_tokens,
+        settings.repeats,
+        settings.warmup,
+        threads,
         settings.rest,
-    )  # fmt: skip
+    )
 
 
 def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], write: Write) -> bool:

@@ -42,22 +42,36 @@ class BuildSettings:
 )
 @options(
     "bundle",
-    option("--target targets", "this", "Machines to build for. Engines for RTX cards can be built anywhere, others "
-           "only on the machine that runs them.", metavar="this|sm89,sm120|jetson-orin|...",
-           callback=lambda _, __, value: value.split(",")),
+    option(
+        "--target targets",
+        "this",
+        "Machines to build for. Engines for RTX cards can be built anywhere, others "
+        "only on the machine that runs them.",
+        metavar="this|sm89,sm120|jetson-orin|...",
+        callback=lambda _, __, value: value.split(","),
+    ),
     option("--dialect", str, "Graph dialect [default: that of the target's TensorRT]."),
     option("--workspace", click.IntRange(min=1), "Device memory for the builder's workspace.", metavar="MiB"),
-    option("--timing-cache", FILE, "Timing cache, read and written, for faster builds. Not for RTX, which does not "
-           "time kernels.", metavar="FILE"),
-    option("--profiles", click.Choice(["1", "2"]), "Kernels of a stage: one set, or a second one for single tokens, "
-           "which may store weights twice [default: 1 for RTX, but 2 for int4; else 2]."),
+    option(
+        "--timing-cache",
+        FILE,
+        "Timing cache, read and written, for faster builds. Not for RTX, which does not time kernels.",
+        metavar="FILE",
+    ),
+    option(
+        "--profiles",
+        click.Choice(["1", "2"]),
+        "Kernels of a stage: one set, or a second one for single tokens, "
+        "which may store weights twice [default: 1 for RTX, but 2 for int4; else 2].",
+    ),
     option("--check", bool, "Check the graphs against the rules of the target's TensorRT; build nothing."),
     option("--json as_json", bool, "Print the engines, or with --check the findings, as one JSON object."),
     option("--force", bool, "Build even if free memory looks too small."),
-    option("--sign", Path, "Sign the engines with this Ed25519 key (PEM), the one that signed the bundle.",
-           metavar="KEY"),
+    option(
+        "--sign", Path, "Sign the engines with this Ed25519 key (PEM), the one that signed the bundle.", metavar="KEY"
+    ),
     record=BuildSettings,
-)  # fmt: skip
+)
 def build(settings: BuildSettings) -> None:
     """Build TensorRT engines from a bundle's graphs, into its engines/ directory."""
     end_on_sigterm()
@@ -94,10 +108,16 @@ def _build(settings: BuildSettings, bundle: Bundle, target: Target, key: Signing
         raise RequestError(f"{target.release.name} measures no kernels when it builds; leave --timing-cache out")
     module, release = load_tensorrt(target)
     plan = plan_engines(
-        bundle, target, release, module.__version__, settings.dialect or release.dialect,
+        bundle,
+        target,
+        release,
+        module.__version__,
+        settings.dialect or release.dialect,
         workspace=None if settings.workspace is None else settings.workspace << 20,
-        timing_cache=settings.timing_cache, profiles=int(settings.profiles) if settings.profiles else None, key=key,
-    )  # fmt: skip
+        timing_cache=settings.timing_cache,
+        profiles=int(settings.profiles) if settings.profiles else None,
+        key=key,
+    )
     if not settings.force:
         check_memory(plan)
     note(f"predicted: {size(plan.memory)} of memory at the peak, {len(plan.jobs)} engines for {target.machine}")

@@ -58,30 +58,53 @@ class CalibrateSettings:
     "vtx-calibrate questions.jsonl --images photos --bundle llava-int4 --device auto"
 )
 @options(
-    "data", "model", "tower", "allow_pickle",
-    option("--bundle", Path, "Bundle to measure instead: its weights in float32 or, with --device, its own engine at "
-           "each prebuilt K."),
+    "data",
+    "model",
+    "tower",
+    "allow_pickle",
+    option(
+        "--bundle",
+        Path,
+        "Bundle to measure instead: its weights in float32 or, with --device, its own engine at each prebuilt K.",
+    ),
     "images",
     option("--samples", SAMPLES, "Items to measure, sampled from DATA."),
     "seed",
-    option("--min-kept", 90, "Choose the smallest K at which at least this share of answers stays the same (lower end "
-           "of the confidence interval).", type=float, metavar="PERCENT"),
-    option("--max-accuracy-drop", float, "Choose the smallest K that loses at most this much accuracy instead.",
-           metavar="POINTS"),
-    option("--eta", 0.003, "Also report the first K with a mean KL below this. It decides only with --max-new-tokens "
-           "0."),
+    option(
+        "--min-kept",
+        90,
+        "Choose the smallest K at which at least this share of answers stays the same (lower end "
+        "of the confidence interval).",
+        type=float,
+        metavar="PERCENT",
+    ),
+    option(
+        "--max-accuracy-drop",
+        float,
+        "Choose the smallest K that loses at most this much accuracy instead.",
+        metavar="POINTS",
+    ),
+    option(
+        "--eta", 0.003, "Also report the first K with a mean KL below this. It decides only with --max-new-tokens 0."
+    ),
     option("--k-from", int, "First K to measure [default: 5]."),
     option("--rest", str, "Image tokens that stay at each K, a share or a number [default: none].", metavar="N%|N"),
-    option("--max-new-tokens", 16, "Maximum tokens of the model's own answers; 0: no answers, which needs the memory "
-           "of one layer instead of the model."),
+    option(
+        "--max-new-tokens",
+        16,
+        "Maximum tokens of the model's own answers; 0: no answers, which needs the memory "
+        "of one layer instead of the model.",
+    ),
     option("--batch", 8, "Items per pass over the weights."),
     option("--attention", bool, "Also measure attention per layer."),
-    "device", "compute", "threads",
+    "device",
+    "compute",
+    "threads",
     "chat_template",
     option("--out", Path, "Output directory [default: vtx-calibration-MODEL, or -BUNDLE]."),
     "report",
     record=CalibrateSettings,
-)  # fmt: skip
+)
 def calibrate(settings: CalibrateSettings) -> None:
     """Measure the effect of withdrawal at every K and choose a K.
 
@@ -137,9 +160,15 @@ def _engine(bundle: Path | None, loading: Loading, *of_checkpoints: str) -> Load
 
 
 def _measure(
-    source: OpenedModel, data: str, images: Path | None, samples: int, seed: int, options: CalibrationOptions,
-    choosing: Choosing, folder: Path,
-) -> CalibrationReport:  # fmt: skip
+    source: OpenedModel,
+    data: str,
+    images: Path | None,
+    samples: int,
+    seed: int,
+    options: CalibrationOptions,
+    choosing: Choosing,
+    folder: Path,
+) -> CalibrationReport:
     """Measure with a prediction of memory before and a bar during, and write the report into `folder`."""
     from vtx.exporter.calibration.calibrate import calibrate as measure
     from vtx.exporter.calibration.calibrate import predict_memory
@@ -172,11 +201,14 @@ def _show_calibration(report: CalibrationReport) -> None:
         return f"{value:.2g}" if value >= 0.01 or value == 0 else f"{value:.1e}".replace("e-0", "e-")
 
     rows = [
-        [str(p.k or "none"), str(p.full_layers or report.model.layers),
-         *map(short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
-         *(f"{share.share:.1%}" if share else "-" for share in (p.top1, p.agree, p.right))]
+        [
+            str(p.k or "none"),
+            str(p.full_layers or report.model.layers),
+            *map(short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
+            *(f"{share.share:.1%}" if share else "-" for share in (p.top1, p.agree, p.right)),
+        ]
         for p in report.curve
-    ]  # fmt: skip
+    ]
     heads = ["K", "full", "KL", "from", "to", "reverse", "token", "answer", "right"]
     rested = "" if report.rest is None else f", with a rest of {report.rest} at each K"
     table(f"{report.data.items} items of {report.data.source}{rested}", heads, rows)
@@ -209,9 +241,15 @@ def _show_kinds(report: CalibrationReport) -> None:
 
 
 def calibrated(
-    data: str, images: Path | None, model: str, template: str | None, tower: str | None, *, allow_pickle: bool,
+    data: str,
+    images: Path | None,
+    model: str,
+    template: str | None,
+    tower: str | None,
+    *,
+    allow_pickle: bool,
     downsample: str | None,
-) -> RecordedChoice:  # fmt: skip
+) -> RecordedChoice:
     """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.source import open_source
@@ -263,13 +301,24 @@ class GateSettings:
     "vtx-export --k auto --gates vtx-gates-demo.safetensors"
 )
 @options(
-    "data", "model", "tower", "allow_pickle",
-    option("--bundle", Path, "Bundle exported with every K, to measure instead: its weights in float32 or, with "
-           "--device, its own engine."),
-    "images", "items",
+    "data",
+    "model",
+    "tower",
+    "allow_pickle",
+    option(
+        "--bundle",
+        Path,
+        "Bundle exported with every K, to measure instead: its weights in float32 or, with --device, its own engine.",
+    ),
+    "images",
+    "items",
     option("--held-out", 250, "Items to evaluate on, with other images."),
-    option("--answers", "own", "Answers that must stay the same: the model's own greedy ones, or those in DATA.",
-           type=click.Choice(["own", "reference"])),
+    option(
+        "--answers",
+        "own",
+        "Answers that must stay the same: the model's own greedy ones, or those in DATA.",
+        type=click.Choice(["own", "reference"]),
+    ),
     option("--max-new-tokens", 64, "Maximum tokens of the model's own answers."),
     option("--batch", 8, "Items per pass over the weights."),
     option("--alpha", 1.03, "Limit on the increase of cross-entropy, as a factor; inf: none."),
@@ -277,14 +326,19 @@ class GateSettings:
     option("--lr", 4e-5, "Learning rate."),
     option("--epochs", int, "[default: enough for 8,000 items per gate, at least 1]"),
     option("--seed", 0, "Seed of sampling and of the gates."),
-    "device", "compute", "threads",
+    "device",
+    "compute",
+    "threads",
     option("--ray-address", str, "Measure on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     option("--work", Path, "Directory of the measurements [default: OUT.work]."),
-    option("--out", Path, "Output file of the gates; the report is written next to it [default: "
-           "vtx-gates-MODEL.safetensors]."),
+    option(
+        "--out",
+        Path,
+        "Output file of the gates; the report is written next to it [default: vtx-gates-MODEL.safetensors].",
+    ),
     "report",
     record=GateSettings,
-)  # fmt: skip
+)
 def train_gate(settings: GateSettings) -> None:
     """Train gates that choose K for each question, and compare them with every fixed K.
 
@@ -300,10 +354,19 @@ def train_gate(settings: GateSettings) -> None:
     measuring = MeasureOptions(settings.answers, settings.max_new_tokens, settings.batch)
     fitting = FitOptions(settings.alpha, settings.width, settings.lr, settings.epochs, settings.seed)
     options = TrainOptions(
-        settings.model, settings.data, settings.images, settings.items, settings.held_out, measuring, fitting,
-        settings.ray_address, settings.tower, allow_pickle=settings.allow_pickle,
-        bundle=settings.bundle, engine=_engine(settings.bundle, settings.loading, "model", "tower", "allow_pickle"),
-    )  # fmt: skip
+        settings.model,
+        settings.data,
+        settings.images,
+        settings.items,
+        settings.held_out,
+        measuring,
+        fitting,
+        settings.ray_address,
+        settings.tower,
+        allow_pickle=settings.allow_pickle,
+        bundle=settings.bundle,
+        engine=_engine(settings.bundle, settings.loading, "model", "tower", "allow_pickle"),
+    )
     target = settings.out or default_out(str(settings.bundle or settings.model))
     with bar() as progress:
         report = train_gates(options, target, settings.work or target.with_suffix(".work"), progress)

@@ -54,10 +54,23 @@ class ChatSettings:
 @command(epilog="vtx-chat photo.jpg\nvtx-chat photo.jpg --k 8\nvtx-chat --bundle llava-7b photo.jpg --device cpu")
 @click.argument("image", required=False)
 @options(
-    "bundle", "hub_model", "hub_precision", "k", "rest", "reduce", "max_new_tokens", "guide",
-    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
+    "bundle",
+    "hub_model",
+    "hub_precision",
+    "k",
+    "rest",
+    "reduce",
+    "max_new_tokens",
+    "guide",
+    "device",
+    "compute",
+    "threads",
+    "fit",
+    "max_tiles",
+    "max_pixels",
+    "require_signature",
     record=ChatSettings,
-)  # fmt: skip
+)
 def chat(settings: ChatSettings) -> None:
     """Chat about an image; each turn builds on the earlier ones. /help lists the commands."""
     from vtx.runtime.api.options import Options

@@ -41,18 +41,35 @@ class DoctorSettings:
 )
 @click.argument("bundle", type=click.Path(), required=False)
 @options(
-    "positional", "device", "compute", "require_signature",
-    option("--compare", str, "Compare each graph between two dialects on onnxruntime (ort, ort-cuda, plain, trt, "
-           "trt10) or two devices (openvino, cuda, tensorrt), and report the first difference beyond "
-           "tolerance.", metavar="A,B"),
-    option("--gpu gpu", Path, "Use the NVIDIA GPU step by step, with a BUNDLE also its engines, and write what each "
-           "step gave to a file to send with a report.", metavar="FILE"),
+    "positional",
+    "device",
+    "compute",
+    "require_signature",
+    option(
+        "--compare",
+        str,
+        "Compare each graph between two dialects on onnxruntime (ort, ort-cuda, plain, trt, "
+        "trt10) or two devices (openvino, cuda, tensorrt), and report the first difference beyond "
+        "tolerance.",
+        metavar="A,B",
+    ),
+    option(
+        "--gpu gpu",
+        Path,
+        "Use the NVIDIA GPU step by step, with a BUNDLE also its engines, and write what each "
+        "step gave to a file to send with a report.",
+        metavar="FILE",
+    ),
     option("--json as_json", bool, "Print one JSON object."),
-    option("--write-traces", Path, "Run every kind of case and write ids, masks, slots, positions and logits.",
-           metavar="DIR"),
+    option(
+        "--write-traces",
+        Path,
+        "Run every kind of case and write ids, masks, slots, positions and logits.",
+        metavar="DIR",
+    ),
     option("--check-traces", Path, "Check traces from another runtime or device against this one.", metavar="DIR"),
     record=DoctorSettings,
-)  # fmt: skip
+)
 def doctor(settings: DoctorSettings) -> None:
     """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
     bundle = named_once(settings.bundle, settings.named)

@@ -76,33 +76,57 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
 @click.argument("task", type=click.Choice(TASKS, case_sensitive=False))
 @click.argument("data", type=PATH)
 @options(
-    "bundle", "images",
-    option("--protocol", "authors", "Prompts and scoring of the "
-           "benchmark's authors, or of lmms-eval's tasks.", type=click.Choice(["authors", "lmms-eval"])),
+    "bundle",
+    "images",
+    option(
+        "--protocol",
+        "authors",
+        "Prompts and scoring of the benchmark's authors, or of lmms-eval's tasks.",
+        type=click.Choice(["authors", "lmms-eval"]),
+    ),
     option("--annotations", Path, "VQAv2 answer file."),
     option("--split", "test", "ScienceQA split."),
     "ks",
-    option("--reduce reduces", str, "Token reduction; repeat for more, each measured at every K [default: all in the "
-           "bundle; with --k, none].", multiple=True, metavar="SPEC|none"),
-    option("--rest rests", str, "Image tokens that stay from each K on, a share or a number; repeat for more, each "
-           "measured beside none.", multiple=True, metavar="N%|N"),
+    option(
+        "--reduce reduces",
+        str,
+        "Token reduction; repeat for more, each measured at every K [default: all in the bundle; with --k, none].",
+        multiple=True,
+        metavar="SPEC|none",
+    ),
+    option(
+        "--rest rests",
+        str,
+        "Image tokens that stay from each K on, a share or a number; repeat for more, each measured beside none.",
+        multiple=True,
+        metavar="N%|N",
+    ),
     option("--instruction", str, 'Suffix for each question, "" for none [default: the benchmark\'s].'),
     option("--samples", int, "Maximum number of questions; those of one image stay together [default: all]."),
     "seed",
     option("--max-new-tokens", 32),
     "choices",
-    option("--coverage", float, "With --choices: also accuracy against coverage by threshold; the laxest threshold at "
-           "which accepted answers are shown to be right this often goes into the bundle's card.", metavar="ACCURACY"),
-    option("--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.",
-           metavar="KEY"),
+    option(
+        "--coverage",
+        float,
+        "With --choices: also accuracy against coverage by threshold; the laxest threshold at "
+        "which accepted answers are shown to be right this often goes into the bundle's card.",
+        metavar="ACCURACY",
+    ),
+    option(
+        "--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.", metavar="KEY"
+    ),
     option("--no-times", bool, "Skip timings, e.g. on a busy machine."),
-    option("--parallel", 8, "Concurrent answers, except while timing.",
-           type=click.IntRange(1)),
-    "cluster", "device", "compute", "threads", "fit",
+    option("--parallel", 8, "Concurrent answers, except while timing.", type=click.IntRange(1)),
+    "cluster",
+    "device",
+    "compute",
+    "threads",
+    "fit",
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-eval-TASK-BUNDLE]."),
     "report",
     record=EvaluationSettings,
-)  # fmt: skip
+)
 def evaluate(settings: EvaluationSettings) -> None:
     """Evaluate a bundle on a benchmark, at every K and with every reduction: accuracy and cost.
 
@@ -119,9 +143,7 @@ def evaluate(settings: EvaluationSettings) -> None:
     methods = _named_methods(settings)
     form, metric = _protocol(settings)
     suffix = form.instruction if settings.instruction is None else settings.instruction
-    questions = read_questions(
-        form, settings.files, instruction=suffix, samples=settings.samples, seed=settings.seed
-    )  # fmt: skip
+    questions = read_questions(form, settings.files, instruction=suffix, samples=settings.samples, seed=settings.seed)
     _say_skipped(questions.skipped)
     path = find_bundle(settings.bundle, settings.ks)
     target = settings.out or Path(f"vtx-eval-{settings.task}-{path.name}")
@@ -130,10 +152,16 @@ def evaluate(settings: EvaluationSettings) -> None:
         answers = _ask(settings, by, questions, methods, target)
         _say_skipped(answers.skipped[len(questions.skipped) :])
         report = make_report(
-            settings.task, metric, questions.source, answers, by, instruction=suffix,
-            times=not settings.no_times and by.alone is not None, protocol=settings.protocol,
+            settings.task,
+            metric,
+            questions.source,
+            answers,
+            by,
+            instruction=suffix,
+            times=not settings.no_times and by.alone is not None,
+            protocol=settings.protocol,
             coverage=settings.coverage is not None,
-        )  # fmt: skip
+        )
         if settings.coverage is not None:
             scored = scored_answers(answers, metric)
             acceptance = scored.acceptance(settings.coverage, questions.source, methods[0].name)
@@ -219,9 +247,16 @@ def _ask(
 
     with bar() as report:
         return ask_all(
-            by, questions, methods, settings.max_new_tokens, target / "answers.jsonl", report=report,
-            guide=settings.guide, timed=0 if settings.no_times else TIMED, predict=predict,
-        )  # fmt: skip
+            by,
+            questions,
+            methods,
+            settings.max_new_tokens,
+            target / "answers.jsonl",
+            report=report,
+            guide=settings.guide,
+            timed=0 if settings.no_times else TIMED,
+            predict=predict,
+        )
 
 
 def _accept(folder: Path, acceptance: Acceptance | None, target: float, sign: Path | None) -> None:

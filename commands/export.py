@@ -118,60 +118,146 @@ def _chosen_ks(
 )
 @options(
     "model",
-    option("--k ks", ("none",), "First layer without vision tokens, at least 2. Several K share one set of weights; "
-           "the first is the default.", type=DepthType(several=True), multiple=True, callback=_chosen_ks,
-           metavar="N|N,M,...|auto|none"),
+    option(
+        "--k ks",
+        ("none",),
+        "First layer without vision tokens, at least 2. Several K share one set of weights; the first is the default.",
+        type=DepthType(several=True),
+        multiple=True,
+        callback=_chosen_ks,
+        metavar="N|N,M,...|auto|none",
+    ),
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
-    "vision_precision", "head_precision",
-    option("--int4-block", BLOCK_SIZE, "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero "
-           "points, more precise [default: 64].", callback=_whole),
-    option("--int8-block", BLOCK_SIZE, "int8 weights per scale, which is more precise than a scale per row "
-           "[default: a row's].", callback=_whole),
+    "vision_precision",
+    "head_precision",
+    option(
+        "--int4-block",
+        BLOCK_SIZE,
+        "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero "
+        "points, more precise [default: 64].",
+        callback=_whole,
+    ),
+    option(
+        "--int8-block",
+        BLOCK_SIZE,
+        "int8 weights per scale, which is more precise than a scale per row [default: a row's].",
+        callback=_whole,
+    ),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
-    option("--max-context", int, "KV slots for prompt and answer [default: what the largest image, a question and "
-           "an answer need, at least 4096, up to the model's limit]."),
+    option(
+        "--max-context",
+        int,
+        "KV slots for prompt and answer [default: what the largest image, a question and "
+        "an answer need, at least 4096, up to the model's limit].",
+    ),
     option("--out", Path, "Output directory [default: vtx-MODEL-kN-PRECISION]."),
-    "chat_template", "tower", "allow_pickle",
+    "chat_template",
+    "tower",
+    "allow_pickle",
     option("--gates", Path, "Gates from vtx-train-gate; --k auto uses all of them."),
-    option("--calibration", str, "Questions for --k auto, --retain and --activation-aware, in the format of "
-           "vtx-calibrate; --k auto also accepts the directory of an earlier calibration.", metavar="DATA"),
+    option(
+        "--calibration",
+        str,
+        "Questions for --k auto, --retain and --activation-aware, in the format of "
+        "vtx-calibrate; --k auto also accepts the directory of an earlier calibration.",
+        metavar="DATA",
+    ),
     "images",
-    option("--allow-changed-answers", bool, "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
-           "or if that is unknown, and weights whose KL from the checkpoint is above 1 nat."),
-    option("--activation-aware", bool, "With int4 or int8: scale the decoder's channels to minimise the rounding "
-           "error on the questions of --calibration [for the demo: scenes]."),
-    option("--arithmetic", "auto", "auto: measure in two minutes how far integer weights, and bf16 and int8 arithmetic "
-           "where OpenVINO is the faster engine, are from the checkpoint; narrower arithmetic that is as near as f32 "
-           "becomes the default. measured: whatever the engine and the time, on the questions of --calibration (else "
-           "texts and scenes); f32: never.", type=click.Choice(["auto", "measured", "f32"])),
-    option("--dialect dialects", str, "Graph dialects: ort (always), ort-cuda for onnxruntime on CUDA, trt for "
-           "TensorRT, trt10 for JetPack 6's TensorRT, plain for OpenVINO [default: all].", metavar="ort,...",
-           callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(",")))),
-    option("--reduce reductions", str, "Token reduction, e.g. mustdrop:192 or lsm+fastv:k=2,ratio=0.5; repeat for "
-           "more variants over the same weights. The first is the default.",
-           multiple=True, metavar="SPEC"),
-    option("--text-tower", str, "Directory or Hugging Face id of the vision tower's CLIPModel, whose text tower "
-           "cdpruner:text=tower needs.", metavar="CLIP"),
-    option("--retain", float, "Scale the thresholds of the first --reduce to keep this many vision tokens, averaged "
-           "over layers and the questions of --calibration [for the demo: scenes].", metavar="TOKENS"),
-    option("--max-memory", str, "Refuse the export if its predicted memory exceeds this, e.g. 2GB.", callback=size_of,
-           metavar="SIZE"),
-    option("--stage-layers", int, "Most decoder layers in a graph: fewer take less memory where engines are built "
-           "[default: as K and the reductions cut it]."),
-    option("--downsample", str, "Patches per image token of MiniCPM-V 4.6: 16x, or 4x for four times the tokens "
-           "[default: the checkpoint's].", metavar="16x|4x"),
-    option("--cameras", str, "Camera names of a robot policy, in training order.",           metavar="NAME,...",
-           callback=lambda _, __, value: tuple(filter(None, map(str.strip, (value or "").split(","))))),
+    option(
+        "--allow-changed-answers",
+        bool,
+        "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
+        "or if that is unknown, and weights whose KL from the checkpoint is above 1 nat.",
+    ),
+    option(
+        "--activation-aware",
+        bool,
+        "With int4 or int8: scale the decoder's channels to minimise the rounding "
+        "error on the questions of --calibration [for the demo: scenes].",
+    ),
+    option(
+        "--arithmetic",
+        "auto",
+        "auto: measure in two minutes how far integer weights, and bf16 and int8 arithmetic "
+        "where OpenVINO is the faster engine, are from the checkpoint; narrower arithmetic that is as near as f32 "
+        "becomes the default. measured: whatever the engine and the time, on the questions of --calibration (else "
+        "texts and scenes); f32: never.",
+        type=click.Choice(["auto", "measured", "f32"]),
+    ),
+    option(
+        "--dialect dialects",
+        str,
+        "Graph dialects: ort (always), ort-cuda for onnxruntime on CUDA, trt for "
+        "TensorRT, trt10 for JetPack 6's TensorRT, plain for OpenVINO [default: all].",
+        metavar="ort,...",
+        callback=lambda _, __, value: DIALECTS if value is None else tuple(dict.fromkeys(value.split(","))),
+    ),
+    option(
+        "--reduce reductions",
+        str,
+        "Token reduction, e.g. mustdrop:192 or lsm+fastv:k=2,ratio=0.5; repeat for "
+        "more variants over the same weights. The first is the default.",
+        multiple=True,
+        metavar="SPEC",
+    ),
+    option(
+        "--text-tower",
+        str,
+        "Directory or Hugging Face id of the vision tower's CLIPModel, whose text tower cdpruner:text=tower needs.",
+        metavar="CLIP",
+    ),
+    option(
+        "--retain",
+        float,
+        "Scale the thresholds of the first --reduce to keep this many vision tokens, averaged "
+        "over layers and the questions of --calibration [for the demo: scenes].",
+        metavar="TOKENS",
+    ),
+    option(
+        "--max-memory",
+        str,
+        "Refuse the export if its predicted memory exceeds this, e.g. 2GB.",
+        callback=size_of,
+        metavar="SIZE",
+    ),
+    option(
+        "--stage-layers",
+        int,
+        "Most decoder layers in a graph: fewer take less memory where engines are built "
+        "[default: as K and the reductions cut it].",
+    ),
+    option(
+        "--downsample",
+        str,
+        "Patches per image token of MiniCPM-V 4.6: 16x, or 4x for four times the tokens [default: the checkpoint's].",
+        metavar="16x|4x",
+    ),
+    option(
+        "--cameras",
+        str,
+        "Camera names of a robot policy, in training order.",
+        metavar="NAME,...",
+        callback=lambda _, __, value: tuple(filter(None, map(str.strip, (value or "").split(",")))),
+    ),
     option("--force", bool, "Replace an existing bundle."),
     option("--json as_json", bool, "Print the bundle's contents as one JSON object, like vtx-inspect."),
-    option("--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.",
-           metavar="KEY"),
-    option("--release", str, "Release number of the signed bundle; devices refuse numbers below the highest they have "
-           "run.", metavar="NAME=N"),
-    option("--until", str, "Last valid day of the signed release (UTC); devices refuse it afterwards.",
-           metavar="YYYY-MM-DD"),
+    option(
+        "--sign", Path, "Sign the bundle with this Ed25519 key (PEM), for vtx-run --require-signature.", metavar="KEY"
+    ),
+    option(
+        "--release",
+        str,
+        "Release number of the signed bundle; devices refuse numbers below the highest they have run.",
+        metavar="NAME=N",
+    ),
+    option(
+        "--until",
+        str,
+        "Last valid day of the signed release (UTC); devices refuse it afterwards.",
+        metavar="YYYY-MM-DD",
+    ),
     record=ExportSettings,
-)  # fmt: skip
+)
 def export(settings: ExportSettings) -> None:
     """Export a checkpoint to a bundle, with the decoder split at K, ready for vtx-run.
 
@@ -250,11 +336,32 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
             s.calibration, s.images, s.model, template, s.tower, allow_pickle=s.allow_pickle, downsample=s.downsample
         )
     return ExportOptions(
-        s.model, (choice.k,) if choice else s.ks, s.precision, s.max_context, template, s.gates, choice, s.dialects,
-        s.reductions, s.vision_precision, s.head_precision, s.kv_precision, retain, aware, s.text_tower, s.tower,
-        s.allow_pickle, s.int4_block, s.int8_block, s.allow_changed_answers, arithmetic, release, s.cameras, s.downsample,
+        s.model,
+        (choice.k,) if choice else s.ks,
+        s.precision,
+        s.max_context,
+        template,
+        s.gates,
+        choice,
+        s.dialects,
+        s.reductions,
+        s.vision_precision,
+        s.head_precision,
+        s.kv_precision,
+        retain,
+        aware,
+        s.text_tower,
+        s.tower,
+        s.allow_pickle,
+        s.int4_block,
+        s.int8_block,
+        s.allow_changed_answers,
+        arithmetic,
+        release,
+        s.cameras,
+        s.downsample,
         s.stage_layers,
-    )  # fmt: skip
+    )
 
 
 def _questions(settings: ExportSettings, purpose: str, samples: int) -> Data:

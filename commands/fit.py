@@ -73,30 +73,50 @@ def _share(_: click.Context, __: click.Parameter, value: str) -> float:
 )
 @click.argument("bundles", type=PATH, nargs=-1, required=True, metavar="BUNDLE [BUNDLE ...]")
 @options(
-    option("--questions", str, "Your questions, in the format of vtx-calibrate, answers optional; scenes: drawn "
-           "scenes, for the demo.", required=True, metavar="FILE"),
+    option(
+        "--questions",
+        str,
+        "Your questions, in the format of vtx-calibrate, answers optional; scenes: drawn scenes, for the demo.",
+        required=True,
+        metavar="FILE",
+    ),
     "images",
     option("--samples", int, "Maximum number of questions, sampled from the file [default: all]."),
     option("--keep", "98%", "Minimum share of answers equal to the full model's.", callback=_share, metavar="SHARE"),
-    option("--accuracy-drop", float, "Instead of --keep, for questions with answers: limit on the share that turns "
-           "from right to wrong.", metavar="POINTS"),
+    option(
+        "--accuracy-drop",
+        float,
+        "Instead of --keep, for questions with answers: limit on the share that turns from right to wrong.",
+        metavar="POINTS",
+    ),
     option("--first-token", float, "Limit on the 99th percentile of the time to first token.", metavar="MS"),
-    option("--per-token", float, "Limit on the 99th percentile of the time per output token, averaged within an "
-           "answer.", metavar="MS"),
+    option(
+        "--per-token",
+        float,
+        "Limit on the 99th percentile of the time per output token, averaged within an answer.",
+        metavar="MS",
+    ),
     option("--memory", float, "Memory limit.", metavar="GB"),
-    option("--profile", str, "Choose for this device, by vtx-plan's estimates of time and memory; --device names its "
-           "engine.", metavar="NAME"),
+    option(
+        "--profile",
+        str,
+        "Choose for this device, by vtx-plan's estimates of time and memory; --device names its engine.",
+        metavar="NAME",
+    ),
     option("--max-new-tokens", 32, "Maximum tokens per answer."),
     option("--seed", 0, "Seed of the split into search and held-out questions."),
-    "device", "compute", "threads",
-    option("--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.",
-           metavar="KEY"),
+    "device",
+    "compute",
+    "threads",
+    option(
+        "--sign", Path, "Sign the card with this private Ed25519 key (PEM); required for signed bundles.", metavar="KEY"
+    ),
     option("--no-card", bool, "Do not write a card."),
     option("--check", bool, "Only check the bundle's existing card on these questions."),
     option("--out", Path, "Output directory for answers, report and plot [default: vtx-fit-BUNDLE]."),
     "report",
     record=FitSettings,
-)  # fmt: skip
+)
 def fit(settings: FitSettings) -> None:
     """Find the fastest configuration of a model's bundles within a budget, and write it into a card.
 
@@ -169,9 +189,13 @@ def _check_unsigned(bundles: Sequence[Bundle]) -> None:
 
 
 def _search(
-    settings: FitSettings, budget: Budget, bundles: Sequence[Bundle], questions: Questions, target: Path,
+    settings: FitSettings,
+    budget: Budget,
+    bundles: Sequence[Bundle],
+    questions: Questions,
+    target: Path,
     machine: Machine,
-) -> Fitted:  # fmt: skip
+) -> Fitted:
     """The fastest configuration within the budget, for all questions and for each kind."""
     from vtx.runtime.units import counted, duration
     from vtx.tools.data.journal import ResultJournal
@@ -185,9 +209,12 @@ def _search(
     memory = min((limit for limit in limits if limit is not None), default=None)
     reference, candidates = find_settings(engines, memory, cache(questions.sizes))
     identity = {
-        "model": reference.on.digest, "--max-new-tokens": settings.max_new_tokens, "--threads": settings.threads,
-        "machine": machine.cpu, "set of packages": dict(machine.versions),
-    }  # fmt: skip
+        "model": reference.on.digest,
+        "--max-new-tokens": settings.max_new_tokens,
+        "--threads": settings.threads,
+        "machine": machine.cpu,
+        "set of packages": dict(machine.versions),
+    }
     note(
         f"{counted(len(candidates), 'configuration')} of {counted(len(bundles), 'bundle')}, "
         f"{counted(len(questions.digests), 'question')}; compared with {reference.name}"

@@ -51,10 +51,14 @@ def inspect(bundle: str | None, named: str | None, as_json: bool, loading: Loadi
     stages = [[f"{s['first']}..{s['last']}", s["graph"], size(s["graph_bytes"])] for s in facts["stages"]]
     table("stages", ["layers", "graph", "graph size"], stages)
     variants = [
-        [str(v["k"] or "none") + (" (default)" if v["k"] == facts["default_k"] else ""), str(v["full_layers"]),
-         size(v["kv_bytes_one_image"]), size(v["kv_bytes_full_context"])]
+        [
+            str(v["k"] or "none") + (" (default)" if v["k"] == facts["default_k"] else ""),
+            str(v["full_layers"]),
+            size(v["kv_bytes_one_image"]),
+            size(v["kv_bytes_full_context"]),
+        ]
         for v in facts["variants"]
-    ]  # fmt: skip
+    ]
     if facts["reductions"]:
         say("reductions, the default first: " + ", ".join(facts["reductions"]))
     if card is not None:

@@ -42,12 +42,15 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool) -> None:
         manifest = bundle.manifest
         records.append(
             {
-                "bundle": str(folder), "default": default is not None and folder == default.absolute(),
-                "model": manifest.model.name, "precision": manifest.precision, "k": list(manifest.variants),
+                "bundle": str(folder),
+                "default": default is not None and folder == default.absolute(),
+                "model": manifest.model.name,
+                "precision": manifest.precision,
+                "k": list(manifest.variants),
                 "bytes": sum(file.bytes for file in manifest.files.values()),
                 "card": None if card is None else card.chosen.configuration.name,
             }
-        )  # fmt: skip
+        )
     if as_json:
         say_json(records)
     elif not records:
@@ -55,10 +58,13 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool) -> None:
     else:
         rows = [
             [
-                f"{record['bundle']}{' (default)' if record['default'] else ''}", str(record["model"]),
-                str(record["precision"]), ", ".join(map(str, record["k"])) or "none", size(record["bytes"]),
+                f"{record['bundle']}{' (default)' if record['default'] else ''}",
+                str(record["model"]),
+                str(record["precision"]),
+                ", ".join(map(str, record["k"])) or "none",
+                size(record["bytes"]),
                 str(record["card"] or "-"),
             ]
             for record in records
-        ]  # fmt: skip
+        ]
         table("", ["bundle", "model", "precision", "K", "size", "card"], rows)

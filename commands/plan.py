@@ -66,30 +66,52 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
 )
 @options(
-    option("--model", str, "Known model, checkpoint or its config.json, or bundle.", required=True,
-           metavar="NAME|FOLDER"),
-    option("--image-size picture", "1280x720", "Image size in pixels, for models whose number of image tokens depends "
-           "on it.", callback=_image_size, metavar="WxH"),
+    option(
+        "--model", str, "Known model, checkpoint or its config.json, or bundle.", required=True, metavar="NAME|FOLDER"
+    ),
+    option(
+        "--image-size picture",
+        "1280x720",
+        "Image size in pixels, for models whose number of image tokens depends on it.",
+        callback=_image_size,
+        metavar="WxH",
+    ),
     option("--sequence", int, "Prompt length in tokens [default: one image of --image-size plus --text]."),
     option("--text", 64, "Text tokens in the prompt."),
-    option("--k ks", DepthType(several=True, auto=False), "First layer without vision tokens, at least 2 [default: "
-           "none and several K].", multiple=True, callback=joined, metavar="N|none|N,M,..."),
-    option("--rest", str, "Image tokens that stay from each K on: a share, e.g. 10%, or a number [default: none].",
-           metavar="N%|N"),
-    option("--reduce reduction", "none", "Token reduction, as for vtx-export, e.g. "
-           "fastv:k=2,ratio=0.5.", metavar="SPEC"),
-    option("--precision precisions", PRECISION, "Weight precision; repeat for more.", multiple=True,
-           show_default="all"),
-    "vision_precision", "head_precision", "max_new_tokens",
+    option(
+        "--k ks",
+        DepthType(several=True, auto=False),
+        "First layer without vision tokens, at least 2 [default: none and several K].",
+        multiple=True,
+        callback=joined,
+        metavar="N|none|N,M,...",
+    ),
+    option(
+        "--rest",
+        str,
+        "Image tokens that stay from each K on: a share, e.g. 10%, or a number [default: none].",
+        metavar="N%|N",
+    ),
+    option(
+        "--reduce reduction", "none", "Token reduction, as for vtx-export, e.g. fastv:k=2,ratio=0.5.", metavar="SPEC"
+    ),
+    option(
+        "--precision precisions", PRECISION, "Weight precision; repeat for more.", multiple=True, show_default="all"
+    ),
+    "vision_precision",
+    "head_precision",
+    "max_new_tokens",
     option("--profile", str, "Device to estimate times and memory for.", metavar="NAME"),
-    option("--device engine", click.Choice([*ENGINES]), "Engine to estimate for; needs --profile [default: the first "
-           "that can run the model]."),
-    option("--jetpack", str, "JetPack release, if --profile is a Jetson [default: its newest].",
-           metavar="VERSION"),
+    option(
+        "--device engine",
+        click.Choice([*ENGINES]),
+        "Engine to estimate for; needs --profile [default: the first that can run the model].",
+    ),
+    option("--jetpack", str, "JetPack release, if --profile is a Jetson [default: its newest].", metavar="VERSION"),
     option("--json as_json", bool, "Print only one JSON object."),
     "plot",
     record=PlanSettings,
-)  # fmt: skip
+)
 def plan(settings: PlanSettings) -> None:
     """Calculate the cost of a model: FLOPs, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
@@ -171,10 +193,17 @@ def _costs(
     from vtx.tools.estimate.plan import make_plan
 
     return make_plan(
-        size, work, settings.ks, settings.decoder_precisions, device, settings.vision_precision,
-        settings.head_precision, engine=None if engine is None else engine.cost,
-        reductions=parse(settings.reduction), rest=0 if settings.rest is None else read_rest(settings.rest),
-    )  # fmt: skip
+        size,
+        work,
+        settings.ks,
+        settings.decoder_precisions,
+        device,
+        settings.vision_precision,
+        settings.head_precision,
+        engine=None if engine is None else engine.cost,
+        reductions=parse(settings.reduction),
+        rest=0 if settings.rest is None else read_rest(settings.rest),
+    )
 
 
 def _buildable(
@@ -189,9 +218,12 @@ def _buildable(
 
 
 def _show_plan(
-    costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSize, engines: Sequence[EngineSupport],
+    costs: CostPlan,
+    picture: tuple[int, int] | None,
+    whole: ModelSize,
+    engines: Sequence[EngineSupport],
     counted: EngineSupport | None,
-) -> None:  # fmt: skip
+) -> None:
     from vtx.runtime.units import size
     from vtx.tools.estimate.plan import ESTIMATE
 

@@ -40,7 +40,12 @@ NO_STATE = Path("none")
 )
 @click.argument("arguments", nargs=-1, required=True, metavar="IMAGE|VIDEO QUESTION [QUESTION ...]")
 @options(
-    "bundle", "hub_model", "hub_precision", "k", "rest", "reduce",
+    "bundle",
+    "hub_model",
+    "hub_precision",
+    "k",
+    "rest",
+    "reduce",
     option("--about", str, "Select image tokens by this text instead of the question (cdpruner, dart:k=0)."),
     option("--show-tokens", Path, "Write a PNG of the patches that survive each cut."),
     option("--boxes", bool, "Also read the boxes that an answer names, in pixels of the picture."),
@@ -49,8 +54,13 @@ NO_STATE = Path("none")
     option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
-    option("--image-tokens", int, "At most N tokens per image, for models that see images in tiles, at native "
-           "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).", metavar="N"),
+    option(
+        "--image-tokens",
+        int,
+        "At most N tokens per image, for models that see images in tiles, at native "
+        "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).",
+        metavar="N",
+    ),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -60,34 +70,90 @@ NO_STATE = Path("none")
     option("--top-p", 1.0, "Nucleus sampling: smallest set of tokens with at least this probability; 1: all."),
     option("--top-k", 0, "Sample from this many of the most likely tokens; 0: all."),
     option("--seed", int, "Sampling seed, used if the temperature is above 0."),
-    click.option("--prompt-lookup", type=int, default=0, metavar="N", help="Prompt lookup decoding: draft up to N "
-                 "tokens from the prompt and the answer so far, verify them in one pass [default: 0, off]."),
+    click.option(
+        "--prompt-lookup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Prompt lookup decoding: draft up to N "
+        "tokens from the prompt and the answer so far, verify them in one pass [default: 0, off].",
+    ),
     "guide",
-    option("--accept", str, "With --choices: the probability that an answer must have; below it the answer is unsure. "
-           "card: the threshold of the bundle's card (vtx-eval --coverage).", metavar="P|card"),
-    option("--act", Path, "File with the robot's state, a JSON list of numbers, or none. The arguments are camera "
-           "images (or NAME=IMAGE), then the instruction. Prints actions as JSON.", metavar="STATE"),
+    option(
+        "--accept",
+        str,
+        "With --choices: the probability that an answer must have; below it the answer is unsure. "
+        "card: the threshold of the bundle's card (vtx-eval --coverage).",
+        metavar="P|card",
+    ),
+    option(
+        "--act",
+        Path,
+        "File with the robot's state, a JSON list of numbers, or none. The arguments are camera "
+        "images (or NAME=IMAGE), then the instruction. Prints actions as JSON.",
+        metavar="STATE",
+    ),
     option("--steps", int, "With --act: number of Euler steps [default: the checkpoint's].", metavar="N"),
     option("--deadline-ms", float, "With --act: fail if the actions take longer than this.", metavar="MS"),
     option("--normalized", bool, "With --act: state and actions are in normalised units."),
     option("--unnorm-key", str, "With --act: dataset whose statistics scale the actions (OpenVLA).", metavar="NAME"),
-    "fit", "max_tiles", "max_pixels", "image_formats", "device", "compute", "threads", "force", "require_signature",
-)  # fmt: skip
+    "fit",
+    "max_tiles",
+    "max_pixels",
+    "image_formats",
+    "device",
+    "compute",
+    "threads",
+    "force",
+    "require_signature",
+)
 def run(
-    arguments: tuple[str, ...], bundle: str | None, hub_model: str | None, precision: str | None, k: Depth,
-    rest: str | None, reduce: str, about: str | None, show_tokens: Path | None, boxes: bool, show_boxes: Path | None,
-    gate_threshold: float, more: tuple[str, ...],
-    videos: tuple[str, ...], frames: int | None, image_tokens: int | None, text_only: bool, chat: bool, as_json: bool,
-    max_new_tokens: int, ignore_eos: bool, temperature: float, top_p: float, top_k: int, seed: int | None,
-    prompt_lookup: int, guide: Guide | None, accept: str | None, act: Path | None, steps: int | None,
-    deadline_ms: float | None, normalized: bool, unnorm_key: str | None, loading: Loading,
-) -> None:  # fmt: skip
+    arguments: tuple[str, ...],
+    bundle: str | None,
+    hub_model: str | None,
+    precision: str | None,
+    k: Depth,
+    rest: str | None,
+    reduce: str,
+    about: str | None,
+    show_tokens: Path | None,
+    boxes: bool,
+    show_boxes: Path | None,
+    gate_threshold: float,
+    more: tuple[str, ...],
+    videos: tuple[str, ...],
+    frames: int | None,
+    image_tokens: int | None,
+    text_only: bool,
+    chat: bool,
+    as_json: bool,
+    max_new_tokens: int,
+    ignore_eos: bool,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    prompt_lookup: int,
+    guide: Guide | None,
+    accept: str | None,
+    act: Path | None,
+    steps: int | None,
+    deadline_ms: float | None,
+    normalized: bool,
+    unnorm_key: str | None,
+    loading: Loading,
+) -> None:
     """Answer one or more questions about an image or a video, which is encoded once."""
     if act is not None:
         asked = {
-            "k": k, "seed": seed, "steps": steps, "deadline_ms": deadline_ms, "normalized": normalized,
-            "unnorm_key": unnorm_key, "reduce": reduce,
-        }  # fmt: skip
+            "k": k,
+            "seed": seed,
+            "steps": steps,
+            "deadline_ms": deadline_ms,
+            "normalized": normalized,
+            "unnorm_key": unnorm_key,
+            "reduce": reduce,
+        }
         if rest is not None:
             raise click.UsageError("--rest is for answers in words; leave it out with --act")
         _act(act, arguments, bundle, hub_model, precision, loading, asked)
@@ -203,9 +269,14 @@ def _check_questions(questions: Sequence[str], first: str) -> None:
 
 
 def _act(
-    state: Path, arguments: Sequence[str], bundle: str | None, hub_model: str | None, precision: str | None,
-    loading: Loading, asked: dict[str, Any],
-) -> None:  # fmt: skip
+    state: Path,
+    arguments: Sequence[str],
+    bundle: str | None,
+    hub_model: str | None,
+    precision: str | None,
+    loading: Loading,
+    asked: dict[str, Any],
+) -> None:
     """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with.
 
     `asked` are arguments of `Model.act`.
@@ -231,10 +302,13 @@ def _act(
         seconds = model.actor.seconds
         say_json(
             {
-                "instruction": instruction, "image": pictures, "bundle": str(folder), "actions": actions.tolist(),
+                "instruction": instruction,
+                "image": pictures,
+                "bundle": str(folder),
+                "actions": actions.tolist(),
                 "seconds": {"tower": seconds.tower, "prompt": seconds.prompt, "expert": seconds.expert},
             }
-        )  # fmt: skip
+        )
 
 
 def _read(

@@ -54,9 +54,15 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     f"{KEY}=secret vtx-serve --host 0.0.0.0 --port 8000"
 )
 @options(
-    option("--bundle bundles", str, "Bundle to serve, under its directory's name or NAME; repeat for more, loaded on "
-           "demand [default: as vtx-run].", multiple=True, metavar="[NAME=]DIR"),
-    "hub_model", "hub_precision",
+    option(
+        "--bundle bundles",
+        str,
+        "Bundle to serve, under its directory's name or NAME; repeat for more, loaded on demand [default: as vtx-run].",
+        multiple=True,
+        metavar="[NAME=]DIR",
+    ),
+    "hub_model",
+    "hub_precision",
     option("--alias aliases", str, "Another name of a bundle; repeat for more.", multiple=True, metavar="ALIAS=NAME"),
     option("--host", "127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces."),
     option("--port", 8000, "Port to listen on; 0: any free one.", type=click.IntRange(0, 65535)),
@@ -65,52 +71,134 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     option("--queue", click.IntRange(0), "Maximum waiting requests; further ones get status 429 [default: 32]."),
     option("--max-tokens", click.IntRange(1), "Maximum tokens per answer [default: 1024]."),
     option("--max-body", click.IntRange(1), "Maximum request size, images included [default: 33.6].", metavar="MB"),
-    option("--timeout", float, "Time limit per request, waiting included [default: 600].", callback=_amount,
-           metavar="SECONDS"),
-    option("--stall-timeout", float, "Exit if a single graph run takes longer than this [default: 600, or --timeout "
-           "if longer].", callback=_amount, metavar="SECONDS"),
-    option("--grace", float, "Time for running answers to finish after Ctrl-C or SIGTERM [default: "
-           "30].", callback=_amount,
-           metavar="SECONDS"),
-    option("--kv-cache", float, "Memory for K and V, in use and kept for later turns [default: 2.1].", callback=_amount,
-           metavar="GB"),
-    option("--memory", float, "Memory limit of all loaded bundles [default: free "
-           "memory].", callback=_amount, metavar="GB"),
-    option("--adapt reports", Path, "For requests with a deadline, choose K and reductions by load from the methods "
-           "in this report.json of vtx-eval; one report per bundle.", multiple=True, metavar="REPORT"),
-    option("--max-accuracy-drop", 1.0, "With --adapt: accuracy that a method may lose against the best, in percentage "
-           "points.",
-           type=click.FloatRange(0, 100)),
-    option("--image-host image_hosts", str, "Also fetch images over https from this "
-           "host [default: data URLs only].", multiple=True, metavar="HOST"),
-    option("--allow-origin origins", str, "Allow requests from pages of this origin, e.g. http://localhost:3000.",
-           multiple=True, metavar="URL"),
-    option("--api-keys", Path, "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
-           "[answers=N] [tokens=N] [priority=N] [metrics]; clients must send one of them.", metavar="FILE"),
-    option("--trusted-proxy proxies", str, "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
-           "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].", multiple=True, metavar="ADDRESS"),
+    option(
+        "--timeout",
+        float,
+        "Time limit per request, waiting included [default: 600].",
+        callback=_amount,
+        metavar="SECONDS",
+    ),
+    option(
+        "--stall-timeout",
+        float,
+        "Exit if a single graph run takes longer than this [default: 600, or --timeout if longer].",
+        callback=_amount,
+        metavar="SECONDS",
+    ),
+    option(
+        "--grace",
+        float,
+        "Time for running answers to finish after Ctrl-C or SIGTERM [default: 30].",
+        callback=_amount,
+        metavar="SECONDS",
+    ),
+    option(
+        "--kv-cache",
+        float,
+        "Memory for K and V, in use and kept for later turns [default: 2.1].",
+        callback=_amount,
+        metavar="GB",
+    ),
+    option(
+        "--memory", float, "Memory limit of all loaded bundles [default: free memory].", callback=_amount, metavar="GB"
+    ),
+    option(
+        "--adapt reports",
+        Path,
+        "For requests with a deadline, choose K and reductions by load from the methods "
+        "in this report.json of vtx-eval; one report per bundle.",
+        multiple=True,
+        metavar="REPORT",
+    ),
+    option(
+        "--max-accuracy-drop",
+        1.0,
+        "With --adapt: accuracy that a method may lose against the best, in percentage points.",
+        type=click.FloatRange(0, 100),
+    ),
+    option(
+        "--image-host image_hosts",
+        str,
+        "Also fetch images over https from this host [default: data URLs only].",
+        multiple=True,
+        metavar="HOST",
+    ),
+    option(
+        "--allow-origin origins",
+        str,
+        "Allow requests from pages of this origin, e.g. http://localhost:3000.",
+        multiple=True,
+        metavar="URL",
+    ),
+    option(
+        "--api-keys",
+        Path,
+        "File of API keys, one per line, each KEY or NAME KEY [share=GROUP] [requests=N] "
+        "[answers=N] [tokens=N] [priority=N] [metrics]; clients must send one of them.",
+        metavar="FILE",
+    ),
+    option(
+        "--trusted-proxy proxies",
+        str,
+        "Believe X-Forwarded-For and X-Forwarded-Proto of this proxy, an IP address "
+        "or network, e.g. 10.0.0.0/8; *: whoever connects [default: nobody].",
+        multiple=True,
+        metavar="ADDRESS",
+    ),
     option("--unix-socket", Path, "Listen on this Unix socket instead of --host and --port.", metavar="PATH"),
-    option("--tls-cert", Path, "Serve https with this certificate chain, PEM; its key is in --tls-key.",
-           metavar="FILE"),
+    option(
+        "--tls-cert", Path, "Serve https with this certificate chain, PEM; its key is in --tls-key.", metavar="FILE"
+    ),
     option("--tls-key", Path, "The private key of --tls-cert, PEM, without a password.", metavar="FILE"),
-    option("--otlp", str, "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. "
-           "http://localhost:4318.", metavar="URL"),
+    option(
+        "--otlp",
+        str,
+        "Send OpenTelemetry spans of each request to the OTLP collector at this address, e.g. http://localhost:4318.",
+        metavar="URL",
+    ),
     option("--access-log", click.Choice(["text", "json"]), "Write one line per request to stdout."),
     option("--no-auth", bool, "Serve other machines without a key: whoever reaches the port may ask."),
     option("--lenient", bool, "Ignore unsupported fields and values; usage.vtx.ignored lists them."),
-    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "require_signature",
-)  # fmt: skip
+    "device",
+    "compute",
+    "threads",
+    "fit",
+    "max_tiles",
+    "max_pixels",
+    "require_signature",
+)
 def serve(
-    bundles: tuple[str, ...], hub_model: str | None, precision: str | None, aliases: tuple[str, ...],
-    host: str, port: int, parallel: int | None,
-    max_batch: int | None, queue: int | None,
-    max_tokens: int | None, max_body: int | None, timeout: float | None, stall_timeout: float | None,
-    grace: float | None, kv_cache: float | None, memory: float | None, reports: tuple[Path, ...],
-    max_accuracy_drop: float, image_hosts: tuple[str, ...],
-    origins: tuple[str, ...], api_keys: Path | None, proxies: tuple[str, ...], unix_socket: Path | None,
-    tls_cert: Path | None, tls_key: Path | None,
-    otlp: str | None, access_log: str | None, no_auth: bool, lenient: bool, loading: Loading,
-) -> None:  # fmt: skip
+    bundles: tuple[str, ...],
+    hub_model: str | None,
+    precision: str | None,
+    aliases: tuple[str, ...],
+    host: str,
+    port: int,
+    parallel: int | None,
+    max_batch: int | None,
+    queue: int | None,
+    max_tokens: int | None,
+    max_body: int | None,
+    timeout: float | None,
+    stall_timeout: float | None,
+    grace: float | None,
+    kv_cache: float | None,
+    memory: float | None,
+    reports: tuple[Path, ...],
+    max_accuracy_drop: float,
+    image_hosts: tuple[str, ...],
+    origins: tuple[str, ...],
+    api_keys: Path | None,
+    proxies: tuple[str, ...],
+    unix_socket: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    otlp: str | None,
+    access_log: str | None,
+    no_auth: bool,
+    lenient: bool,
+    loading: Loading,
+) -> None:
     """Serve bundles over an OpenAI-compatible API and a test page.
 
     If $VTX_API_KEY is set, clients must send it as their key.
@@ -143,12 +231,16 @@ def serve(
     reserve_descriptors(CONNECTIONS)
     notify, interval = systemd()
     changes = {
-        "parallel": parallel, "batch": max_batch, "queue": queue, "new_tokens": max_tokens, "seconds": timeout,
+        "parallel": parallel,
+        "batch": max_batch,
+        "queue": queue,
+        "new_tokens": max_tokens,
+        "seconds": timeout,
         "body": None if max_body is None else max_body * 10**6,
         "stall_seconds": max(Limits().stall_seconds, timeout or 0) if stall_timeout is None else stall_timeout,
         "grace_seconds": grace,
         "kv": None if kv_cache is None else int(kv_cache * 1e9),
-    }  # fmt: skip
+    }
     limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
     def needed(bundle: Bundle) -> int:
@@ -157,9 +249,13 @@ def serve(
         from vtx.runtime.backends.memory import needed_memory
 
         chosen = choose_for(
-            bundle, loading.device, loading.compute, fit=loading.fit, max_tiles=loading.max_tiles,
+            bundle,
+            loading.device,
+            loading.compute,
+            fit=loading.fit,
+            max_tiles=loading.max_tiles,
             max_pixels=loading.max_pixels,
-        )  # fmt: skip
+        )
         return needed_memory(bundle, float_bytes(chosen))
 
     if hub_model or precision or not bundles:
@@ -168,9 +264,17 @@ def serve(
     folders = named(bundles)
     room = None if memory is None else int(memory * 1e9)
     engines = Engines(
-        folders, loading.load, limits, room, needed=needed, key=loading.key, fit=loading.fit,
-        choosers=choosers_of(reports, max_accuracy_drop, folders), verify=verified, aliases=aliases_of(aliases),
-    )  # fmt: skip
+        folders,
+        loading.load,
+        limits,
+        room,
+        needed=needed,
+        key=loading.key,
+        fit=loading.fit,
+        choosers=choosers_of(reports, max_accuracy_drop, folders),
+        verify=verified,
+        aliases=aliases_of(aliases),
+    )
     with ExitStack() as opening:
         at = opening.enter_context(listening(host, port) if unix_socket is None else listening_at(unix_socket))
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
@@ -185,19 +289,37 @@ def serve(
         access = opening.enter_context(access_output()) if access_log else None
         opening.enter_context(queued_stderr())
         app = make_app(
-            engines, limits, api_keys=keys, local_hosts=unix_socket is None and is_local(host), image_hosts=hosts,
-            watchdog=watchdog, origins=origins, lenient=lenient, traffic=traffic,
-            access=None if access is None else lambda line: access.put(line.encode()), access_json=access_log == "json",
+            engines,
+            limits,
+            api_keys=keys,
+            local_hosts=unix_socket is None and is_local(host),
+            image_hosts=hosts,
+            watchdog=watchdog,
+            origins=origins,
+            lenient=lenient,
+            traffic=traffic,
+            access=None if access is None else lambda line: access.put(line.encode()),
+            access_json=access_log == "json",
             tracing=tracing,
             figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
-        )  # fmt: skip
+        )
         logging.getLogger("vtx").setLevel(logging.INFO)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, ws="none", http=BoundedProtocol,
-            log_config=None, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=FLUSH_SECONDS,
-            timeout_keep_alive=30, proxy_headers=bool(trusted), forwarded_allow_ips=trusted,
-            ssl_certfile=tls_cert, ssl_keyfile=tls_key,
-        )  # fmt: skip
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            http=BoundedProtocol,
+            log_config=None,
+            limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+            timeout_keep_alive=30,
+            proxy_headers=bool(trusted),
+            forwarded_allow_ips=trusted,
+            ssl_certfile=tls_cert,
+            ssl_keyfile=tls_key,
+        )
         if hasattr(signal, "SIGHUP"):
             reloading = partial(reload, engines, keys, api_keys)
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reloading, daemon=True).start())

@@ -25,20 +25,45 @@ from vtx.tools.common.loading import Loading, about_model
 @click.argument("bundle", type=PATH)
 @click.argument("config", type=FILE)
 @options(
-    option("--check", bool, "Validate the configuration, open each source and show the size of its first frame; ask "
-           "nothing."),
+    option(
+        "--check",
+        bool,
+        "Validate the configuration, open each source and show the size of its first frame; ask nothing.",
+    ),
     option("--parallel", 4, "Concurrent answers.", type=click.IntRange(1, 64)),
-    option("--tile-cache", 256, "Cache of encoded tiles, reused in frames where they did not change; 0: off.",
-           type=click.IntRange(0, 1_000_000), metavar="MB"),
-    option("--page port", click.IntRange(0, 65535), "Serve a live page of frames and answers at this port; 0: any "
-           "free one.", metavar="PORT"),
+    option(
+        "--tile-cache",
+        256,
+        "Cache of encoded tiles, reused in frames where they did not change; 0: off.",
+        type=click.IntRange(0, 1_000_000),
+        metavar="MB",
+    ),
+    option(
+        "--page port",
+        click.IntRange(0, 65535),
+        "Serve a live page of frames and answers at this port; 0: any free one.",
+        metavar="PORT",
+    ),
     option("--host", "127.0.0.1", f"Address of the page; any but a loopback address needs {KEY}."),
-    "device", "compute", "threads", "fit", "max_tiles", "max_pixels", "force", "require_signature",
-)  # fmt: skip
+    "device",
+    "compute",
+    "threads",
+    "fit",
+    "max_tiles",
+    "max_pixels",
+    "force",
+    "require_signature",
+)
 def watch(
-    bundle: Path, config: Path, check: bool, parallel: int, tile_cache: int, port: int | None, host: str,
+    bundle: Path,
+    config: Path,
+    check: bool,
+    parallel: int,
+    tile_cache: int,
+    port: int | None,
+    host: str,
     loading: Loading,
-) -> None:  # fmt: skip
+) -> None:
     """Ask the standing questions of CONFIG about the latest frames of its sources; write events as JSON lines.
 
     Ends when all sources have ended, or with Ctrl-C. SIGHUP reloads CONFIG; an invalid one changes nothing.

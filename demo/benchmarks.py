@@ -52,9 +52,10 @@ def pope(drawn: Drawn, near: bool) -> Iterator[dict[str, Any]]:
         there = sorted({thing.name for thing in scene.things})
         count = min(PAIRS, len(there))
         for name, label in zip(
-            [*rng.sample(there, count), *rng.sample(absent(scene, near), count)], ["yes"] * count + ["no"] * count,
+            [*rng.sample(there, count), *rng.sample(absent(scene, near), count)],
+            ["yes"] * count + ["no"] * count,
             strict=True,
-        ):  # fmt: skip
+        ):
             number += 1
             article = "an" if name.startswith("orange") else "a"
             text = f"Is there {article} {name} in the image?"
@@ -82,9 +83,14 @@ def vqa(drawn: Drawn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
                 plain = "yes/no" if asked.answer in ("yes", "no") else "number" if asked.answer.isdigit() else "other"
                 questions.append({**ids, "question": asked.question})
                 annotations.append(
-                    {**ids, "question_type": kind, "answer_type": plain, "multiple_choice_answer": asked.answer,
-                     "answers": humans}
-                )  # fmt: skip
+                    {
+                        **ids,
+                        "question_type": kind,
+                        "answer_type": plain,
+                        "multiple_choice_answer": asked.answer,
+                        "answers": humans,
+                    }
+                )
     return questions, annotations
 
 

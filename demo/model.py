@@ -86,9 +86,11 @@ class VisionMLP(Group):
 class VisionLayer(Group):
     def __init__(self, s: Shape) -> None:
         super().__init__(
-            self_attn=VisionAttention(s), layer_norm1=nn.LayerNorm(s.v_hidden),
-            mlp=VisionMLP(s), layer_norm2=nn.LayerNorm(s.v_hidden),
-        )  # fmt: skip
+            self_attn=VisionAttention(s),
+            layer_norm1=nn.LayerNorm(s.v_hidden),
+            mlp=VisionMLP(s),
+            layer_norm2=nn.LayerNorm(s.v_hidden),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
@@ -112,10 +114,11 @@ class VisionEmbeddings(Group):
 class VisionModel(Group):
     def __init__(self, s: Shape) -> None:
         super().__init__(
-            embeddings=VisionEmbeddings(s), pre_layrnorm=nn.LayerNorm(s.v_hidden),
+            embeddings=VisionEmbeddings(s),
+            pre_layrnorm=nn.LayerNorm(s.v_hidden),
             encoder=Group(layers=nn.ModuleList(VisionLayer(s) for _ in range(s.v_layers))),
             post_layernorm=nn.LayerNorm(s.v_hidden),
-        )  # fmt: skip
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[batch, 3, side, side] to [batch, 1 + patches, hidden]: the output of the last but one layer."""
@@ -172,9 +175,10 @@ class Attention(Group):
 class MLP(Group):
     def __init__(self, s: Shape) -> None:
         super().__init__(
-            gate_proj=init_linear(s.ffn, s.hidden, bias=False), up_proj=init_linear(s.ffn, s.hidden, bias=False),
+            gate_proj=init_linear(s.ffn, s.hidden, bias=False),
+            up_proj=init_linear(s.ffn, s.hidden, bias=False),
             down_proj=init_linear(s.hidden, s.ffn, bias=False, scale=0.3),
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -183,9 +187,11 @@ class MLP(Group):
 class Layer(Group):
     def __init__(self, s: Shape) -> None:
         super().__init__(
-            self_attn=Attention(s), mlp=MLP(s),
-            input_layernorm=RMSNorm(s.hidden), post_attention_layernorm=RMSNorm(s.hidden),
-        )  # fmt: skip
+            self_attn=Attention(s),
+            mlp=MLP(s),
+            input_layernorm=RMSNorm(s.hidden),
+            post_attention_layernorm=RMSNorm(s.hidden),
+        )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
@@ -206,9 +212,10 @@ class Llava(Group):
             multi_modal_projector=Projector(s),
             language_model=Group(
                 embed_tokens=init_embedding(s.vocab, s.hidden, 0.5),
-                layers=nn.ModuleList(Layer(s) for _ in range(s.layers)), norm=RMSNorm(s.hidden),
+                layers=nn.ModuleList(Layer(s) for _ in range(s.layers)),
+                norm=RMSNorm(s.hidden),
             ),
-        )  # fmt: skip
+        )
         super().__init__(model=model, lm_head=init_linear(s.vocab, s.hidden, bias=False))
         self.shape = s
 

@@ -36,23 +36,51 @@ def hub_name(name: str) -> str:
 
 def config(s: Shape) -> dict[str, Any]:
     vision = {
-        "model_type": "clip_vision_model", "hidden_size": s.v_hidden, "intermediate_size": s.v_ffn,
-        "num_hidden_layers": s.v_layers, "num_attention_heads": s.v_heads, "image_size": s.image,
-        "patch_size": s.patch, "projection_dim": s.v_hidden, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-    }  # fmt: skip
+        "model_type": "clip_vision_model",
+        "hidden_size": s.v_hidden,
+        "intermediate_size": s.v_ffn,
+        "num_hidden_layers": s.v_layers,
+        "num_attention_heads": s.v_heads,
+        "image_size": s.image,
+        "patch_size": s.patch,
+        "projection_dim": s.v_hidden,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    }
     text = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": s.hidden,
-        "intermediate_size": s.ffn, "num_hidden_layers": s.layers, "num_attention_heads": s.heads,
-        "num_key_value_heads": s.kv_heads, "vocab_size": s.vocab, "rms_norm_eps": 1e-5, "rope_theta": s.theta,
-        "max_position_embeddings": 1024, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
-        "pad_token_id": 3, "tie_word_embeddings": False, "torch_dtype": "float16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": s.hidden,
+        "intermediate_size": s.ffn,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv_heads,
+        "vocab_size": s.vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": s.theta,
+        "max_position_embeddings": 1024,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+    }
     return {
-        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 4,
-        "image_seq_length": s.vision_tokens, "projector_hidden_act": "gelu", "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default", "multimodal_projector_bias": True, "pad_token_id": 3,
-        "tie_word_embeddings": False, "torch_dtype": "float16", "text_config": text, "vision_config": vision,
-    }  # fmt: skip
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 4,
+        "image_seq_length": s.vision_tokens,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "multimodal_projector_bias": True,
+        "pad_token_id": 3,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "text_config": text,
+        "vision_config": vision,
+    }
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -76,18 +104,36 @@ def main() -> None:
     write_json(args.out / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     run_tokenizer(args.run, shape.vocab).save(str(args.out / "tokenizer.json"), pretty=False)
     names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token", "image_token"), SPECIAL, strict=True))
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024, "padding_side": "left",
-                 "clean_up_tokenization_spaces": False, **names}  # fmt: skip
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 1024,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     write_json(args.out / "tokenizer_config.json", tokenizer)
     image = {
-        "image_processor_type": "CLIPImageProcessor", "do_resize": True, "size": {"shortest_edge": shape.image},
-        "resample": 3, "do_center_crop": True, "crop_size": {"height": shape.image, "width": shape.image},
-        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
-        "image_mean": [float(f"{v:.8f}") for v in MEAN], "image_std": [float(f"{v:.8f}") for v in STD],
-    }  # fmt: skip
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": shape.image},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": shape.image, "width": shape.image},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": [float(f"{v:.8f}") for v in MEAN],
+        "image_std": [float(f"{v:.8f}") for v in STD],
+    }
     write_json(args.out / "preprocessor_config.json", image)
-    processor = {"processor_class": "LlavaProcessor", "image_token": "<image>", "patch_size": shape.patch,
-                 "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}  # fmt: skip
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "patch_size": shape.patch,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     write_json(args.out / "processor_config.json", processor)
     (args.out / "chat_template.jinja").write_text(TEMPLATE)
     total = sum(p.stat().st_size for p in args.out.iterdir())

@@ -45,8 +45,16 @@ class Run:
             self.cpu_seconds = state["cpu_seconds"]
 
     def save(self) -> None:
-        save(self.path, self.model, self.aux, self.optimizers, step=self.step, right=self.right, losses=self.losses,
-             cpu_seconds=self.cpu_seconds + time.process_time())  # fmt: skip
+        save(
+            self.path,
+            self.model,
+            self.aux,
+            self.optimizers,
+            step=self.step,
+            right=self.right,
+            losses=self.losses,
+            cpu_seconds=self.cpu_seconds + time.process_time(),
+        )
 
     def advance(self) -> None:
         """One step, without withdrawal."""

@@ -110,10 +110,16 @@ def draw(
         kinds.append([list(KINDS).index(item.kind) for item in items])
     ids, labels, positions, blocks, owner = (torch.from_numpy(np.stack(c)) for c in zip(*columns, strict=True))
     return {
-        "pixels": torch.from_numpy(np.stack(images)), "ids": ids, "labels": labels, "positions": positions,
-        "blocks": blocks, "owner": owner, "patches": torch.from_numpy(np.stack(patches)),
-        "names": torch.from_numpy(np.stack(names)), "kinds": torch.tensor(kinds),
-    }  # fmt: skip
+        "pixels": torch.from_numpy(np.stack(images)),
+        "ids": ids,
+        "labels": labels,
+        "positions": positions,
+        "blocks": blocks,
+        "owner": owner,
+        "patches": torch.from_numpy(np.stack(patches)),
+        "names": torch.from_numpy(np.stack(names)),
+        "kinds": torch.tensor(kinds),
+    }
 
 
 def with_vision(column: Tensor, at: int, middle: Tensor) -> Tensor:
@@ -165,9 +171,16 @@ def make_optimizers(model: Llava, aux: Auxiliary, lr: float) -> list[torch.optim
 
 
 def learn(
-    model: Llava, aux: Auxiliary, optimizers: list[torch.optim.Optimizer], batch: dict[str, Tensor], at: int,
-    k: int | None, lr: float, right: dict[str, float], losses: list[float],
-) -> list[float]:  # fmt: skip
+    model: Llava,
+    aux: Auxiliary,
+    optimizers: list[torch.optim.Optimizer],
+    batch: dict[str, Tensor],
+    at: int,
+    k: int | None,
+    lr: float,
+    right: dict[str, float],
+    losses: list[float],
+) -> list[float]:
     """One step at the rate `lr`: the running means of the losses after it; those in `right` are updated."""
     with torch.autocast(batch["ids"].device.type, torch.bfloat16):
         loss, extra, answered = step_loss(model, aux, batch, at, k)
@@ -186,8 +199,13 @@ def learn(
 
 def save(path: Path, model: Llava, aux: Auxiliary, optimizers: list[torch.optim.Optimizer], **more: Any) -> None:
     """Replace the checkpoint at `path`."""
-    state = {"model": model.state_dict(), "aux": aux.state_dict(), "layers": model.shape.layers, **more,
-             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
+    state = {
+        "model": model.state_dict(),
+        "aux": aux.state_dict(),
+        "layers": model.shape.layers,
+        **more,
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+    }
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
 
@@ -266,9 +284,16 @@ class Training:
                 none = self.rng.random() < self.args.none
                 k = None if none else self.rng.randint(self.args.first_k, self.model.shape.layers)
                 self.losses = learn(
-                    self.model, self.aux, self.optimizers, seen, self.at, k, self.args.lr * rate(share),
-                    self.batches.right, self.losses,
-                )  # fmt: skip
+                    self.model,
+                    self.aux,
+                    self.optimizers,
+                    seen,
+                    self.at,
+                    k,
+                    self.args.lr * rate(share),
+                    self.batches.right,
+                    self.losses,
+                )
                 self.step += 1
                 if self.step % LOG_STEPS == 0:
                     seconds, tick = (time.time() - tick) / LOG_STEPS, time.time()
@@ -280,16 +305,29 @@ class Training:
         self._save()
 
     def _log(self, log: TextIO, share: float, seconds: float) -> None:
-        line = {"step": self.step, "share": round(share, 4), "s/step": round(seconds, 3),
-                "layers": self.model.shape.layers, "loss": round(self.losses[0], 4), "aux": round(self.losses[1], 4),
-                **{kind: round(v, 3) for kind, v in self.batches.right.items()}}  # fmt: skip
+        line = {
+            "step": self.step,
+            "share": round(share, 4),
+            "s/step": round(seconds, 3),
+            "layers": self.model.shape.layers,
+            "loss": round(self.losses[0], 4),
+            "aux": round(self.losses[1], 4),
+            **{kind: round(v, 3) for kind, v in self.batches.right.items()},
+        }
         print(json.dumps(line), flush=True)
         log.write(json.dumps(line) + "\n")
         log.flush()
 
     def _save(self) -> None:
-        save(self.last, self.model, self.aux, self.optimizers, step=self.step, spent=time.time() - self.began,
-             right=self.batches.right)  # fmt: skip
+        save(
+            self.last,
+            self.model,
+            self.aux,
+            self.optimizers,
+            step=self.step,
+            spent=time.time() - self.began,
+            right=self.batches.right,
+        )
 
 
 def main() -> None:

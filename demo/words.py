@@ -55,9 +55,11 @@ def train_tokenizer(vocab: int) -> Tokenizer:
     for word in (*COLORS, *SHAPES, *PLACES, "crosses", "nothing"):
         lines += [f" {word}"] * 50
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tok.train_from_iterator(lines, trainer)
     tok.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tok
@@ -105,8 +107,12 @@ class Packer:
             owner += [number] * len(turn)
         pad = self.length - len(ids)
         columns = (
-            ids + [3] * pad, labels + [-100] * pad, positions + [0] * pad, blocks + [99] * pad, owner + [-1] * pad,
-        )  # fmt: skip
+            ids + [3] * pad,
+            labels + [-100] * pad,
+            positions + [0] * pad,
+            blocks + [99] * pad,
+            owner + [-1] * pad,
+        )
         return tuple(np.array(c, np.int64) for c in columns)
 
 

@@ -21,10 +21,16 @@ log = logging.getLogger(__name__)
 
 
 def export(
-    model: str | os.PathLike[str], out: str | os.PathLike[str], *, k: Sequence[int] | int | None = None,
-    precision: str | None = None, reduce: Sequence[str] | str | None = None, max_context: int | None = None,
-    force: bool = False, progress: Progress | None = None,
-) -> Bundle:  # fmt: skip
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    k: Sequence[int] | int | None = None,
+    precision: str | None = None,
+    reduce: Sequence[str] | str | None = None,
+    max_context: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
     """Export a checkpoint to the bundle directory `out`, as `vtx-export` does.
 
     Args:

@@ -53,8 +53,13 @@ def _option(option: Option) -> str:
     limits = option.limits
     values = ("-kInfinity", "kInfinity", "false", "false", '""')
     if limits is not None:
-        values = (_number(limits.least), _number(limits.most), _bool(limits.above), _bool(limits.or_count),
-                  _text(limits.fix))  # fmt: skip
+        values = (
+            _number(limits.least),
+            _number(limits.most),
+            _bool(limits.above),
+            _bool(limits.or_count),
+            _text(limits.fix),
+        )
     default = _text(option_text(option.default))
     parts = (_text(option.name), f"OptionType::{kind}", _bool(option.optional), default, _list(map(_text, choices)))
     return _list((*parts, _list(values)))

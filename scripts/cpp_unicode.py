@@ -89,9 +89,13 @@ def text() -> str:
     tables = {
         "kLetters": ranges(lambda char: unicodedata.category(char)[0] == "L"),
         "kNumbers": ranges(lambda char: unicodedata.category(char)[0] == "N"),
-        "kMarks": ranges(lambda char: unicodedata.category(char)[0] == "M"), "kLower": lower(),
-        "kCombining": combining(), "kDecompositions": index, "kDecomposed": letters, "kCompositions": compositions(),
-    }  # fmt: skip
+        "kMarks": ranges(lambda char: unicodedata.category(char)[0] == "M"),
+        "kLower": lower(),
+        "kCombining": combining(),
+        "kDecompositions": index,
+        "kDecomposed": letters,
+        "kCompositions": compositions(),
+    }
     head = f"// Unicode {unicodedata.unidata_version}. Written by scripts/cpp_unicode.py; do not edit.\n"
     return head + "\n".join(table(name, values) for name, values in tables.items())
 

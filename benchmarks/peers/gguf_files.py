@@ -131,10 +131,15 @@ def write_mmproj(checkpoint: Path, target: Path, *, full: bool) -> None:
     out.add_bool("clip.has_vision_encoder", True)
     out.add_string("clip.projector_type", "mlp")
     out.add_bool("clip.use_gelu", c.get("hidden_act", "quick_gelu") == "gelu")
-    for key, value in (("image_size", c["image_size"]), ("patch_size", c["patch_size"]),
-                       ("embedding_length", c["hidden_size"]), ("feed_forward_length", c["intermediate_size"]),
-                       ("projection_dim", c["projection_dim"]), ("block_count", layers),
-                       ("attention.head_count", c["num_attention_heads"])):  # fmt: skip
+    for key, value in (
+        ("image_size", c["image_size"]),
+        ("patch_size", c["patch_size"]),
+        ("embedding_length", c["hidden_size"]),
+        ("feed_forward_length", c["intermediate_size"]),
+        ("projection_dim", c["projection_dim"]),
+        ("block_count", layers),
+        ("attention.head_count", c["num_attention_heads"]),
+    ):
         out.add_uint32(f"clip.vision.{key}", value)
     out.add_float32("clip.vision.attention.layer_norm_epsilon", c.get("layer_norm_eps", 1e-5))
     out.add_array("clip.vision.image_mean", list(MEAN))

@@ -27,7 +27,8 @@ def pixels(path: Path, checkpoint: Path) -> Any:
     from PIL import Image
 
     settings = json.loads((checkpoint / "preprocessor_config.json").read_text())
-    mean, std = (np.array(settings.get(name, usual), np.float32) for name, usual in
-                 (("image_mean", MEAN), ("image_std", STD)))  # fmt: skip
+    mean, std = (
+        np.array(settings.get(name, usual), np.float32) for name, usual in (("image_mean", MEAN), ("image_std", STD))
+    )
     values = (np.asarray(Image.open(path).convert("RGB")) * (1 / 255)).astype(np.float32)
     return ((values - mean) / std).transpose(2, 0, 1)[None].copy()

@@ -44,8 +44,14 @@ def write_text_model(checkpoint: Path, folder: Path) -> None:
     if text["model_type"] != "llama":
         raise ValueError(f"the decoder is {text['model_type']}; only llama is written out")
     folder.mkdir()
-    facts = {**text, "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
-             "torch_dtype": "float16", "rms_norm_eps": text.get("rms_norm_eps", 1e-6)}  # fmt: skip
+    facts = {
+        **text,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float16",
+        "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
+    }
     (folder / "config.json").write_text(json.dumps(facts, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(checkpoint / name, folder)

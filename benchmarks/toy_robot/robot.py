@@ -69,9 +69,11 @@ def make_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1000, special_tokens=[*SPECIAL.values()], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=1000,
+        special_tokens=[*SPECIAL.values()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(
         [instruction(c, f) + "\n" for c in range(len(COLORS)) for f in range(len(FORMS))], trainer
     )
@@ -88,23 +90,42 @@ def instruction_ids(tokenizer: Tokenizer) -> Tensor:
 def make_config(shape: Shape, vocab: int) -> PI0Config:
     """`vocab` counts the image token, which lies behind the decoder's table."""
     shared = {
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": 1,
-        "head_dim": shape.head_dim, "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-        "model_type": "gemma", "max_position_embeddings": 128, "vocab_size": vocab - 1,
-    }  # fmt: skip
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": 1,
+        "head_dim": shape.head_dim,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "model_type": "gemma",
+        "max_position_embeddings": 128,
+        "vocab_size": vocab - 1,
+    }
     tower = {
-        "model_type": "siglip_vision_model", "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.tower_layers, "num_attention_heads": shape.heads, "image_size": SIDE,
-        "patch_size": shape.patch, "vision_use_head": False,
-    }  # fmt: skip
+        "model_type": "siglip_vision_model",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.tower_layers,
+        "num_attention_heads": shape.heads,
+        "image_size": SIDE,
+        "patch_size": shape.patch,
+        "vision_use_head": False,
+    }
     vlm = {
-        "model_type": "paligemma", "projection_dim": shape.hidden, "hidden_size": shape.hidden,
-        "image_token_index": vocab - 1, "text_config": shared, "vision_config": tower,
-    }  # fmt: skip
+        "model_type": "paligemma",
+        "projection_dim": shape.hidden,
+        "hidden_size": shape.hidden,
+        "image_token_index": vocab - 1,
+        "text_config": shared,
+        "vision_config": tower,
+    }
     return PI0Config(
-        vlm_config=vlm, dit_config=shared, chunk_size=HORIZON, max_state_dim=2, max_action_dim=2,
+        vlm_config=vlm,
+        dit_config=shared,
+        chunk_size=HORIZON,
+        max_state_dim=2,
+        max_action_dim=2,
         num_inference_steps=shape.steps,
-    )  # fmt: skip
+    )
 
 
 def make_model(shape: Shape, vocab: int, seed: int) -> PI0ForConditionalGeneration:

@@ -208,9 +208,14 @@ def options(*entries: str | Declare, record: type[Any] | None = None) -> Declare
 
 
 def _guide(
-    json_schema: str | None = None, choices: str | None = None, regex: str | None = None, grammar: Path | None = None,
-    *, schema_in_prompt: bool = False, fill: bool = False,
-) -> Guide | None:  # fmt: skip
+    json_schema: str | None = None,
+    choices: str | None = None,
+    regex: str | None = None,
+    grammar: Path | None = None,
+    *,
+    schema_in_prompt: bool = False,
+    fill: bool = False,
+) -> Guide | None:
     """The form of answers that these options name, or None. Raises RequestError."""
     for name, value in (("--schema-in-prompt", schema_in_prompt), ("--fill", fill)):
         if value and json_schema is None:

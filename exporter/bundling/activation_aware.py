@@ -66,10 +66,12 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
 
         reference.hidden(samples, [None], layer, feed=search.add)
     return search.factors, {
-        "data": data.source, "items": len(questions), "skipped": len(skipped),
+        "data": data.source,
+        "items": len(questions),
+        "skipped": len(skipped),
         "rows": sum(len(sample.ids) for sample in samples),
         "alpha": {kind: round(float(np.mean(alphas)), 3) for kind, alphas in search.alphas.items()},
-    }  # fmt: skip
+    }
 
 
 class _FactorSearch:

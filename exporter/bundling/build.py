@@ -120,9 +120,12 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     blocked = any(weight.scales is not None and weight.scales.shape[1] > 1 for weight in weights.values())
 
     def write(
-        name: str, precision: str, build: Callable[[Builder], None], kv_type: ir.DataType | None = None,
+        name: str,
+        precision: str,
+        build: Callable[[Builder], None],
+        kv_type: ir.DataType | None = None,
         weights: Mapping[str, StoredTensor] = weights,
-    ) -> None:  # fmt: skip
+    ) -> None:
         written = make_dialect(dialect, precision, plan.max_context, kv_type, blocked=blocked)
         builder = Builder(name.partition(".")[0], weights, folder, written)
         build(builder)
@@ -149,9 +152,14 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     write(graphs.embed, precisions.decoder, lambda b: build_embed(b, text))
     for stage, file in zip(plan.stages, graphs.stages, strict=True):
         build = partial(
-            build_stage, c=text, first=stage.first, last=stage.last, kv_type=kv, query=stage.query,
+            build_stage,
+            c=text,
+            first=stage.first,
+            last=stage.last,
+            kv_type=kv,
+            query=stage.query,
             inputs=plan.config.token_inputs,
-        )  # fmt: skip
+        )
         write(file, precisions.decoder, build, kv)
     action = plan.config.action
     build_last = partial(build_head, c=text) if action is None else partial(build_expert, c=text, a=action)
@@ -179,9 +187,13 @@ def _write_golden(folder: Path, plan: Plan, report: Progress) -> None:
 
 
 def _manifest(
-    folder: Path, plan: Plan, weights: Mapping[str, FileRecord], factors: Mapping[str, Any], started: float,
+    folder: Path,
+    plan: Plan,
+    weights: Mapping[str, FileRecord],
+    factors: Mapping[str, Any],
+    started: float,
     report: Progress,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
     precisions = plan.precisions
     options = plan.options
@@ -195,14 +207,23 @@ def _manifest(
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
         "source": {
-            "model": plan.name, "revision": plan.checkpoint.revision, "fingerprint": plan.checkpoint.fingerprint(),
-            "tower": plan.config.vision.family, "fit": trained_fit(plan.image), "parameters": plan.parameters,
+            "model": plan.name,
+            "revision": plan.checkpoint.revision,
+            "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family,
+            "fit": trained_fit(plan.image),
+            "parameters": plan.parameters,
         },
         "options": {
             "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
-            "k": list(plan.ks), "reduce": list(options.reductions), "precision": precisions.decoder,
-            "vision_precision": precisions.vision, "head_precision": precisions.head, "kv_precision": precisions.kv,
-            "max_context": options.max_context, "dialects": list(options.dialects),
+            "k": list(plan.ks),
+            "reduce": list(options.reductions),
+            "precision": precisions.decoder,
+            "vision_precision": precisions.vision,
+            "head_precision": precisions.head,
+            "kv_precision": precisions.kv,
+            "max_context": options.max_context,
+            "dialects": list(options.dialects),
             "chat_template": options.template is not None,
             **({"text_tower": options.text_tower} if options.text_tower else {}),
             **{f"{precision}_block": block for precision, block in precisions.blocks.items()},
@@ -216,18 +237,38 @@ def _manifest(
         **({"calibration": json_value(options.calibration)} if options.calibration else {}),
         **({"activation_aware": factors} if factors else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
-    }  # fmt: skip
+    }
     return Manifest(
-        format=spec.FORMAT, vtx=__version__, model=model_spec(plan.config, plan.name),
-        layout=spec_of(plan.config.layout), precision=precisions.decoder, vision_precision=precisions.vision,
-        head_precision=precisions.head, kv_dtype=precisions.kv_dtype, max_context=plan.max_context,
-        variants=tuple(sorted(plan.ks)), default_k=plan.default_k, reductions=plan.reductions.specs, stages=plan.stages,
-        token_inputs=tuple(plan.config.token_inputs.values()), gates=plan.gated_ks, dialects=plan.dialects,
-        tokenizer=spec.TOKENIZER, chat_template=spec.TEMPLATE, rope=spec.ROPE, golden=spec.GOLDEN,
+        format=spec.FORMAT,
+        vtx=__version__,
+        model=model_spec(plan.config, plan.name),
+        layout=spec_of(plan.config.layout),
+        precision=precisions.decoder,
+        vision_precision=precisions.vision,
+        head_precision=precisions.head,
+        kv_dtype=precisions.kv_dtype,
+        max_context=plan.max_context,
+        variants=tuple(sorted(plan.ks)),
+        default_k=plan.default_k,
+        reductions=plan.reductions.specs,
+        stages=plan.stages,
+        token_inputs=tuple(plan.config.token_inputs.values()),
+        gates=plan.gated_ks,
+        dialects=plan.dialects,
+        tokenizer=spec.TOKENIZER,
+        chat_template=spec.TEMPLATE,
+        rope=spec.ROPE,
+        golden=spec.GOLDEN,
         kv_scales=spec.KV_SCALES if KV_TYPES[precisions.kv].scaled else None,
-        text_tower=plan.text_tower.spec if plan.text_tower else None, image=plan.image, text=plan.text, files=records,
-        record=record, video=plan.video, action=plan.config.action, bins=plan.config.bins,
-    )  # fmt: skip
+        text_tower=plan.text_tower.spec if plan.text_tower else None,
+        image=plan.image,
+        text=plan.text,
+        files=records,
+        record=record,
+        video=plan.video,
+        action=plan.config.action,
+        bins=plan.config.bins,
+    )
 
 
 DISTRIBUTION = "vtx-edge"

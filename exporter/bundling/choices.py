@@ -92,11 +92,18 @@ def read_prompts(options: ExportOptions, source: SourceModel) -> Prompts:
     family = source.family
     original = checkpoint.original
     tokenizer, template, settings = read_text(
-        source.text_folder, config.image_token_id, checkpoint.config.get("text_config") or {}, checkpoint.config,
-        _chat_template(options, checkpoint, family, config), original=original is not None,
-        video_token_id=config.video.token_id if config.video else None, seg_token=family.seg_token,
-        end_ids=original.end_ids if original else None, whole=family.prompt is not None, vocab=config.text.vocab,
-    )  # fmt: skip
+        source.text_folder,
+        config.image_token_id,
+        checkpoint.config.get("text_config") or {},
+        checkpoint.config,
+        _chat_template(options, checkpoint, family, config),
+        original=original is not None,
+        video_token_id=config.video.token_id if config.video else None,
+        seg_token=family.seg_token,
+        end_ids=original.end_ids if original else None,
+        whole=family.prompt is not None,
+        vocab=config.text.vocab,
+    )
     settings = replace(settings, boxes=family.boxes)
     parsed = parse_tokenizer(tokenizer, ExportError)
     if family.check is not None and options.template is None:

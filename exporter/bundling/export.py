@@ -25,9 +25,14 @@ from vtx.tools.fit.retain import fit_thresholds
 
 
 def run_export(
-    plan: Plan, out: Path, *, force: bool, report: Progress, say: Callable[[str], None] = lambda _: None,
+    plan: Plan,
+    out: Path,
+    *,
+    force: bool,
+    report: Progress,
+    say: Callable[[str], None] = lambda _: None,
     sign: SigningKey | None = None,
-) -> Bundle:  # fmt: skip
+) -> Bundle:
     """Write the bundle `out`. `report` gets (phase, done, total) as the work proceeds, `say` a line for the user.
 
     `sign` is the key that signs the manifest once it is complete.
@@ -89,9 +94,14 @@ def key_of(plan: Plan) -> str:
         sources.append([file.name, str(file.source), source and source[1:], header])
     # Others change only the manifest.
     options = replace(
-        plan.options, retain=None, aware=None, arithmetic=None, release=None, calibration=None,
+        plan.options,
+        retain=None,
+        aware=None,
+        arithmetic=None,
+        release=None,
+        calibration=None,
         allow_changed_answers=False,
-    )  # fmt: skip
+    )
     aware = [item.digest() for item in plan.options.aware.items] if plan.options.aware else None
     tower = plan.text_tower.checkpoint.fingerprint() if plan.text_tower else None
     identity = [plan.checkpoint.fingerprint(), tower, str(options), list(plan.ks), plan.template, sources, aware]

@@ -226,10 +226,13 @@ def measure(
     accepted = tuple(kind for kind in kinds if results[kind].get("accepted"))
     record = {
         "data": "drawn scenes and texts" if wanted.data is None else wanted.data.source,
-        "reference": "the checkpoint" if rounded else "the bundle in f32", "questions": len(exchanges),
-        "tokens": own.tokens, "most": float(f"{most / own.tokens:.3g}"),
-        "seconds": round(time.monotonic() - started, 1), **results,
-    }  # fmt: skip
+        "reference": "the checkpoint" if rounded else "the bundle in f32",
+        "questions": len(exchanges),
+        "tokens": own.tokens,
+        "most": float(f"{most / own.tokens:.3g}"),
+        "seconds": round(time.monotonic() - started, 1),
+        **results,
+    }
     report("arithmetic", total, total)
     changed = dataclasses.replace(manifest, arithmetic=accepted, record={**manifest.record, "arithmetic": record})
     seal_manifest(folder, changed)
@@ -237,9 +240,14 @@ def measure(
 
 
 def _measured(
-    folder: Path, device: str, kind: str, exchanges: Sequence[Exchange], wanted: Sequence[Logits], most: float,
+    folder: Path,
+    device: str,
+    kind: str,
+    exchanges: Sequence[Exchange],
+    wanted: Sequence[Logits],
+    most: float,
     step: Callable[[], None],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The record of a kind of arithmetic; it ends with the exchange after which it cannot be accepted any more."""
     divergence = Divergence()
     try:

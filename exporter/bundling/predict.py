@@ -65,8 +65,13 @@ def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, tex
 
 
 def predict(
-    config: ModelConfig, plan: WeightPlan, max_context: int, precisions: Precisions, small: int, options: ExportOptions,
-) -> Prediction:  # fmt: skip
+    config: ModelConfig,
+    plan: WeightPlan,
+    max_context: int,
+    precisions: Precisions,
+    small: int,
+    options: ExportOptions,
+) -> Prediction:
     """Disk and memory of an export, and of a run by the engine that a CPU takes; `small`: bytes of other files."""
     text = config.text
     kv_dtype = precisions.kv_dtype
@@ -76,10 +81,15 @@ def predict(
     engine_base = max(cost.base for cost in ENGINES[engine].costs.values())
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(
-        layers=text.attending, hidden=text.hidden, heads=text.heads, kv_heads=text.kv_heads, head_dim=text.head_dim,
-        image_tokens=min(config.layout.max_tokens, max_context), max_context=max_context,
+        layers=text.attending,
+        hidden=text.hidden,
+        heads=text.heads,
+        kv_heads=text.kv_heads,
+        head_dim=text.head_dim,
+        image_tokens=min(config.layout.max_tokens, max_context),
+        max_context=max_context,
         kv_bytes=KV_DTYPES[kv_dtype].bytes,
-    )  # fmt: skip
+    )
     resident = sum(
         resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0, floats)
         + (tensor.zeros.nbytes if tensor.zeros else 0)
@@ -96,11 +106,14 @@ def predict(
     checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
     measuring = measuring_memory(text, measured, precisions.decoder) if measured else 0
     return Prediction(
-        disk=sum(file.size for file in plan.files) + small, linked=sum(file.size for file in plan.files if file.whole),
+        disk=sum(file.size for file in plan.files) + small,
+        linked=sum(file.size for file in plan.files if file.whole),
         export_memory=export_base() + max(checking, seeing_memory(config), measuring),
-        run_memory=resident + answering + engine_base - RUN_BASE, kv_full=slot * text.attending,
-        work=sum(file.work for file in plan.files), engine=engine,
-    )  # fmt: skip
+        run_memory=resident + answering + engine_base - RUN_BASE,
+        kv_full=slot * text.attending,
+        work=sum(file.work for file in plan.files),
+        engine=engine,
+    )
 
 
 def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:

@@ -150,15 +150,20 @@ class Plan:
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
             graphs[dialect] = Graphs(
-                f"vision.{suffix}", f"embed.{suffix}", f"head.{suffix}", stages, gates,
+                f"vision.{suffix}",
+                f"embed.{suffix}",
+                f"head.{suffix}",
+                stages,
+                gates,
                 f"score.{suffix}" if self.scored else None,
-                vision_merges=needs.merging, vision_attention=needs.attention,
+                vision_merges=needs.merging,
+                vision_attention=needs.attention,
                 vision_last_attention=needs.last_attention,
                 text_tower=f"text-tower.{suffix}" if self.text_tower else None,
                 video=f"video.{suffix}" if self.config.frames is not None and dialect not in TENSORRT else None,
                 projector=f"projector.{suffix}" if needs.projector else None,
                 vision_received=max(needs.tower_layers, default=None),
-            )  # fmt: skip
+            )
         return graphs
 
     @property
@@ -170,8 +175,9 @@ class Plan:
         unread = (
             f"at K = {k} no text sees {' and '.join(f'map {n}' for n in range(max(1, k - 1), maps + 1))} of the tower: "
             f"map n is added after layer n and seen from layer n + 1 on, so all {maps} count from K = {maps + 2} on"
-            for k in sorted(self.ks) if k < maps + 2
-        )  # fmt: skip
+            for k in sorted(self.ks)
+            if k < maps + 2
+        )
         windows = self.config.text.sliding is not None and CUDA in self.options.dialects
         left_out = ["no graphs for CUDA: sliding windows are not built for onnxruntime's CUDA provider"] * windows
         return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
@@ -193,16 +199,34 @@ def plan_export(options: ExportOptions) -> Plan:
     if (remark := quantised_note(weights)) is not None:
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, remark))
     return Plan(
-        options, checkpoint, config, choices.ks, choices.gates, weights, choices.image, prompts.tokenizer,
-        prompts.template, prompts.settings, choices.context, prediction, precisions, choices.text_tower,
-        choices.reductions, choices.video, disagreements,
-    )  # fmt: skip
+        options,
+        checkpoint,
+        config,
+        choices.ks,
+        choices.gates,
+        weights,
+        choices.image,
+        prompts.tokenizer,
+        prompts.template,
+        prompts.settings,
+        choices.context,
+        prediction,
+        precisions,
+        choices.text_tower,
+        choices.reductions,
+        choices.video,
+        disagreements,
+    )
 
 
 def _predicted(
-    options: ExportOptions, source: SourceModel, choices: Choices, prompts: Prompts, weights: WeightPlan,
+    options: ExportOptions,
+    source: SourceModel,
+    choices: Choices,
+    prompts: Prompts,
+    weights: WeightPlan,
     precisions: Precisions,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """Disk and memory, with what tokenizers, templates, gates and constants of graphs take."""
     config = source.config
     texts = [prompts.tokenizer, prompts.template]
@@ -232,9 +256,12 @@ def _disagreements(source: SourceModel, prompts: Prompts, weights: WeightPlan) -
 
 
 def _placed(
-    checkpoint: Checkpoint, config: ModelConfig, options: ExportOptions, reductions: Reductions,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    options: ExportOptions,
+    reductions: Reductions,
     text_tower: TextTowerCheckpoint | None,
-) -> tuple[WeightPlan, Precisions]:  # fmt: skip
+) -> tuple[WeightPlan, Precisions]:
     """The plan of all weights, from their sources to their files, and the precisions."""
     precisions = options.precisions(own_precisions(checkpoint))
     tensors = dict(checkpoint.tensors)

@@ -112,9 +112,11 @@ def calibrate(
         reference = source.reference()
         answerer: Reference | EngineReference | None = None
         if missing and options.max_new_tokens:
-            answerer = reference if source.engine else EngineReference(
-                stack.enter_context(answering(source, out / ".answering", report))
-            )  # fmt: skip
+            answerer = (
+                reference
+                if source.engine
+                else EngineReference(stack.enter_context(answering(source, out / ".answering", report)))
+            )
         measurer = BatchMeasurer(source, reference, answerer, ks, options)
         size = options.batch if source.engine is None else 1  # an engine runs one at a time
         batches = [missing[i : i + size] for i in range(0, len(missing), size)]
@@ -162,9 +164,13 @@ class BatchMeasurer:
     """Measures batches; an item's result does not depend on its batch."""
 
     def __init__(
-        self, source: OpenedModel, reference: Reference | EngineReference, answerer: Reference | EngineReference | None,
-        ks: tuple[int, ...], options: CalibrationOptions,
-    ) -> None:  # fmt: skip
+        self,
+        source: OpenedModel,
+        reference: Reference | EngineReference,
+        answerer: Reference | EngineReference | None,
+        ks: tuple[int, ...],
+        options: CalibrationOptions,
+    ) -> None:
         self.reference = reference
         self.answerer = answerer
         self._source = source
@@ -217,11 +223,13 @@ class BatchMeasurer:
             reached = self._along(right[i], forced[i]) if i in forced else agree
             results.append(
                 ItemResult(
-                    answer=text, **self._next_token(hidden[i]), agree=agree,
+                    answer=text,
+                    **self._next_token(hidden[i]),
+                    agree=agree,
                     right=None if prepared.answer_ids is None else reached,
                     attention=meter.shares(i) if meter else None,
                 )
-            )  # fmt: skip
+            )
         return results
 
     def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:

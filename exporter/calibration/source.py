@@ -70,9 +70,15 @@ class OpenedModel(Source):
 
 
 def open_source(
-    model: str, bundle: Path | None = None, template: str | None = None, tower: str | None = None, *,
-    allow_pickle: bool = False, engine: Loading | None = None, downsample: str | None = None,
-) -> OpenedModel:  # fmt: skip
+    model: str,
+    bundle: Path | None = None,
+    template: str | None = None,
+    tower: str | None = None,
+    *,
+    allow_pickle: bool = False,
+    engine: Loading | None = None,
+    downsample: str | None = None,
+) -> OpenedModel:
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
     `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;

@@ -41,8 +41,12 @@ TOWER = "vision."
 
 
 def open_checkpoint(
-    model: str, *, tower: str | None = None, allow_pickle: bool = False, progress: Callable[[str], None] | None = None,
-) -> Checkpoint:  # fmt: skip
+    model: str,
+    *,
+    tower: str | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
     `tower` is the vision tower of a checkpoint that only names one. With `allow_pickle` files of `torch.save` are read

@@ -171,10 +171,16 @@ def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> Vi
     if getattr(config, "num_channels", 3) != 3:
         raise UnsupportedModelError(f"a tower of {config.num_channels} channels is not supported; vtx feeds RGB")
     return VisionConfig(
-        family=family, layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
-        ffn=size(config, "intermediate_size"), heads=heads, image=image, patch=patch,
-        eps=number(vars(config), "layer_norm_eps"), activation=str(config.hidden_act),
-    )  # fmt: skip
+        family=family,
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=hidden,
+        ffn=size(config, "intermediate_size"),
+        heads=heads,
+        image=image,
+        patch=patch,
+        eps=number(vars(config), "layer_norm_eps"),
+        activation=str(config.hidden_act),
+    )
 
 
 def feature_layers_of(value: Any, layers: int) -> tuple[int, ...]:

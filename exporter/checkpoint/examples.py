@@ -14,12 +14,25 @@ from vtx.runtime.prompt.template import ShapingTemplate
 EXAMPLE_TIME = datetime(2001, 2, 3, 4, 5, 6)
 _PADDED = " \n a\tB  c \u3000"
 _TEXTS = (
-    _PADDED, "x", "", "\n", "\r\nx\r\n", "<>&\"'\\ {{ x }} {% y %} {# z #}", "12", "À é ß ﬁ 猫 👩\u200d🚀 e\u0301",
-    "long é " * 750, "a </think> b",
-)  # fmt: skip
+    _PADDED,
+    "x",
+    "",
+    "\n",
+    "\r\nx\r\n",
+    "<>&\"'\\ {{ x }} {% y %} {# z #}",
+    "12",
+    "À é ß ﬁ 猫 👩\u200d🚀 e\u0301",
+    "long é " * 750,
+    "a </think> b",
+)
 _SHAPES: tuple[tuple[str | None, ...], ...] = (
-    (None, "x"), (None, None, _PADDED), ("x", None), (" x", None, "y ", None, None), ("x", "", "y"), (_PADDED, " "),
-)  # fmt: skip
+    (None, "x"),
+    (None, None, _PADDED),
+    ("x", None),
+    (" x", None, "y ", None, None),
+    ("x", "", "y"),
+    (_PADDED, " "),
+)
 
 
 def with_examples(settings: TextSettings, template: str) -> TextSettings:

@@ -32,13 +32,20 @@ Config = Mapping[str, Any]
 NORM = "projector_layernorm_eps"
 _COMMON = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3}
 CLIP_DEFAULTS: Config = {
-    **_COMMON, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224},
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
-}  # fmt: skip
+    **_COMMON,
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 SIGLIP_DEFAULTS: Config = {
-    **_COMMON, "size": {"height": 224, "width": 224}, "do_center_crop": False, "image_mean": [0.5, 0.5, 0.5],
+    **_COMMON,
+    "size": {"height": 224, "width": 224},
+    "do_center_crop": False,
+    "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +160,11 @@ class Family:
 
 
 def read_llava_like(
-    config: Config, kind: str, layout: Callable[[Any, VisionConfig, str], Layout],
+    config: Config,
+    kind: str,
+    layout: Callable[[Any, VisionConfig, str], Layout],
     video: Callable[[Any, ModelConfig], VideoConfig] | None = None,
-) -> ModelConfig:  # fmt: skip
+) -> ModelConfig:
     """Read `config.json` with transformers' class `kind` and its defaults.
 
     `layout` gets the parsed configuration, the tower and the selection strategy, `video` the parsed configuration and
@@ -179,10 +188,14 @@ def read_llava_like(
     plural = getattr(parsed, "vision_feature_layers", None)
     feature_layer = parsed.vision_feature_layer if plural is None else plural
     model = ModelConfig(
-        text=text_config, vision=vision_config, feature_layers=feature_layers_of(feature_layer, vision_config.layers),
-        select=select, projector_activation=parsed.projector_hidden_act,
+        text=text_config,
+        vision=vision_config,
+        feature_layers=feature_layers_of(feature_layer, vision_config.layers),
+        select=select,
+        projector_activation=parsed.projector_hidden_act,
         projector_bias=bool(getattr(parsed, "multimodal_projector_bias", True)),
-        image_token_id=image_token_of(parsed, text_config), layout=layout(parsed, vision_config, select),
+        image_token_id=image_token_of(parsed, text_config),
+        layout=layout(parsed, vision_config, select),
         projector_norm_eps=number(vars(parsed), NORM) if hasattr(parsed, NORM) else None,
-    )  # fmt: skip
+    )
     return model if video is None else replace(model, video=video(parsed, model))

@@ -55,9 +55,14 @@ def rope_tables(rope: RopeSpec, positions: int) -> tuple[NDArray[np.float32], ND
 
 
 def read_rope(
-    config: Any, head_dim: int, *, three_part: bool, interleaved: bool = False, partial: bool = False,
+    config: Any,
+    head_dim: int,
+    *,
+    three_part: bool,
+    interleaved: bool = False,
+    partial: bool = False,
     parameters: Mapping[str, Any] | None = None,
-) -> RopeSpec:  # fmt: skip
+) -> RopeSpec:
     """The rotary embedding of a text model's parsed configuration; `interleaved`: of three parts, if it has them.
 
     `parameters`: those of the layers meant, of a model with several. "proportional" rotates a part of each head. So

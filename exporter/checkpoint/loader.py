@@ -152,10 +152,15 @@ class Checkpoint:
 
 
 def open_model(
-    model: str, check: Callable[[Mapping[str, Any]], None], rename: Callable[[str], str], *,
-    parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (), weights: bool = True,
-    allow_pickle: bool = False, progress: Callable[[str], None] | None = None,
-) -> Checkpoint:  # fmt: skip
+    model: str,
+    check: Callable[[Mapping[str, Any]], None],
+    rename: Callable[[str], str],
+    *,
+    parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
+    weights: bool = True,
+    allow_pickle: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
     `check` raises for a config to refuse, before weights are downloaded; `rename` gives a tensor's canonical name.
@@ -380,9 +385,11 @@ def is_plain_path(name: str) -> bool:
 
 
 def _sharded_tensors(
-    files: Folder, weight_map: Mapping[str, str], index: str,
+    files: Folder,
+    weight_map: Mapping[str, str],
+    index: str,
     found: Mapping[str, Mapping[str, TensorInfo]] | None = None,
-) -> dict[str, TensorInfo]:  # fmt: skip
+) -> dict[str, TensorInfo]:
     """The tensors of all shards: `found` if they have been read, else read from safetensors."""
     tensors: dict[str, TensorInfo] = {}
     shard_of: dict[str, str] = {}

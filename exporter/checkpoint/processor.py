@@ -96,11 +96,15 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         )
     try:
         return ImageSettings(
-            pad=pad, resize=resize, resample=_resampling(values["resample"]), crop=crop,
+            pad=pad,
+            resize=resize,
+            resample=_resampling(values["resample"]),
+            crop=crop,
             rescale=values["rescale_factor"] if _flag(values, "do_rescale") else 1.0,
-            mean=mean if normalize else (0.0, 0.0, 0.0), std=std if normalize else (1.0, 1.0, 1.0),
+            mean=mean if normalize else (0.0, 0.0, 0.0),
+            std=std if normalize else (1.0, 1.0, 1.0),
             within=kind.within,
-        )  # fmt: skip
+        )
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error
 

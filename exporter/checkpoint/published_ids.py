@@ -75,9 +75,12 @@ def published_tokens(folder: Path) -> dict[str, PublishedToken]:
 
 
 def check_ids(
-    published: Mapping[str, PublishedToken], tokenizer: Tokenizer, vocab: int, pictures: Collection[int],
+    published: Mapping[str, PublishedToken],
+    tokenizer: Tokenizer,
+    vocab: int,
+    pictures: Collection[int],
     ends: Collection[int],
-) -> None:  # fmt: skip
+) -> None:
     """Raise CheckpointError if the tokenizer has other ids than `published`, or text and ends may have others.
 
     The model's table has `vocab` tokens. Those of `pictures` may be beyond it, since their embeddings are never read,

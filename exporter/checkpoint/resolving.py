@@ -59,11 +59,21 @@ def resolve(request: dict[str, Any]) -> dict[str, Any]:
             f"{image_token!r:.40}; use the tokenizer that belongs to the model"
         )
     settings = TextSettings(
-        image_token=image_token, image_token_id=image, **tokens, end_ids=tuple(ends), add_special_tokens=adds,
-        ids_before=before, ids_after=after, control_tokens={},
-        length_bound=None, examples=(), video_token=None if video is None else _added_token(tokenizer, video, "video"),
-        video_token_id=video, seg_token_id=seg_id, boxes=None,
-    )  # fmt: skip
+        image_token=image_token,
+        image_token_id=image,
+        **tokens,
+        end_ids=tuple(ends),
+        add_special_tokens=adds,
+        ids_before=before,
+        ids_after=after,
+        control_tokens={},
+        length_bound=None,
+        examples=(),
+        video_token=None if video is None else _added_token(tokenizer, video, "video"),
+        video_token_id=video,
+        seg_token_id=seg_id,
+        boxes=None,
+    )
     if not request["stated"]:
         turns = [id for id in turn_ends(tokenizer, request["template"], settings).values() if id not in ends]
         settings = replace(settings, end_ids=(*ends, *turns))

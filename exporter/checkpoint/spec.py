@@ -48,10 +48,13 @@ def config_of(manifest: Manifest) -> ModelConfig:
     vision = vision_of(manifest.model)
     values = {field.name: getattr(vision, field.name) for field in fields(vision)}
     return ModelConfig(
-        **values, text=Strict().read(TextConfig, text_values(manifest.model), "vtx.json: model.parts.text"),
-        image_token_id=manifest.text.image_token_id, layout=read_layout(manifest.layout, manifest.model.tower),
-        action=manifest.action, bins=manifest.bins,
-    )  # fmt: skip
+        **values,
+        text=Strict().read(TextConfig, text_values(manifest.model), "vtx.json: model.parts.text"),
+        image_token_id=manifest.text.image_token_id,
+        layout=read_layout(manifest.layout, manifest.model.tower),
+        action=manifest.action,
+        bins=manifest.bins,
+    )
 
 
 def find_size(model: str) -> ModelSize:

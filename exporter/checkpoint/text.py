@@ -27,9 +27,12 @@ LIMITS = ChildLimits()
 _FIX = "get the checkpoint from a source you trust, or give another template with vtx-export --chat-template FILE"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _TEMPLATES = (
-    "processor_config.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/default.jinja",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/default.jinja",
     "tokenizer_config.json",
-)  # fmt: skip
+)
 _SMALL_FILES = ("special_tokens_map.json", "added_tokens.json")
 # The keys that a tokenizer's ids depend on. Others (auto_map, paths, templates) never reach transformers.
 _TOKENIZER_KEYS = {
@@ -41,11 +44,20 @@ RESOLVED: dict[str, Any] = {}  # by digest: an export that tries two precisions 
 
 
 def read_text(
-    folder: Path, image_token_id: int, text_config: Mapping[str, Any], top_config: Mapping[str, Any],
-    template: str | None = None, limits: ChildLimits = LIMITS, *, original: bool = False,
-    video_token_id: int | None = None, seg_token: str | None = None, end_ids: tuple[int, ...] | None = None,
-    whole: bool = False, vocab: int = MAX_ID + 1,
-) -> tuple[str, str, TextSettings]:  # fmt: skip
+    folder: Path,
+    image_token_id: int,
+    text_config: Mapping[str, Any],
+    top_config: Mapping[str, Any],
+    template: str | None = None,
+    limits: ChildLimits = LIMITS,
+    *,
+    original: bool = False,
+    video_token_id: int | None = None,
+    seg_token: str | None = None,
+    end_ids: tuple[int, ...] | None = None,
+    whole: bool = False,
+    vocab: int = MAX_ID + 1,
+) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of
@@ -62,19 +74,29 @@ def read_text(
         end_ids = _end_ids(folder, text_config, top_config)
     with _copied(folder, text_config, top_config) as copy:
         request = {
-            "folder": str(copy), "name": str(folder), "image_token_id": image_token_id,
-            "video_token_id": video_token_id, "end_ids": None if end_ids is None else list(end_ids),
-            "template": template, "original": original, "seg_token": seg_token, "whole": whole,
-            "vocab": vocab, "stated": stated,
-        }  # fmt: skip
+            "folder": str(copy),
+            "name": str(folder),
+            "image_token_id": image_token_id,
+            "video_token_id": video_token_id,
+            "end_ids": None if end_ids is None else list(end_ids),
+            "template": template,
+            "original": original,
+            "seg_token": seg_token,
+            "whole": whole,
+            "vocab": vocab,
+            "stated": stated,
+        }
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
         if key not in RESOLVED:
             RESOLVED[key] = confine(
-                "vtx.exporter.checkpoint.resolving:resolve", request,
-                subject=f"the tokenizer or the chat template of {folder.name or folder}", limits=limits,
-                reads=[str(copy)], cure=_FIX,
-            )  # fmt: skip
+                "vtx.exporter.checkpoint.resolving:resolve",
+                request,
+                subject=f"the tokenizer or the chat template of {folder.name or folder}",
+                limits=limits,
+                reads=[str(copy)],
+                cure=_FIX,
+            )
     resolved = RESOLVED[key]
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")
 
@@ -86,9 +108,11 @@ def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: Chil
             confine(
                 "vtx.exporter.checkpoint.resolving:resolve_plain",
                 {"folder": str(copy), "name": str(folder), "vocab": vocab},
-                subject=f"the tokenizer of {folder.name or folder}", limits=limits, reads=[str(copy)],
+                subject=f"the tokenizer of {folder.name or folder}",
+                limits=limits,
+                reads=[str(copy)],
             )
-        )  # fmt: skip
+        )
 
 
 def read_template(folder: Path) -> str:

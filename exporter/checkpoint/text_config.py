@@ -15,8 +15,11 @@ MAX_POSITIONS = (1 << 24) - 1
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5")
 # text models whose positions have three parts, qwen3 and qwen3_5 rotate by interleaved ones
 THREE_PART = {
-    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_5_text": "qwen3_5",
-}  # fmt: skip
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_5_text": "qwen3_5",
+}
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
@@ -100,20 +103,34 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         more = _qwen3_5(config, layers)
     biased = bool(getattr(config, "attention_bias", False))
     return TextConfig(
-        family=family, layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        vocab=size(config, "vocab_size", 1 << 22), eps=eps,
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=size(config, "vocab_size", 1 << 22),
+        eps=eps,
         activation="silu" if family == "lfm2" else str(config.hidden_act),
-        qkv_bias=family == "qwen2" or biased, o_bias=family in O_BIASED and biased,
+        qkv_bias=family == "qwen2" or biased,
+        o_bias=family in O_BIASED and biased,
         mlp_bias=family in MLP_BIASED and bool(getattr(config, "mlp_bias", False)),
         tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
-            config, head_dim, three_part=three_part and kind in THREE_PART,
-            interleaved=family in ("qwen3", "qwen3_5"), partial=family == "qwen3_5",
+            config,
+            head_dim,
+            three_part=three_part and kind in THREE_PART,
+            interleaved=family in ("qwen3", "qwen3_5"),
+            partial=family == "qwen3_5",
         ),
         max_positions=positions,
-        qk_norm=family in ("qwen3", "lfm2", "qwen3_5"), factors=factors, shifts=SHIFTS.get(family, ()),
-        scaled_embedding=family == "gemma", **more,
-    )  # fmt: skip
+        qk_norm=family in ("qwen3", "lfm2", "qwen3_5"),
+        factors=factors,
+        shifts=SHIFTS.get(family, ()),
+        scaled_embedding=family == "gemma",
+        **more,
+    )
 
 
 def _head_dim(config: Any, default: int) -> int:
@@ -209,6 +226,8 @@ def _granite(config: Any, eps: float, head_dim: int) -> tuple[float, tuple[tuple
                 f"multiplies weights by {factor:g}, and vtx by {least:g} to {most:g}; correct config.json"
             )
     return eps / embedding**2, (
-        (r"^text\..*\.q_proj\.", scale), (r"^text\..*\.((v|up)_proj\.|(o|down)_proj\.weight$)", added**0.5),
-        (r"^text\..*\.(o|down)_proj\.bias$", added), (r"^text\.norm\.", out),
-    )  # fmt: skip
+        (r"^text\..*\.q_proj\.", scale),
+        (r"^text\..*\.((v|up)_proj\.|(o|down)_proj\.weight$)", added**0.5),
+        (r"^text\..*\.(o|down)_proj\.bias$", added),
+        (r"^text\.norm\.", out),
+    )

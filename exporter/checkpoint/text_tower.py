@@ -58,12 +58,19 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
         raise CheckpointError(f"{FILE}: eos_token_id is {end!r:.60}, not a token of its vocabulary")
     try:
         spec = TextTowerSpec(
-            tokenizer=TOKENIZER, layers=whole(text, "num_hidden_layers"), hidden=whole(text, "hidden_size"),
-            intermediate=whole(text, "intermediate_size"), heads=whole(text, "num_attention_heads"),
-            vocab=vocab, max_tokens=whole(text, "max_position_embeddings"),
-            width=whole(clip, "projection_dim"), activation=str(text.hidden_act), eps=eps(vars(text)),
-            vision_eps=eps(vars(clip.vision_config)), end_id=None if end == OLD_END else end,
-        )  # fmt: skip
+            tokenizer=TOKENIZER,
+            layers=whole(text, "num_hidden_layers"),
+            hidden=whole(text, "hidden_size"),
+            intermediate=whole(text, "intermediate_size"),
+            heads=whole(text, "num_attention_heads"),
+            vocab=vocab,
+            max_tokens=whole(text, "max_position_embeddings"),
+            width=whole(clip, "projection_dim"),
+            activation=str(text.hidden_act),
+            eps=eps(vars(text)),
+            vision_eps=eps(vars(clip.vision_config)),
+            end_id=None if end == OLD_END else end,
+        )
     except BundleError as e:
         raise CheckpointError(f"{FILE}: {e}".replace("vtx.json: ", "")) from e
     tokenizer = read_plain_tokenizer(checkpoint.folder, "clip", spec.vocab)

@@ -218,8 +218,12 @@ def measure(measurer: Measurer, work: WorkDirectory, report: Callable[[int], Non
 
 
 def measure_on_cluster(
-    address: str, origin: Origin, options: MeasureOptions, work: WorkDirectory, report: Callable[[int], None],
-) -> None:  # fmt: skip
+    address: str,
+    origin: Origin,
+    options: MeasureOptions,
+    work: WorkDirectory,
+    report: Callable[[int], None],
+) -> None:
     """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
 
     `report` gets the number of items done. A machine of the cluster measures one shard at a time, on all its cores.

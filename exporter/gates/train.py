@@ -78,9 +78,12 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     measured = len(work.items(held_out=False))
     judgement = judge(held_out_of(work, gates), model_size(source.config, source.name))
     training = {
-        "items": measured, "epochs": options.fit.epochs_for(measured), "answers": options.measure.answers,
-        "data": data.source, "verdict": judgement.verdict,
-    }  # fmt: skip
+        "items": measured,
+        "epochs": options.fit.epochs_for(measured),
+        "answers": options.measure.answers,
+        "data": data.source,
+        "verdict": judgement.verdict,
+    }
     write_gates(out, gates, source.fingerprint, options.fit, training)
     skipped = (*data.skipped, *work.all_skipped)
     report_record = GatesReport(source.name, training, skipped, judgement)
@@ -93,9 +96,15 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
 
 
 def gates_of(
-    source: OpenedModel, learn: Sequence[Item], held_out: Sequence[Item], measuring: MeasureOptions,
-    fitting: FitOptions, folder: Path, report: Progress, measured_by: Callable[..., None] = measure,
-) -> tuple[WorkDirectory, dict[int, GateWeights]]:  # fmt: skip
+    source: OpenedModel,
+    learn: Sequence[Item],
+    held_out: Sequence[Item],
+    measuring: MeasureOptions,
+    fitting: FitOptions,
+    folder: Path,
+    report: Progress,
+    measured_by: Callable[..., None] = measure,
+) -> tuple[WorkDirectory, dict[int, GateWeights]]:
     """The gates of a model from items to learn from, and `folder` with the measurements of these and of those held out.
 
     Raises as `train_gates` does.

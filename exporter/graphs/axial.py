@@ -28,9 +28,12 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     centred = b.op("Sub", b.op("Mul", pixels, b.constant(np.array(2, np.float32))), b.constant(np.array(1, np.float32)))
     kernel = b.reshape(b.weight(PATCHES), v.hidden, v.patch, v.patch, 3)
     grid = b.op(
-        "Conv", b.from_float32(centred), b.op("Transpose", kernel, perm=[0, 3, 1, 2]), kernel_shape=[v.patch] * 2,
+        "Conv",
+        b.from_float32(centred),
+        b.op("Transpose", kernel, perm=[0, 3, 1, 2]),
+        kernel_shape=[v.patch] * 2,
         strides=[v.patch] * 2,
-    )  # fmt: skip
+    )
     sizes = [b.op("Shape", grid, start=axis, end=axis + 1) for axis in (2, 3)]  # rows, columns
     tables = b.weight(POSITIONS)
     along = []

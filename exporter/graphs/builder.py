@@ -19,9 +19,12 @@ from vtx.exporter.weights.plan import StoredTensor
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 ELEMENT_TYPES = {
-    "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16, "I8": ir.DataType.INT8,
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "I8": ir.DataType.INT8,
     "I4": ir.DataType.INT4,
-}  # fmt: skip
+}
 Shape = Sequence[int | str]
 
 
@@ -145,9 +148,14 @@ class Builder:
         if name in self._initializers:
             return self._initializers[name]
         tensor = ir.ExternalTensor(
-            location.file, location.offset, location.nbytes, dtype,
-            shape=ir.Shape(shape), name=name, base_dir=os.fspath(self._folder),
-        )  # fmt: skip
+            location.file,
+            location.offset,
+            location.nbytes,
+            dtype,
+            shape=ir.Shape(shape),
+            name=name,
+            base_dir=os.fspath(self._folder),
+        )
         return self._initializer(name, tensor)
 
     def weight(self, name: str | int, dtype: ir.DataType | None = None) -> ir.Value:
@@ -222,9 +230,13 @@ class Builder:
 
     def model(self) -> ir.Model:
         graph = ir.Graph(
-            self._inputs, self._outputs, nodes=self._nodes, initializers=list(self._initializers.values()),
-            opset_imports=dict(self.dialect.opsets), name=self.name,
-        )  # fmt: skip
+            self._inputs,
+            self._outputs,
+            nodes=self._nodes,
+            initializers=list(self._initializers.values()),
+            opset_imports=dict(self.dialect.opsets),
+            name=self.name,
+        )
         return ir.Model(graph, ir_version=self.dialect.ir_version, producer_name="vtx")
 
     def write(self, path: Path) -> None:
@@ -333,9 +345,18 @@ class Dialect(ABC):
 
     @abstractmethod
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
-    ) -> ir.Value:  # fmt: skip
+        self,
+        b: Builder,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        heads: int,
+        head_dim: int,
+        seen: ir.Value | None = None,
+        *,
+        causal: bool = False,
+        value_dim: int | None = None,
+    ) -> ir.Value:
         """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
 
         `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`.

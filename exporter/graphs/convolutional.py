@@ -52,9 +52,15 @@ def _conv(b: Builder, x: ir.Value, name: str, groups: int = 1, stride: int = 1) 
     kernel = b.location(f"{name}.weight").shape[-1]
     bias = [] if name.endswith(".conv.conv") else [b.weight(f"{name}.bias")]
     return b.op(
-        "Conv", x, b.weight(f"{name}.weight"), *bias, kernel_shape=[kernel] * 2, strides=[stride] * 2,
-        pads=[kernel // 2] * 4, group=groups,
-    )  # fmt: skip
+        "Conv",
+        x,
+        b.weight(f"{name}.weight"),
+        *bias,
+        kernel_shape=[kernel] * 2,
+        strides=[stride] * 2,
+        pads=[kernel // 2] * 4,
+        group=groups,
+    )
 
 
 def _added(b: Builder, x: ir.Value, y: ir.Value, scale: str) -> ir.Value:

@@ -104,9 +104,15 @@ def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
 
 
 def build_stage(
-    b: Builder, c: TextConfig, first: int, last: int, kv_type: ir.DataType, *, query: bool = False,
+    b: Builder,
+    c: TextConfig,
+    first: int,
+    last: int,
+    kv_type: ir.DataType,
+    *,
+    query: bool = False,
     inputs: Mapping[int, TokenInput] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q.
 
     `inputs` are added to the hidden states after layers, by their number, or are each layer's own.

@@ -13,9 +13,15 @@ from vtx.tools.model.towers.encoder import LAYER_SCALES, Encoder, TextEncoder, b
 
 
 def build_block(
-    b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], seen: ir.Value | None = None, *,
+    b: Builder,
+    e: Encoder,
+    x: ir.Value,
+    name: str,
+    shape: tuple[int, int, int],
+    seen: ir.Value | None = None,
+    *,
     causal: bool = False,
-) -> tuple[ir.Value, ir.Value, ir.Value]:  # fmt: skip
+) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One block on [batch, tokens, hidden], and its q and k.
 
     `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all;

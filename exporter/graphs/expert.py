@@ -28,10 +28,12 @@ END = 1 << 30
 def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
     """Canonical names and shapes of all weights of the expert."""
     for name, out, into in (
-        ("state_proj", a.hidden, a.state), ("action_in_proj", a.hidden, a.width),
-        ("action_time_mlp_in", a.hidden, 2 * a.hidden), ("action_time_mlp_out", a.hidden, a.hidden),
+        ("state_proj", a.hidden, a.state),
+        ("action_in_proj", a.hidden, a.width),
+        ("action_time_mlp_in", a.hidden, 2 * a.hidden),
+        ("action_time_mlp_out", a.hidden, a.hidden),
         ("action_out_proj", a.width, a.hidden),
-    ):  # fmt: skip
+    ):
         yield from linear_tensors(f"head.{name}", out, into)
     expert = ActionSize.of(a).beside(c)
     for layer in expert.every:

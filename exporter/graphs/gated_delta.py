@@ -89,9 +89,17 @@ def _turned(b: Builder, x: ir.Value) -> ir.Value:
 
 
 def _by_number(
-    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value,
-    decay: ir.Value, ends: ir.Value, each: ir.Value,
-) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    b: Builder,
+    d: DeltaSpec,
+    matrices: ir.Value,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    beta: ir.Value,
+    decay: ir.Value,
+    ends: ir.Value,
+    each: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
     """Results of one token of each conversation or of several, and the matrices [conversations, ends, heads, ...].
 
     Engines copy what a branch takes and gives, and to move the matrices is most of a token's work here. So the branch
@@ -129,9 +137,17 @@ def _one(
 
 
 def _many(
-    b: Builder, d: DeltaSpec, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value,
-    decay: ir.Value, ends: ir.Value, each: ir.Value,
-) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    b: Builder,
+    d: DeltaSpec,
+    matrices: ir.Value,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    beta: ir.Value,
+    decay: ir.Value,
+    ends: ir.Value,
+    each: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
     """The same of any number of tokens."""
     size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk
     q, k, v, beta, decay = _in_chunks(b, (q, k, v, beta, decay), (d.key_dim, d.key_dim, d.value_dim, 1, 1), size)
@@ -158,9 +174,16 @@ def _many(
 
 
 def _at_once(
-    b: Builder, matrices: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value,
-    ends: ir.Value, each: ir.Value,
-) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    b: Builder,
+    matrices: ir.Value,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    beta: ir.Value,
+    decay: ir.Value,
+    ends: ir.Value,
+    each: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
     """The same of up to `DELTA_RUN` tokens, one chunk: a loop's parts and its outcome are there once."""
     matrices, q, k, v, beta, decay = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, q, k, v, beta, decay))
     passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), decay)  # TensorRT's CumSum may loop

@@ -366,5 +366,9 @@ def _standardised(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> i
 
 _Part = Callable[[Builder, VisionConfig, ir.Value, int], tuple[ir.Value, int]]
 _BUILD: Mapping[str, _Part] = {
-    "clip": _clip, "convnext": _convnext, "sam": _sam, "eva02": _eva, "pix2struct": _pix2struct,
-}  # fmt: skip
+    "clip": _clip,
+    "convnext": _convnext,
+    "sam": _sam,
+    "eva02": _eva,
+    "pix2struct": _pix2struct,
+}

@@ -66,9 +66,14 @@ def build_native(b: Builder, c: ModelConfig) -> None:
         table = b.reshape(b.to_float32(b.weight(POSITIONS)), 1, v.position_grid, v.position_grid, v.hidden)
         sizes = b.op("Concat", b.constant([1, v.hidden]), b.op("Shape", patches, start=2, end=4), axis=0)
         stretched = b.op(
-            "Resize", b.op("Transpose", table, perm=[0, 3, 1, 2]), None, None, sizes, mode="linear",
+            "Resize",
+            b.op("Transpose", table, perm=[0, 3, 1, 2]),
+            None,
+            None,
+            sizes,
+            mode="linear",
             coordinate_transformation_mode="align_corners",
-        )  # fmt: skip
+        )
         patches = b.op("Add", patches, b.from_float32(stretched))
     side = b.constant([v.shuffle])
     rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))

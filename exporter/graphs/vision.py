@@ -317,9 +317,15 @@ def _positions(b: Builder, v: VisionConfig, tower: str) -> ir.Value:
     grid = b.reshape(b.op("Slice", table, first, b.constant([MAX_ROW]), axis), 1, side, side, v.hidden)
     grid = b.to_float32(b.op("Transpose", grid, perm=[0, 3, 1, 2]))
     resized = b.op(
-        "Resize", grid, None, None, b.constant([1, v.hidden, v.grid, v.grid]), mode="cubic", cubic_coeff_a=-0.75,
+        "Resize",
+        grid,
+        None,
+        None,
+        b.constant([1, v.hidden, v.grid, v.grid]),
+        mode="cubic",
+        cubic_coeff_a=-0.75,
         coordinate_transformation_mode="half_pixel",
-    )  # fmt: skip
+    )
     patches = b.from_float32(b.op("Transpose", b.reshape(resized, 1, v.hidden, -1), perm=[0, 2, 1]))
     if not v.class_token:
         return patches

@@ -23,9 +23,13 @@ SEED = 20
 
 
 def actions_of(
-    reference: Reference, sample: Sample, ks: Sequence[int | None], state: Tensor, noise: Tensor,
+    reference: Reference,
+    sample: Sample,
+    ks: Sequence[int | None],
+    state: Tensor,
+    noise: Tensor,
     report: Callable[[int], None] = lambda _: None,
-) -> dict[int | None, Tensor]:  # fmt: skip
+) -> dict[int | None, Tensor]:
     """The actions [horizon, width] at each K, for a normalised state [state] and noise [horizon, width]."""
     spec = reference.config.action
     assert spec is not None
@@ -41,9 +45,13 @@ def actions_of(
 
 
 def _velocity(
-    reference: Reference, prompts: Sequence[Sequence[tuple[Tensor, Tensor]]], state: Tensor, actions: Tensor,
-    time: float, count: int,
-) -> Tensor:  # fmt: skip
+    reference: Reference,
+    prompts: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    state: Tensor,
+    actions: Tensor,
+    time: float,
+    count: int,
+) -> Tensor:
     """The expert's answers for one moment, to several prompts of `count` positions, [prompts, horizon, width].
 
     Each weight is read once for all of them.
@@ -94,9 +102,13 @@ def _velocity(
 
 
 def record_golden_actions(
-    path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    ks: Sequence[int | None],
     report: Callable[[int], None],
-) -> None:  # fmt: skip
+) -> None:
     """As `record_golden`, for a model that outputs actions: a fixed state and noise, and the actions at each K."""
     config = reference.config
     image = golden.golden_image()
@@ -113,7 +125,11 @@ def record_golden_actions(
         sample = Sample(decoded, features.first(golden.DECODED_TOKENS))
         found = actions_of(reference, sample, ks, torch.from_numpy(state), torch.from_numpy(noise), report)
     tensors: dict[str, NDArray[np.generic]] = {
-        "ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy(),
-        golden.STATE: state, golden.NOISE: noise, **{golden.actions_key(k): a.numpy() for k, a in found.items()},
-    }  # fmt: skip
+        "ids": ids,
+        "pixels": pixels,
+        "features": features.hidden[: golden.FEATURE_TOKENS].numpy(),
+        golden.STATE: state,
+        golden.NOISE: noise,
+        **{golden.actions_key(k): a.numpy() for k, a in found.items()},
+    }
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

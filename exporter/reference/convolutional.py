@@ -17,9 +17,12 @@ class ConvolutionalReference:
     """The tower by the model's functions: weights by canonical name, norms and products, in float32."""
 
     def __init__(
-        self, vision: VisionConfig, weight: Callable[[str], Tensor], norm: Callable[[Tensor, str], Tensor],
+        self,
+        vision: VisionConfig,
+        weight: Callable[[str], Tensor],
+        norm: Callable[[Tensor, str], Tensor],
         linear: Callable[[Tensor, str], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._v = vision
         self._w = weight
         self._norm = norm

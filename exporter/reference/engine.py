@@ -48,9 +48,12 @@ class EngineReference:
         return _Opened(torch.zeros(0), tokens, session=Session(self.backend, self._manifest))
 
     def greedy(
-        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int,
+        self,
+        samples: Sequence[Sample],
+        end_ids: Collection[int],
+        max_new_tokens: int,
         report: Callable[[int], None] = lambda _: None,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Each sample's greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included."""
         answers = list[list[int]]()
         for sample in samples:
@@ -64,9 +67,13 @@ class EngineReference:
         return answers
 
     def hidden(
-        self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
-        attend: Callable[..., Any] | None = None, watch: Callable[[int, int, Tensor], None] = lambda *_: None,
-    ) -> list[dict[int | None, Tensor]]:  # fmt: skip
+        self,
+        samples: Sequence[Sample],
+        ks: Sequence[int | None],
+        report: Callable[[int], None] = lambda _: None,
+        attend: Callable[..., Any] | None = None,
+        watch: Callable[[int, int, Tensor], None] = lambda *_: None,
+    ) -> list[dict[int | None, Tensor]]:
         """As of `Reference`; `watch` gets layers that end a stage, and of the states those after the last image."""
         if attend is not None:
             raise RequestError("an engine does not give its attention; measure it without --device")

@@ -35,9 +35,13 @@ def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[
 
 
 def record_golden(
-    path: Path, reference: Reference, text: Text, settings: ImageSettings, ks: Sequence[int | None],
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    ks: Sequence[int | None],
     report: Callable[[int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Run the reference at every K of `ks` and write its features, logits and largest values to `path`."""
     config = reference.config
     image = golden_image()
@@ -69,8 +73,12 @@ PASSAGE = (
 
 
 def record_kv_scales(
-    path: Path, reference: Reference, text: Text, settings: ImageSettings, report: Callable[[int], None],
-) -> None:  # fmt: skip
+    path: Path,
+    reference: Reference,
+    text: Text,
+    settings: ImageSettings,
+    report: Callable[[int], None],
+) -> None:
     """Run the reference over the golden picture and a passage of text, and write each layer's scales to `path`.
 
     They are [1, kv_heads, 1, head_dim] float32, by their names in the graphs. `report` gets 1 a layer.

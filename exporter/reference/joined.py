@@ -31,9 +31,12 @@ class JoinedTowers:
     def states(self, pixels: Tensor) -> Tensor:
         """Images [images, 3, side, side] to [images, tokens, hidden], row by row."""
         one: Mapping[str, Callable[[VisionConfig, Tensor], Tensor]] = {
-            "clip": self._clip, "convnext": self._convnext, "sam": self._sam, "eva02": self._eva,
+            "clip": self._clip,
+            "convnext": self._convnext,
+            "sam": self._sam,
+            "eva02": self._eva,
             "pix2struct": self._pix2struct,
-        }  # fmt: skip
+        }
         images = []
         for image in pixels:
             parts = [one[tower.family](tower, image[None]) for tower in self._v.towers]

@@ -16,11 +16,19 @@ LayerWeights = Callable[[str], Tensor | None]
 
 
 def decoder_layer(
-    c: TextConfig, x: Tensor, positions: Tensor, weights: LayerWeights,
-    see: Callable[[Tensor, Tensor], None] | None = None, feed: Callable[[str, Tensor], None] | None = None, *,
-    cache: list[Tensor] | None = None, groups: Tensor | None = None, layer: int = 1, given: Tensor | None = None,
+    c: TextConfig,
+    x: Tensor,
+    positions: Tensor,
+    weights: LayerWeights,
+    see: Callable[[Tensor, Tensor], None] | None = None,
+    feed: Callable[[str, Tensor], None] | None = None,
+    *,
+    cache: list[Tensor] | None = None,
+    groups: Tensor | None = None,
+    layer: int = 1,
+    given: Tensor | None = None,
     shared: tuple[Tensor, Tensor, Tensor | None] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
 
     Positions of three parts are [n, 3]. Tokens whose `groups` [n] are equal and not -1 see each other both ways.
@@ -117,9 +125,12 @@ def _visible(
 
 
 def _short_convolution(
-    c: TextConfig, linear: Callable[[Tensor, str], Tensor], weights: LayerWeights, x: Tensor,
+    c: TextConfig,
+    linear: Callable[[Tensor, str], Tensor],
+    weights: LayerWeights,
+    x: Tensor,
     cache: list[Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gated convolution of LFM2 over a token and those before it; `cache` holds its inputs so far."""
     first, gate, last = linear(x, "conv.in_proj").chunk(3, -1)
     columns = F.pad((first * last).transpose(1, 2), (c.conv_taps - 1, 0))
@@ -133,9 +144,12 @@ def _short_convolution(
 
 
 def _delta_rule(
-    c: TextConfig, linear: Callable[[Tensor, str], Tensor], weight: Callable[[str], Tensor], x: Tensor,
+    c: TextConfig,
+    linear: Callable[[Tensor, str], Tensor],
+    weight: Callable[[str], Tensor],
+    x: Tensor,
     cache: list[Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gated delta rule of normed hidden states [batch, n, hidden], a token at a time: [batch, n, values].
 
     `cache` holds what was convolved of earlier tokens, and the matrices behind them.
@@ -175,9 +189,12 @@ def _delta_rule(
 
 
 def _mlp(
-    c: TextConfig, x: Tensor, weight: Callable[[str], Tensor], linear: Callable[[Tensor, str], Tensor],
+    c: TextConfig,
+    x: Tensor,
+    weight: Callable[[str], Tensor],
+    linear: Callable[[Tensor, str], Tensor],
     norm: str = "post_attention_layernorm",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     y = rms(x, weight(f"{norm}.weight"), c.eps)
     return linear(activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
 

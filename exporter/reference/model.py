@@ -111,9 +111,14 @@ class _Streams:
         maps = tuple(by_layer[stays[self.is_vision]] for by_layer in self.maps)
         inputs = None if self.layer_inputs is None else self.layer_inputs[stays]
         return _Streams(
-            self.full[stays], self.withdrawn[:0], self.is_vision[stays], self.positions[stays], maps,
-            self.groups[stays], inputs,
-        )  # fmt: skip
+            self.full[stays],
+            self.withdrawn[:0],
+            self.is_vision[stays],
+            self.positions[stays],
+            maps,
+            self.groups[stays],
+            inputs,
+        )
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
         """Run `full` through a layer, from 1: `decoder_layer`, and the map that follows it."""
@@ -219,11 +224,15 @@ class Reference:
         return self._see(torch.from_numpy(pixels))[0]
 
     def hidden(
-        self, samples: Sequence[Sample], ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None,
+        self,
+        samples: Sequence[Sample],
+        ks: Sequence[int | None],
+        report: Callable[[int], None] = lambda _: None,
         attend: Callable[[int, int, Tensor, Tensor], None] | None = None,
         watch: Callable[[int, int, Tensor], None] = lambda *_: None,
-        feed: Callable[[int, int, str, Tensor], None] | None = None, rest: Rest | None = None,
-    ) -> list[dict[int | None, Tensor]]:  # fmt: skip
+        feed: Callable[[int, int, str, Tensor], None] | None = None,
+        rest: Rest | None = None,
+    ) -> list[dict[int | None, Tensor]]:
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
         With a `rest`, that many image tokens, or as a float that share of them, stay at each K: those that the prompt's
@@ -316,9 +325,12 @@ class Reference:
         return found
 
     def greedy(
-        self, samples: Sequence[Sample], end_ids: Collection[int], max_new_tokens: int,
+        self,
+        samples: Sequence[Sample],
+        end_ids: Collection[int],
+        max_new_tokens: int,
         report: Callable[[int], None] = lambda _: None,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Each sample's greedy answer without withdrawal, up to `max_new_tokens` ids, an end token included.
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
@@ -357,17 +369,24 @@ class Reference:
         return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)
 
     def logits(
-        self, ids: NDArray[np.int64], features: Encoded, ks: Sequence[int | None],
-        report: Callable[[int], None] = lambda _: None, measure: Callable[[int, Tensor], None] = lambda *_: None,
-    ) -> dict[int | None, Tensor]:  # fmt: skip
+        self,
+        ids: NDArray[np.int64],
+        features: Encoded,
+        ks: Sequence[int | None],
+        report: Callable[[int], None] = lambda _: None,
+        measure: Callable[[int, Tensor], None] = lambda *_: None,
+    ) -> dict[int | None, Tensor]:
         """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer.
 
         `measure` gets each layer's number and, one after the other, the inputs of its matrices and its output.
         """
         hidden = self.hidden(
-            [Sample(ids, features)], ks, report, watch=lambda layer, _, out: measure(layer, out),
+            [Sample(ids, features)],
+            ks,
+            report,
+            watch=lambda layer, _, out: measure(layer, out),
             feed=lambda layer, _, __, inputs: measure(layer, inputs),
-        )[0]  # fmt: skip
+        )[0]
         return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:

@@ -18,9 +18,13 @@ class NativeReference:
     """The tower by the model's functions: weights by canonical name, activations, norms and products, in float32."""
 
     def __init__(
-        self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Function, norm: Function,
+        self,
+        vision: VisionConfig,
+        weight: Callable[[str], Tensor],
+        activate: Function,
+        norm: Function,
         linear: Function,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._v = vision
         self._w = weight
         self._activate = activate

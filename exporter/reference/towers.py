@@ -109,6 +109,11 @@ def _projected(c: ModelConfig, parts: TowerWeights, features: Tensor) -> Tensor:
 
 
 _MAKE: Mapping[str, Callable[[ModelConfig, TowerWeights], See]] = {
-    "axial": _axial, "convolutional": _convolutional, "encoder": _encoder, "joined": _joined, "naflex": _encoder,
-    "native": _native, "paired": _encoder,
-}  # fmt: skip
+    "axial": _axial,
+    "convolutional": _convolutional,
+    "encoder": _encoder,
+    "joined": _joined,
+    "naflex": _encoder,
+    "native": _native,
+    "paired": _encoder,
+}

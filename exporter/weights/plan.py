@@ -120,9 +120,11 @@ class WeightPlan:
 
 
 def plan_weights(
-    checkpoint: Checkpoint, needed: Iterable[tuple[str, tuple[int, ...]]], precisions: Precisions,
+    checkpoint: Checkpoint,
+    needed: Iterable[tuple[str, tuple[int, ...]]],
+    precisions: Precisions,
     scaled: Collection[str] = (),
-) -> WeightPlan:  # fmt: skip
+) -> WeightPlan:
     """Check that every needed tensor exists in its shape, and lay out the files.
 
     A file that holds one of the tensors `scaled`, whose values will change, is not used whole. Raises CheckpointError.
@@ -181,8 +183,9 @@ def quantised_note(plan: WeightPlan) -> str | None:
     forms = [entry.form for file in plan.files for entry in file.entries if isinstance(entry.source.source, Matrix)]
     counts = Counter(
         f"{'keep their integers and scales,' if form.matrix else 'are dequantised and stored as'} "
-        f"{STORED[form.dtype].name}" for form in forms
-    )  # fmt: skip
+        f"{STORED[form.dtype].name}"
+        for form in forms
+    )
     parts = [f"{count} matrices {state}" for state, count in counts.items()]
     return f"the checkpoint is quantised: {', '.join(parts)}" if parts else None
 

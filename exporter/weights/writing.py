@@ -48,9 +48,12 @@ NONE: Mapping[str, Scaling] = {}
 
 
 def write_weights(
-    plan: WeightPlan, folder: Path, journal: ExportJournal, report: Callable[[int], None],
+    plan: WeightPlan,
+    folder: Path,
+    journal: ExportJournal,
+    report: Callable[[int], None],
     scalings: Mapping[str, Scaling] = NONE,
-) -> dict[str, FileRecord]:  # fmt: skip
+) -> dict[str, FileRecord]:
     """Write all weight files under `folder` that `journal` lacks; `report` gets the source bytes of each block.
 
     The weights named in `scalings` are multiplied first.
@@ -141,9 +144,13 @@ def pieces(size: int) -> list[int]:
 
 
 def _rewrite(
-    file: WeightFile, target: Path, pool: ThreadPoolExecutor, journal: ExportJournal, report: Callable[[int], None],
+    file: WeightFile,
+    target: Path,
+    pool: ThreadPoolExecutor,
+    journal: ExportJournal,
+    report: Callable[[int], None],
     scalings: Mapping[str, Scaling],
-) -> str:  # fmt: skip
+) -> str:
     """Write the file's unfinished tensors in their new form, converted by chunks in `pool`. Returns its SHA-256."""
     header = file.header or b""
     finished = 0

@@ -73,11 +73,21 @@ class Actor:
         return self._acting.encoded
 
     def act(
-        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
-        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
-        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
+        self,
+        images: Cameras,
+        instruction: str,
+        state: ArrayLike | None = None,
+        *,
+        k: K = DEFAULT,
+        noise: ArrayLike | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        normalized: bool = False,
+        deadline_ms: float | None = None,
+        unnorm_key: str | None = None,
+        reduce: str | None = DEFAULT,
         check: Check = no_check,
-    ) -> NDArray[np.float32]:  # fmt: skip
+    ) -> NDArray[np.float32]:
         """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
         deadline = Deadline(deadline_ms, "fewer steps or a smaller K")
         loaded = self._loaded

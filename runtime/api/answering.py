@@ -292,9 +292,15 @@ class AnswerInProgress(Request):
         limit, drafts = options.max_new_tokens, guided or self._lookup
         reads_logits = guided is not None or options.logprobs or options.top_logprobs or text.seg_token_id is not None
         tokens = generate(
-            session, result.logits, sample, end_ids=end_ids, max_new_tokens=limit, check=self.check, drafts=drafts,
+            session,
+            result.logits,
+            sample,
+            end_ids=end_ids,
+            max_new_tokens=limit,
+            check=self.check,
+            drafts=drafts,
             greedy=sampler.greedy and not reads_logits,
-        )  # fmt: skip
+        )
         for token in tokens:
             self._last_token = perf_counter()
             self._first_token = self._first_token if ids else self._last_token

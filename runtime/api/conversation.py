@@ -198,9 +198,15 @@ class Conversation:
         if resume and policy.fixed:
             after = self._session.selection
         answering = AnswerInProgress(
-            loaded, messages, ids, policy, settings.options, partial(self._lease, images), after=after,
+            loaded,
+            messages,
+            ids,
+            policy,
+            settings.options,
+            partial(self._lease, images),
+            after=after,
             completed=completed,
-        )  # fmt: skip
+        )
         return AnswerStream(answering)
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:

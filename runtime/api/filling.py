@@ -28,8 +28,18 @@ if TYPE_CHECKING:
 Completed: TypeAlias = "Callable[[Answer, Selection | None], None]"
 YES_NO = {"yes": True, "no": False}
 # Keys of a form; others say what no single field can be held to.
-FORM_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id",
-             "$defs", "definitions"}  # fmt: skip
+FORM_KEYS = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "title",
+    "description",
+    "$schema",
+    "$id",
+    "$defs",
+    "definitions",
+}
 NOTES = {"title", "description", "default", "examples"}  # keys that restrict no value
 LISTED_KEYS = {"type", "minimum", "maximum", *NOTES}
 
@@ -129,9 +139,14 @@ class FillingStream(AnswerStream):
     """
 
     def __init__(
-        self, ask: Callable[..., AnswerStream], messages: Sequence[Message], settings: Settings, *,
-        after: Selection | None = None, completed: Completed | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ask: Callable[..., AnswerStream],
+        messages: Sequence[Message],
+        settings: Settings,
+        *,
+        after: Selection | None = None,
+        completed: Completed | None = None,
+    ) -> None:
         """`ask`: `stream_messages` of the conversation. Raises RequestError for a schema that lists no fields."""
         options = settings.options
         guide = settings.options.guide

@@ -90,9 +90,16 @@ def load(
             failed[chosen.device] = str(e)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
-        opened, backend, load_ms, chosen.why, card=chosen.card, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels,
+        opened,
+        backend,
+        load_ms,
+        chosen.why,
+        card=chosen.card,
+        fit=fit,
+        max_tiles=max_tiles,
+        max_pixels=max_pixels,
         image_formats=formats,
-    )  # fmt: skip
+    )
     if chosen.ignored:
         log.warning("card.json of %s is ignored: %s", opened.folder, chosen.ignored)
     if chosen.card:
@@ -102,9 +109,15 @@ def load(
 
 
 def choose_for(
-    bundle: Bundle, device: str, compute: str | None, *, fit: str | None = None, max_tiles: int | None = None,
-    max_pixels: int | None = None, failed: Mapping[str, str] = NONE,
-) -> DeviceChoice:  # fmt: skip
+    bundle: Bundle,
+    device: str,
+    compute: str | None,
+    *,
+    fit: str | None = None,
+    max_tiles: int | None = None,
+    max_pixels: int | None = None,
+    failed: Mapping[str, str] = NONE,
+) -> DeviceChoice:
     """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
     settings_for(layout, bundle.manifest.image, fit)

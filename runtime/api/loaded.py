@@ -145,10 +145,12 @@ class LoadedBundle:
             if max_tiles is None and max_pixels is None and fit != "released":
                 max_tiles, max_pixels = fitted.max_tiles, fitted.max_pixels
         self.text = Text(
-            *text_files(bundle.read), manifest.text, max_context=manifest.max_context,
+            *text_files(bundle.read),
+            manifest.text,
+            max_context=manifest.max_context,
             or_more_context=manifest.or_more_context,
             vocab=max(manifest.model.vocab, manifest.text.image_token_id + 1),  # which may be in no table
-        )  # fmt: skip
+        )
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
         self._max_tiles, self._max_pixels = max_tiles, max_pixels
         self._newline = (
@@ -331,9 +333,15 @@ class LoadedBundle:
         return PreparedImage(views, key, form, size, arrange, "video", len(clip.numbers), refitted, counted=counted)
 
     def prepare(
-        self, source: ImageSource, fit: str | None = None, *, of_images: int = 1, image_tokens: ImageDetail = None,
-        check: Callable[[ImageSource], None] = lambda _: None, tenant: str = "",
-    ) -> PreparedImage:  # fmt: skip
+        self,
+        source: ImageSource,
+        fit: str | None = None,
+        *,
+        of_images: int = 1,
+        image_tokens: ImageDetail = None,
+        check: Callable[[ImageSource], None] = lambda _: None,
+        tenant: str = "",
+    ) -> PreparedImage:
         """Read and preprocess an image of a prompt with `of_images` images, to at most `image_tokens` tokens.
 
         `check` is called before it is decoded and may raise; a picture that the `picture_cache` has of the `tenant` is

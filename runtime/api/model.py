@@ -50,9 +50,15 @@ class Model:
     """
 
     def __init__(
-        self, bundle: Bundle, backend: Backend, load_ms: float, why: str = "asked for", *, card: Card | None = None,
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        load_ms: float,
+        why: str = "asked for",
+        *,
+        card: Card | None = None,
         **images: Unpack[ImageKeywords],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
         self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
         self._actor: Actor | TokenActor | None = None
@@ -74,9 +80,14 @@ class Model:
         self.loaded.close()
 
     def open(
-        self, images: Images = (), *, system: str | None = None, fit: str | None = None,
-        prefix_file: str | os.PathLike[str] | None = None, image_tokens: ImageDetail = None,
-    ) -> Conversation:  # fmt: skip
+        self,
+        images: Images = (),
+        *,
+        system: str | None = None,
+        fit: str | None = None,
+        prefix_file: str | os.PathLike[str] | None = None,
+        image_tokens: ImageDetail = None,
+    ) -> Conversation:
         """Open any number of images and videos for questions about them.
 
         Args:
@@ -110,10 +121,20 @@ class Model:
         return conversation
 
     def act(
-        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
-        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
-        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
-    ) -> NDArray[np.float32]:  # fmt: skip
+        self,
+        images: Cameras,
+        instruction: str,
+        state: ArrayLike | None = None,
+        *,
+        k: K = DEFAULT,
+        noise: ArrayLike | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        normalized: bool = False,
+        deadline_ms: float | None = None,
+        unnorm_key: str | None = None,
+        reduce: str | None = DEFAULT,
+    ) -> NDArray[np.float32]:
         """Predict a robot's next actions, [horizon, action size] float32, with a model that outputs actions.
 
         A model with an action expert (pi0) uses images, an instruction, the state and noise. A model with action
@@ -148,9 +169,18 @@ class Model:
 
         """
         return self.actor.act(
-            images, instruction, state, k=k, noise=noise, seed=seed, steps=steps, normalized=normalized,
-            deadline_ms=deadline_ms, unnorm_key=unnorm_key, reduce=reduce,
-        )  # fmt: skip
+            images,
+            instruction,
+            state,
+            k=k,
+            noise=noise,
+            seed=seed,
+            steps=steps,
+            normalized=normalized,
+            deadline_ms=deadline_ms,
+            unnorm_key=unnorm_key,
+            reduce=reduce,
+        )
 
     @property
     def actor(self) -> Actor | TokenActor:

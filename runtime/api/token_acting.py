@@ -37,10 +37,20 @@ class TokenActor:
         self.token_ids: tuple[int, ...] = ()
 
     def act(
-        self, images: Cameras, instruction: str, state: ArrayLike | None = None, *, k: K = DEFAULT,
-        noise: ArrayLike | None = None, seed: int | None = None, steps: int | None = None, normalized: bool = False,
-        deadline_ms: float | None = None, unnorm_key: str | None = None, reduce: str | None = DEFAULT,
-    ) -> NDArray[np.float32]:  # fmt: skip
+        self,
+        images: Cameras,
+        instruction: str,
+        state: ArrayLike | None = None,
+        *,
+        k: K = DEFAULT,
+        noise: ArrayLike | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+        normalized: bool = False,
+        deadline_ms: float | None = None,
+        unnorm_key: str | None = None,
+        reduce: str | None = DEFAULT,
+    ) -> NDArray[np.float32]:
         """See `Model.act`."""
         deadline = Deadline(deadline_ms, "a smaller K")
         loaded = self._loaded

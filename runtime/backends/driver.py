@@ -46,9 +46,14 @@ class _CopySide(ctypes.Structure):
     """One side of a copy of rows: half of CUDA_MEMCPY2D."""
 
     _fields_ = (
-        ("x", c_size_t), ("y", c_size_t), ("type", c_int), ("host", c_void_p), ("device", c_void_p),
-        ("array", c_void_p), ("pitch", c_size_t),
-    )  # fmt: skip
+        ("x", c_size_t),
+        ("y", c_size_t),
+        ("type", c_int),
+        ("host", c_void_p),
+        ("device", c_void_p),
+        ("array", c_void_p),
+        ("pitch", c_size_t),
+    )
 
 
 class _RowCopy(ctypes.Structure):

@@ -74,9 +74,16 @@ def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
 
 
 def answering_memory(
-    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, image_tokens: int, max_context: int,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    image_tokens: int,
+    max_context: int,
     kv_bytes: int,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes in addition to the weights while one image is asked about and all layers see it.
 
     They are K and V of `kv_bytes` a number, the scores of one layer's attention, and a prefill's buffers.
@@ -94,11 +101,20 @@ def tokenizer_memory(nbytes: int, vocab: int) -> int:
 def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     m = bundle.manifest
     tokenizer = tokenizer_memory(m.files[m.tokenizer].bytes, m.model.vocab)
-    return tokenizer + weights_in_memory(bundle, floats) + answering_memory(
-        layers=m.model.attending, hidden=m.model.hidden, heads=m.model.heads, kv_heads=m.model.kv_heads,
-        head_dim=m.model.head_dim, image_tokens=min(m.layout.max_tokens, m.max_context), max_context=m.max_context,
-        kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
-    )  # fmt: skip
+    return (
+        tokenizer
+        + weights_in_memory(bundle, floats)
+        + answering_memory(
+            layers=m.model.attending,
+            hidden=m.model.hidden,
+            heads=m.model.heads,
+            kv_heads=m.model.kv_heads,
+            head_dim=m.model.head_dim,
+            image_tokens=min(m.layout.max_tokens, m.max_context),
+            max_context=m.max_context,
+            kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
+        )
+    )
 
 
 def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:

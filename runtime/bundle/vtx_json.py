@@ -15,9 +15,16 @@ from vtx.runtime.strict import UPGRADE, Strict, json_value, write_json
 INTERFACE = "interface"
 LISTS = {"k": "--k", "dialects": "--dialect"}
 VALUES = (
-    "precision", "vision_precision", "head_precision", "kv_precision", "max_context", "text_tower", "tower",
-    "int4_block", "int8_block",
-)  # fmt: skip
+    "precision",
+    "vision_precision",
+    "head_precision",
+    "kv_precision",
+    "max_context",
+    "text_tower",
+    "tower",
+    "int4_block",
+    "int8_block",
+)
 MAX_COMMAND = 2000  # characters
 
 

@@ -42,12 +42,25 @@ except ImportError:  # Windows
     resource = None
 
 KEPT = {
-    "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT",
-}  # fmt: skip
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "TEMP",
+    "TMP",
+    "SYSTEMROOT",
+}
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-}  # fmt: skip
+}
 _POLL_SECONDS = 0.1  # between two calls of `stopped`
 
 
@@ -92,12 +105,19 @@ class Child(Protocol):
 
 
 def confine(
-    target: str, request: Any, *, subject: str, limits: ChildLimits = ChildLimits(), libraries: tuple[str, ...] = (),
-    reads: Sequence[str | os.PathLike[str]] = (), data: BinaryIO | None = None,
-    receive: Callable[[dict[str, Any], bytearray], None] | None = None, stopped: Callable[[], bool] | None = None,
+    target: str,
+    request: Any,
+    *,
+    subject: str,
+    limits: ChildLimits = ChildLimits(),
+    libraries: tuple[str, ...] = (),
+    reads: Sequence[str | os.PathLike[str]] = (),
+    data: BinaryIO | None = None,
+    receive: Callable[[dict[str, Any], bytearray], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
     error: type[VtxError] = CheckpointError,
     cure: str = "it is damaged or hostile; get it again from somebody you trust",
-) -> Any:  # fmt: skip
+) -> Any:
     """The result of the function `target` for `request`. Raises its VtxErrors, and `error`, with `cure`.
 
     `data` is an open file that the function finds on stdin. Once `stopped` returns True, the child is ended, which
@@ -156,15 +176,21 @@ def start_child(task: ChildTask, data: BinaryIO | None, answer: int, log: Binary
         write_task(question, task)
         return subprocess.Popen(
             [*command, *arguments],
-            stdin=question if data is None else data, stdout=answer, stderr=log, env=kept | ENVIRONMENT,
+            stdin=question if data is None else data,
+            stdout=answer,
+            stderr=log,
+            env=kept | ENVIRONMENT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def _run(
-    task: ChildTask, data: BinaryIO | None, log: BinaryIO, receive: Callable[[dict[str, Any], bytearray], None] | None,
+    task: ChildTask,
+    data: BinaryIO | None,
+    log: BinaryIO,
+    receive: Callable[[dict[str, Any], bytearray], None] | None,
     stopped: Callable[[], bool] | None,
-) -> tuple[int, dict[str, Any] | None, str]:  # fmt: skip
+) -> tuple[int, dict[str, Any] | None, str]:
     """The child's exit status, its result if it gave one, and why it was ended: "", "late" or "stopped"."""
     reading, writing = os.pipe()
     with open(reading, "rb") as answers:

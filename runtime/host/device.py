@@ -66,10 +66,12 @@ def _jetson(root: Path) -> Jetson | None:
     l4t = f"{release[1]}.{release[2]}" if release else None
     packages = _read(root / "var/lib/dpkg/status")
     return Jetson(
-        model=_read(tree / "model").strip("\0 \n") or "unknown Jetson", module=module, l4t=l4t,
+        model=_read(tree / "model").strip("\0 \n") or "unknown Jetson",
+        module=module,
+        l4t=l4t,
         jetpack=_package(packages, "nvidia-jetpack") or (JETPACK_OF_L4T.get(int(l4t.split(".")[0])) if l4t else None),
         tensorrt=_package(packages, r"libnvinfer\d+"),
-    )  # fmt: skip
+    )
 
 
 def _package(status: str, name: str) -> str | None:

@@ -93,9 +93,13 @@ def _imported_from() -> list[str]:
     folders = {os.path.realpath(folder) for folder in named if os.path.isabs(folder)}
     vtx = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     return [
-        sys.prefix, sys.base_prefix, sys.exec_prefix, vtx, sys.executable,  # a frozen program holds its modules
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        vtx,
+        sys.executable,  # a frozen program holds its modules
         *(folder for folder in folders if os.path.commonpath([folder, home]) != folder),
-    ]  # fmt: skip
+    ]
 
 
 def _restrict_files(libc: ctypes.CDLL, paths: Sequence[str]) -> bool:
@@ -136,17 +140,25 @@ def _program(column: int, architecture: int, process: int) -> bytes:
     refuse = 0x00050000 | errno.EPERM
     unknown = 0x00050000 | errno.ENOSYS
     made: list[tuple[int, int, int, int]] = [
-        (load, 0, 0, 4), (equal, 1, 0, architecture), (leave, 0, 0, 0x80000000), (load, 0, 0, 0),
-    ]  # fmt: skip
+        (load, 0, 0, 4),
+        (equal, 1, 0, architecture),
+        (leave, 0, 0, 0x80000000),
+        (load, 0, 0, 0),
+    ]
 
     def unless(number: int | None, argument: int, test: int, value: int, *, refused: bool) -> None:
         """Test the lower half of an argument of the call `number`; `refused`: refuse the call if the test holds."""
         if number is not None:
             outcome = (0, 1) if refused else (1, 0)
-            made.extend([
-                (equal, 0, 4, number), (load, 0, 0, 16 + 8 * argument), (test, *outcome, value),
-                (leave, 0, 0, refuse), (leave, 0, 0, allow),
-            ])  # fmt: skip
+            made.extend(
+                [
+                    (equal, 0, 4, number),
+                    (load, 0, 0, 16 + 8 * argument),
+                    (test, *outcome, value),
+                    (leave, 0, 0, refuse),
+                    (leave, 0, 0, allow),
+                ]
+            )
 
     for number in _NEW_ALLOWED.values():
         made += [(equal, 0, 1, number), (leave, 0, 0, allow)]

@@ -34,14 +34,27 @@ BYTES = {"schema": MAX_SCHEMA, "choices": MAX_SCHEMA, "regex": MAX_REGEX, "gramm
 MAX_CHOICES = 1024
 KEPT = 32  # compiled grammars of a bundle
 # llguidance's limits: of the work to compile a grammar, of each mask's, and of an answer's memory, 1 to 2 KB a state.
-LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
-          "max_lexer_states": 50_000, "max_grammar_size": 500_000}  # fmt: skip
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
 # What these limits do not count, and llguidance compiles for minutes: several expressions for one text, remainders.
 MAX_COMBINED = 8
 MAX_MULTIPLE = 10_000
 MAX_OPERATORS = 1
-OWN_KEYS = ("pattern", "format", "multipleOf", "properties", "patternProperties", "additionalProperties", "items",
-            "prefixItems")  # fmt: skip
+OWN_KEYS = (
+    "pattern",
+    "format",
+    "multipleOf",
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "items",
+    "prefixItems",
+)
 # JSON as Python's json writes it: models know it, and no answer fills up with blanks.
 JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 

@@ -51,9 +51,13 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str | bool], *,
-        add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, str | bool],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The conversation as text; `variables` are the special tokens by name.
 
         Raises `TemplateError` when the template refuses the conversation, fails, or prints too much.

@@ -167,9 +167,10 @@ class DialectSource:
         numbers = {name: np.array([value], np.int32) for name, value in told.items()}
         scales = {
             name(n): self._scales[name(n)]
-            for n in stage.cached or sources if self._scales
+            for n in stage.cached or sources
+            if self._scales
             for name in (names.key_scale, names.value_scale)
-        }  # fmt: skip
+        }
         positions = {names.POSITIONS: np.arange(count)[None]}
         if model.two_way:
             positions[names.SEEN_SLOTS] = np.arange(1, count + 1)[None]

@@ -39,12 +39,18 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     aware = manifest.record.get("activation_aware")  # the questions by whose activations channels were scaled
     measured = aware.get("items") if isinstance(aware, dict) else None
     return {
-        "bundle": str(bundle.folder), "format": manifest.format, "model": dataclasses.asdict(model),
-        "layout": dataclasses.asdict(manifest.layout), "precision": manifest.precision, "kv_dtype": manifest.kv_dtype,
+        "bundle": str(bundle.folder),
+        "format": manifest.format,
+        "model": dataclasses.asdict(model),
+        "layout": dataclasses.asdict(manifest.layout),
+        "precision": manifest.precision,
+        "kv_dtype": manifest.kv_dtype,
         "kv_dtypes": {dialect: kv_type(dialect, manifest.kv_dtype) for dialect in manifest.dialects},
         "image": {"height": height, "width": width, "fit": trained_fit(manifest.image) if views == 1 else "none"},
-        "max_tiles": views, **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
-        "max_context": manifest.max_context, "default_k": manifest.default_k,
+        "max_tiles": views,
+        **({} if manifest.video is None else {"video": dataclasses.asdict(manifest.video.layout)}),
+        "max_context": manifest.max_context,
+        "default_k": manifest.default_k,
         "activation_aware": measured if isinstance(measured, int) else None,
         "reductions": list(manifest.reductions),
         "bytes": {"weights": sum(b for n, b in sizes.items() if n.startswith("weights/")), "all": sum(sizes.values())},
@@ -54,14 +60,15 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         ],
         "variants": [
             {
-                "k": k, "full_layers": model.layers if k is None else k - 1,
+                "k": k,
+                "full_layers": model.layers if k is None else k - 1,
                 "kv_bytes_one_image": kv_bytes(manifest, k, text=TEXT_TOKENS, vision=vision),
                 "kv_bytes_full_context": kv_bytes(manifest, k, text=rest, vision=min(vision, manifest.max_context)),
             }
             for k in (None, *manifest.variants)
         ],
         "record": manifest.record,
-    }  # fmt: skip
+    }
 
 
 def fidelity_lines(manifest: Manifest) -> list[str]:

@@ -48,9 +48,15 @@ class ConversationPool:
         self.hits = self.misses = self.kept_bytes = 0
 
     def lease(
-        self, images: Sequence[PreparedImage], ids: NDArray[np.int64], *, instead_of: Sequence[PreparedImage] = (),
-        prefix_file: Path | None = None, needed: int = 0, tenant: str = "",
-    ) -> Conversation:  # fmt: skip
+        self,
+        images: Sequence[PreparedImage],
+        ids: NDArray[np.int64],
+        *,
+        instead_of: Sequence[PreparedImage] = (),
+        prefix_file: Path | None = None,
+        needed: int = 0,
+        tenant: str = "",
+    ) -> Conversation:
         """The tenant's kept conversation about these images that shares most of the prompt `ids`, or a new one.
 
         A kept one about the images `instead_of`, which nobody asks about again, takes the new one's place.

@@ -86,9 +86,14 @@ class AnswerRequest:
 
     @classmethod
     def of(
-        cls, loaded: LoadedBundle, images: tuple[PreparedImage, ...], messages: Sequence[Message], settings: Settings,
-        instead_of: tuple[PreparedImage, ...] = (), prefix_file: Path | None = None,
-    ) -> AnswerRequest:  # fmt: skip
+        cls,
+        loaded: LoadedBundle,
+        images: tuple[PreparedImage, ...],
+        messages: Sequence[Message],
+        settings: Settings,
+        instead_of: tuple[PreparedImage, ...] = (),
+        prefix_file: Path | None = None,
+    ) -> AnswerRequest:
         """Raises RequestError for messages that cannot be asked about these images."""
         ids = loaded.prompt_ids(messages, images)
         return cls(images, messages, ids, settings, instead_of=instead_of, prefix_file=prefix_file)
@@ -109,9 +114,14 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, model: Model, capacity: Capacity, chooser: Chooser | None = None, *,
+        self,
+        name: str,
+        model: Model,
+        capacity: Capacity,
+        chooser: Chooser | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for method in () if chooser is None else chooser.methods:
             model.loaded.policy(method.k, None, method.reduce)  # refuses what the bundle lacks
         self.name = name
@@ -145,9 +155,15 @@ class Engine:
         return True
 
     def job(
-        self, asked: AnswerRequest, emit: Callable[[Event], None], *, ends_at: float = math.inf, urgent: bool = False,
-        limit: float = 0.0, choosing: Callable[[Chosen], None] = lambda _: None,
-    ) -> Job:  # fmt: skip
+        self,
+        asked: AnswerRequest,
+        emit: Callable[[Event], None],
+        *,
+        ends_at: float = math.inf,
+        urgent: bool = False,
+        limit: float = 0.0,
+        choosing: Callable[[Chosen], None] = lambda _: None,
+    ) -> Job:
         """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
 
         It waits while its K and V, next to those in use, would exceed the capacity.
@@ -170,9 +186,13 @@ class Engine:
                     raise StandsError
             if asked.reuse:
                 conversation = self.pool.lease(
-                    asked.images, asked.ids, instead_of=asked.instead_of, prefix_file=asked.prefix_file,
-                    needed=needed, tenant=asked.tenant,
-                )  # fmt: skip
+                    asked.images,
+                    asked.ids,
+                    instead_of=asked.instead_of,
+                    prefix_file=asked.prefix_file,
+                    needed=needed,
+                    tenant=asked.tenant,
+                )
             else:
                 conversation = self.pool.lease_unshared(asked.images, needed=needed, tenant=asked.tenant)
             leased.append(conversation)
@@ -203,10 +223,16 @@ class Engine:
             emit(event)
 
         job = Job(
-            begin, end, emitting, ends_at=ends_at, urgent=urgent, limit=limit,
-            priority=asked.settings.options.priority, tokens=asked.settings.options.max_new_tokens,
+            begin,
+            end,
+            emitting,
+            ends_at=ends_at,
+            urgent=urgent,
+            limit=limit,
+            priority=asked.settings.options.priority,
+            tokens=asked.settings.options.max_new_tokens,
             fits=partial(self.pool.fits, needed),
-        )  # fmt: skip
+        )
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))
         return job

@@ -94,10 +94,18 @@ class Job:
     """
 
     def __init__(
-        self, begin: Callable[[], AnswerStream], end: Callable[[bool], None], emit: Callable[[Event], None], *,
-        ends_at: float = math.inf, urgent: bool = False, limit: float = 0.0, priority: int = 0, tokens: int = 1,
+        self,
+        begin: Callable[[], AnswerStream],
+        end: Callable[[bool], None],
+        emit: Callable[[Event], None],
+        *,
+        ends_at: float = math.inf,
+        urgent: bool = False,
+        limit: float = 0.0,
+        priority: int = 0,
+        tokens: int = 1,
         fits: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokens = tokens
         self._begin = begin
         self._end = end
@@ -205,9 +213,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, name: str, parallel: int, together: Callable[[Sequence[AnswerStream]], None] = lambda _: None, *,
+        self,
+        name: str,
+        parallel: int,
+        together: Callable[[Sequence[AnswerStream]], None] = lambda _: None,
+        *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._parallel = parallel
         self._together = together
         self._clock = clock

@@ -26,9 +26,12 @@ class AccessLog:
     """
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], write: Callable[[str], None] | None, *,
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        write: Callable[[str], None] | None,
+        *,
         as_json: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app, self._write, self._as_json = app, write, as_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,10 +60,15 @@ class AccessLog:
         # A trusted proxy may pass on whatever its client wrote.
         client = quote((scope.get("client") or ("-",))[0] or "-", safe=":.[]%")[:MOST_PATH]
         facts = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "client": client, "id": id,
-            "method": scope["method"], "path": quote(scope["path"][:MOST_PATH]), "status": status, "bytes": sent,
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "client": client,
+            "id": id,
+            "method": scope["method"],
+            "path": quote(scope["path"][:MOST_PATH]),
+            "status": status,
+            "bytes": sent,
             "ms": round(ms, 1),
-        }  # fmt: skip
+        }
         if SCOPE in scope:
             facts["key"] = scope[SCOPE].name
         return json.dumps(facts) if self._as_json else " ".join(map(str, facts.values()))

@@ -16,16 +16,32 @@ from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
-ABSENT = ("n", "stream_options", "parallel_tool_calls", "logprobs", "top_logprobs", "reasoning_effort",
-          "timings_per_token", *NAMES)  # fmt: skip
+ABSENT = (
+    "n",
+    "stream_options",
+    "parallel_tool_calls",
+    "logprobs",
+    "top_logprobs",
+    "reasoning_effort",
+    "timings_per_token",
+    *NAMES,
+)
 REASONS = {
-    "end": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "timeout": "max_tokens",
+    "end": "end_turn",
+    "stop": "stop_sequence",
+    "length": "max_tokens",
+    "timeout": "max_tokens",
     "context": "model_context_window_exceeded",
-}  # fmt: skip
+}
 ERRORS = {  # by HTTP status
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -169,9 +185,12 @@ def refused(refusal: Refusal) -> Event:
 def _tool(tool: Tool) -> dict[str, Any]:
     if tool.type != "custom" or tool.input_schema is None:
         raise Refusal(
-            400, f"the tool {tool.name!r:.40} of type {tool.type!r:.40} has no input_schema for its calls; give tools "
-            "of type custom with one", code="invalid_value", param="tools",
-        )  # fmt: skip
+            400,
+            f"the tool {tool.name!r:.40} of type {tool.type!r:.40} has no input_schema for its calls; give tools "
+            "of type custom with one",
+            code="invalid_value",
+            param="tools",
+        )
     about = {"description": tool.description} if tool.description else {}
     return {"type": "function", "function": {"name": tool.name, **about, "parameters": tool.input_schema}}
 
@@ -282,9 +301,12 @@ class MessageObjects(Objects):
         usage = self.usage([answer])
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"], "vtx": usage["vtx"],
-        }  # fmt: skip
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "vtx": usage["vtx"],
+        }
 
 
 def _call_block(name: str) -> Event:

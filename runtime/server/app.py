@@ -41,12 +41,21 @@ OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobo
 
 
 def make_app(
-    engines: Engines, limits: Limits, *, api_keys: Keys | Collection[str] = (), local_hosts: bool = True,
-    image_hosts: Collection[str] = (), watchdog: Watchdog | None = None,
-    origins: Collection[str] = (), lenient: bool = False,
-    traffic: Traffic | None = None, access: Callable[[str], None] | None = None, access_json: bool = False,
-    tracing: Tracing | None = None, figures: Callable[[], Mapping[str, float]] = dict,
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:  # fmt: skip
+    engines: Engines,
+    limits: Limits,
+    *,
+    api_keys: Keys | Collection[str] = (),
+    local_hosts: bool = True,
+    image_hosts: Collection[str] = (),
+    watchdog: Watchdog | None = None,
+    origins: Collection[str] = (),
+    lenient: bool = False,
+    traffic: Traffic | None = None,
+    access: Callable[[str], None] | None = None,
+    access_json: bool = False,
+    tracing: Tracing | None = None,
+    figures: Callable[[], Mapping[str, float]] = dict,
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The ASGI application over `engines`, which it closes at its end.
 
     `api_keys`: clients must send one of them, if there are any. `local_hosts`: accept only requests that name this
@@ -94,12 +103,15 @@ def make_app(
         *(Route(path, endpoint=endpoints, methods=["POST"]) for path in ENDPOINTS),
         *Listing(engines, keys, limits).routes,
         *(Route(path, endpoint=health) for path in ("/livez", "/readyz", "/health")),
-        Route("/metrics", endpoint=metered), Route("/slots", endpoint=slots), *page_routes(PAGE),
-    ]  # fmt: skip
+        Route("/metrics", endpoint=metered),
+        Route("/slots", endpoint=slots),
+        *page_routes(PAGE),
+    ]
     app = Starlette(
-        routes=routes, lifespan=lifespan,
+        routes=routes,
+        lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
-    )  # fmt: skip
+    )
     logged = Versioned(AccessLog(Guard(app, keys, local_hosts=local_hosts), access, as_json=access_json), app.routes)
     if not origins:
         return logged
@@ -160,9 +172,13 @@ class Guard:
     """
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], keys: Keys, *, local_hosts: bool,
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        keys: Keys,
+        *,
+        local_hosts: bool,
         unguarded: Collection[str] = OPEN,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._app, self._keys, self._local_hosts = app, keys, local_hosts
         self._unguarded = frozenset(unguarded)
 
@@ -179,9 +195,10 @@ class Guard:
                 scope[SCOPE] = tenant
             elif self._keys and scope["path"] not in self._unguarded:
                 refusal = Refusal(
-                    401, "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
+                    401,
+                    "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-Api-Key: KEY",
                     code="invalid_api_key",
-                )  # fmt: skip
+                )
         if refusal is None:
             await self._app(scope, receive, send)
         else:

@@ -193,21 +193,36 @@ class _Admitted:
         """Its object of /slots, without anything that was asked or answered."""
         chat, tokens = self.chat, [job.emitted for job in self.place.jobs]
         return {
-            "model": chat.model, "key": self.tenant.name, "state": self.state, "k": chat.k, "rest": chat.options.rest,
-            "tokens": sum(tokens), "max_tokens": chat.answers * chat.options.max_new_tokens,
-            "seconds": round(time.monotonic() - self.started, 3), "seconds_left": round(self.left, 3),
-            "deadline": chat.deadline is not None, "priority": chat.options.priority, "stream": chat.stream,
-        }  # fmt: skip
+            "model": chat.model,
+            "key": self.tenant.name,
+            "state": self.state,
+            "k": chat.k,
+            "rest": chat.options.rest,
+            "tokens": sum(tokens),
+            "max_tokens": chat.answers * chat.options.max_new_tokens,
+            "seconds": round(time.monotonic() - self.started, 3),
+            "seconds_left": round(self.left, 3),
+            "deadline": chat.deadline is not None,
+            "priority": chat.options.priority,
+            "stream": chat.stream,
+        }
 
 
 class Endpoints:
     """An ASGI application for `ENDPOINTS`. Images are fetched from `hosts` only. `close` ends its threads."""
 
     def __init__(
-        self, engines: Engines, limits: Limits, metrics: Metrics, hosts: Collection[str] = (),
-        *, lenient: bool = False, traffic: Traffic | None = None, tracing: Tracing | None = None,
+        self,
+        engines: Engines,
+        limits: Limits,
+        metrics: Metrics,
+        hosts: Collection[str] = (),
+        *,
+        lenient: bool = False,
+        traffic: Traffic | None = None,
+        tracing: Tracing | None = None,
         keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._keys = keys or Keys({})
         self._admitted = list[_Admitted]()
         self._sent = SentImages(limits.sent)
@@ -261,9 +276,7 @@ class Endpoints:
         """The current state for the metrics."""
         return {"body_bytes": self._uploads.bytes, "sent_image_bytes": self._sent.bytes}
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint
-    ) -> Answered | None:  # fmt: skip
+    async def _answer(self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request; None at an address that gives no answer of the model."""
         started, tenant = time.monotonic(), scope.get(SCOPE, ANYBODY)
         if self._traffic.draining:
@@ -334,16 +347,19 @@ class Endpoints:
                 answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
         times_begun = [job.begun for job in place.jobs]
         seconds_of = {
-            "queue": min(times_begun) - started, "first_token": place.first - started,
+            "queue": min(times_begun) - started,
+            "first_token": place.first - started,
             "answer": time.monotonic() - started,
-        }  # fmt: skip
+        }
         for answer in answers:
             stats, times = answer.stats, answer.stats.timings_ms
             kept = stats.vision_tokens_kept
             totals = {
-                "prompt_tokens": stats.prompt_tokens, "completion_tokens": len(answer.token_ids),
-                "reused_tokens": stats.reused_tokens, "withdrawn_tokens": stats.vision_tokens - kept[-1] if kept else 0,
-            }  # fmt: skip
+                "prompt_tokens": stats.prompt_tokens,
+                "completion_tokens": len(answer.token_ids),
+                "reused_tokens": stats.reused_tokens,
+                "withdrawn_tokens": stats.vision_tokens - kept[-1] if kept else 0,
+            }
             token = times["decode_per_token"] / 1000 if len(answer.token_ids) > 1 else None
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
@@ -423,9 +439,12 @@ def read_images(
         width, height = image_size(image, loaded.image_formats)
         if width * height > limits.pixels:
             raise Refusal(
-                413, f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
-                "send it smaller", code="image_too_large", param="messages",
-            )  # fmt: skip
+                413,
+                f"an image has {width}x{height} pixels, the limit of this server is {limits.pixels:,} in total; "
+                "send it smaller",
+                code="image_too_large",
+                param="messages",
+            )
 
     return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check, tenant=tenant)
 
@@ -457,14 +476,22 @@ async def _events(
     place.jobs = [
         engine.job(
             AnswerRequest(
-                prepared.images, chat.prompt_of(number), prepared.ids[number // chat.n], chat.settings(number),
-                chat.reuse, chat.adapts, tenant=share,
+                prepared.images,
+                chat.prompt_of(number),
+                prepared.ids[number // chat.n],
+                chat.settings(number),
+                chat.reuse,
+                chat.adapts,
+                tenant=share,
             ),
-            partial(emit, number), ends_at=request.started + request.seconds, urgent=chat.deadline is not None,
-            limit=request.seconds, choosing=choosing,
+            partial(emit, number),
+            ends_at=request.started + request.seconds,
+            urgent=chat.deadline is not None,
+            limit=request.seconds,
+            choosing=choosing,
         )
         for number in range(chat.answers)
-    ]  # fmt: skip
+    ]
     came = False  # a token of any of them
     getting = asyncio.ensure_future(queue.get())
     try:

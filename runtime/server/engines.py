@@ -55,11 +55,19 @@ class Engines:
     """
 
     def __init__(
-        self, bundles: Mapping[str, Path], load: Callable[[Path], Model], limits: Limits, memory: int | None = None,
-        *, needed: Callable[[Bundle], int] = needed_memory, key: PublicKey | None = None,
-        fit: str | None = None, choosers: Mapping[str, Chooser] | None = None,
-        verify: Callable[[Model], None] = lambda _: None, aliases: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        bundles: Mapping[str, Path],
+        load: Callable[[Path], Model],
+        limits: Limits,
+        memory: int | None = None,
+        *,
+        needed: Callable[[Bundle], int] = needed_memory,
+        key: PublicKey | None = None,
+        fit: str | None = None,
+        choosers: Mapping[str, Chooser] | None = None,
+        verify: Callable[[Model], None] = lambda _: None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
         self._key, self._forecast, self._verify = key, needed, verify
         self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
@@ -109,9 +117,11 @@ class Engines:
                 return known
         problem = f"there is no model {name[:80]!r}" if name else "the request has no model"
         raise Refusal(
-            404, f"{problem}; this server has {', '.join([*self._bundles, *self._aliases])}",
-            code="model_not_found", param="model",
-        )  # fmt: skip
+            404,
+            f"{problem}; this server has {', '.join([*self._bundles, *self._aliases])}",
+            code="model_not_found",
+            param="model",
+        )
 
     def acquire_loaded(self, name: str) -> Engine | None:
         """The engine of this name if it is loaded; `use` must follow."""
@@ -213,9 +223,10 @@ class Engines:
         ):
             with self._lock:
                 idle = [
-                    engine for engine in self._loaded.values()
+                    engine
+                    for engine in self._loaded.values()
                     if not (engine.users or engine.scheduler.active or engine.name == name)
-                ]  # fmt: skip
+                ]
                 if idle:
                     oldest = min(idle, key=lambda engine: engine.used_at)
                     del self._loaded[oldest.name]
@@ -223,9 +234,12 @@ class Engines:
             if not idle:
                 if time.monotonic() >= end:
                     raise Refusal(
-                        503, f"{name} does not fit into memory next to the models in use; try again later",
-                        code="model_busy", kind="server_error", retry_after=10,
-                    )  # fmt: skip
+                        503,
+                        f"{name} does not fit into memory next to the models in use; try again later",
+                        code="model_busy",
+                        kind="server_error",
+                        retry_after=10,
+                    )
                 time.sleep(LOOK_SECONDS)
                 continue
             log.info("closing %s to make room for %s", oldest.name, name)
@@ -266,14 +280,25 @@ class Engines:
                 batch = {"most": loaded.most} if loaded.obstacle is None else one
             height, width = m.image.sides
             facts = {
-                "layers": m.model.layers, "ks": m.variants, "default_k": depths.get(name, m.default_k),
-                "gates": m.gates, "reductions": m.reductions, "methods": {spec: _about(spec) for spec in m.reductions},
-                "precision": m.precision, "videos": m.video is not None, "max_context": m.max_context, "batch": batch,
+                "layers": m.model.layers,
+                "ks": m.variants,
+                "default_k": depths.get(name, m.default_k),
+                "gates": m.gates,
+                "reductions": m.reductions,
+                "methods": {spec: _about(spec) for spec in m.reductions},
+                "precision": m.precision,
+                "videos": m.video is not None,
+                "max_context": m.max_context,
+                "batch": batch,
                 "image": {
-                    "width": width, "height": height, "fit": self._fit or trained_fit(m.image),
-                    "layout": m.layout.name, "grid": m.model.tower.grid, "tokens": m.layout.max_tokens,
+                    "width": width,
+                    "height": height,
+                    "fit": self._fit or trained_fit(m.image),
+                    "layout": m.layout.name,
+                    "grid": m.model.tower.grid,
+                    "tokens": m.layout.max_tokens,
                 },
-            }  # fmt: skip
+            }
             described = {"object": "model", "created": 0, "owned_by": "vtx", "vtx": facts}
             names = [name, *(alias for alias, meant in self._aliases.items() if meant == name)]
             objects += [{"id": each, **described, "root": name} for each in names]

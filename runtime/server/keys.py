@@ -67,9 +67,11 @@ class Keys:
     """The tenants of a server by their API keys, and what they use. `replace` may be called from any thread."""
 
     def __init__(
-        self, tenants: Mapping[str, Tenant], clock: Callable[[], float] = time.monotonic,
+        self,
+        tenants: Mapping[str, Tenant],
+        clock: Callable[[], float] = time.monotonic,
         date: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clock, self._date, self._lock = clock, date, threading.Lock()
         self._used = defaultdict[str, Usage](Usage)  # by tenants' names
         self._requests = defaultdict[str, deque[float]](deque)  # their times in the last minute
@@ -97,9 +99,11 @@ class Keys:
         """Raise Refusal (403) for a tenant that must not see the figures and requests of others."""
         if len(self._tenants) > 1 and not tenant.metrics:
             raise Refusal(
-                403, "this key must not read /metrics and /slots, which show the requests of all keys; mark a key with "
-                "`metrics` in the file of --api-keys", code="insufficient_permissions",
-            )  # fmt: skip
+                403,
+                "this key must not read /metrics and /slots, which show the requests of all keys; mark a key with "
+                "`metrics` in the file of --api-keys",
+                code="insufficient_permissions",
+            )
 
     def admit(self, tenant: Tenant) -> None:
         """Count a request. Raises Refusal (429) for one beyond the tenant's requests a minute or tokens a day."""
@@ -136,10 +140,13 @@ class Keys:
             usage.begin_day(int(self._date() // DAY))
             limits = {"requests_per_minute": tenant.requests, "tokens_per_day": tenant.tokens}
             return {
-                "key": tenant.name, "requests": usage.requests, "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens, "tokens_today": usage.today,
+                "key": tenant.name,
+                "requests": usage.requests,
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "tokens_today": usage.today,
                 "limits": {**limits, "concurrent_answers": tenant.answers},
-            }  # fmt: skip
+            }
 
     @contextmanager
     def answering(self, tenant: Tenant, number: int) -> Iterator[None]:
@@ -161,16 +168,21 @@ def check_priority(tenant: Tenant, priority: int) -> None:
     """Raise Refusal (403) for a priority above the tenant's."""
     if priority > tenant.priority:
         raise Refusal(
-            403, f"priority is {priority}, this key may ask for at most {tenant.priority}; lower it, or leave it out",
-            code="insufficient_permissions", param="priority",
-        )  # fmt: skip
+            403,
+            f"priority is {priority}, this key may ask for at most {tenant.priority}; lower it, or leave it out",
+            code="insufficient_permissions",
+            param="priority",
+        )
 
 
 def _too_many(message: str, seconds: int) -> Refusal:
     return Refusal(
-        429, f"{message}; try again in {seconds} s", code="rate_limit_exceeded", kind="rate_limit_error",
+        429,
+        f"{message}; try again in {seconds} s",
+        code="rate_limit_exceeded",
+        kind="rate_limit_error",
         retry_after=seconds,
-    )  # fmt: skip
+    )
 
 
 def unnamed(key: str) -> Tenant:
@@ -212,10 +224,14 @@ def _named(words: list[str], where: str) -> Tenant:
         raise RequestError(f"{where}: {_FORM}; a name and a GROUP have at most 64 letters, digits, `_`, `.` and `-`")
     values = {match[1]: match[2] for match in matches if match is not None}
     return Tenant(
-        name, values.get("share", name), _number(values.get("requests"), where), _number(values.get("answers"), where),
-        metrics="metrics" in options, tokens=_number(values.get("tokens"), where),
+        name,
+        values.get("share", name),
+        _number(values.get("requests"), where),
+        _number(values.get("answers"), where),
+        metrics="metrics" in options,
+        tokens=_number(values.get("tokens"), where),
         priority=_priority(values.get("priority"), where),
-    )  # fmt: skip
+    )
 
 
 def _priority(value: str | None, where: str) -> int:

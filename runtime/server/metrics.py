@@ -98,9 +98,13 @@ class Metrics:
             self._cancelled += 1
 
     def answer(
-        self, kind: tuple[str, str, str], totals: Mapping[str, int], seconds: Mapping[str, float],
-        token_seconds: float | None, key: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        kind: tuple[str, str, str],
+        totals: Mapping[str, int],
+        seconds: Mapping[str, float],
+        token_seconds: float | None,
+        key: str = "",
+    ) -> None:
         """An answer is complete: its token counts by name, its times by those of `TIMES`; None without a 2nd token.
 
         `kind`: its model, K, and the names of its reductions.

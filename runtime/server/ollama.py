@@ -16,8 +16,17 @@ from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
 NAMES = {"response_format": "format", "max_tokens": "options"}  # of fields, in errors
-ABSENT = ("n", "response_format", "max_tokens", "max_completion_tokens", "stream_options", "logprobs", "top_logprobs",
-          "reasoning_effort", "timings_per_token")  # fmt: skip
+ABSENT = (
+    "n",
+    "response_format",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "reasoning_effort",
+    "timings_per_token",
+)
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
 NANOSECONDS = 1_000_000  # a millisecond
 
@@ -129,10 +138,11 @@ def shown(facts: Mapping[str, Any]) -> Event:
     """An object of /v1/models as the reply of /api/show."""
     about = facts["vtx"]
     return {
-        "details": described(facts)["details"], "modified_at": _moment(facts["created"]),
+        "details": described(facts)["details"],
+        "modified_at": _moment(facts["created"]),
         "model_info": {"general.architecture": "vtx", "vtx.context_length": about["max_context"]},
         "capabilities": ["completion", "vision"],
-    }  # fmt: skip
+    }
 
 
 def _common_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
@@ -212,12 +222,16 @@ class OllamaObjects(Objects):
         first = times.get("first_token", 0.0)
         rest = times.get("decode_per_token", 0.0) * max(0, tokens - 1)
         return {
-            "done": True, "done_reason": FINISHED[answer.stopped],
-            "total_duration": round((first + rest) * NANOSECONDS), "load_duration": 0,
+            "done": True,
+            "done_reason": FINISHED[answer.stopped],
+            "total_duration": round((first + rest) * NANOSECONDS),
+            "load_duration": 0,
             "prompt_eval_count": answer.stats.prompt_tokens,
-            "prompt_eval_duration": round(first * NANOSECONDS), "eval_count": tokens,
-            "eval_duration": round(rest * NANOSECONDS), "vtx": self.usage([answer])["vtx"],
-        }  # fmt: skip
+            "prompt_eval_duration": round(first * NANOSECONDS),
+            "eval_count": tokens,
+            "eval_duration": round(rest * NANOSECONDS),
+            "vtx": self.usage([answer])["vtx"],
+        }
 
 
 class GenerateObjects(OllamaObjects):

@@ -74,6 +74,9 @@ class Places:
 
     def _full(self) -> Refusal:
         return Refusal(
-            429, f"{self._most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
-            code="queue_full", kind="rate_limit_error", retry_after=RETRY_SECONDS,
-        )  # fmt: skip
+            429,
+            f"{self._most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
+            code="queue_full",
+            kind="rate_limit_error",
+            retry_after=RETRY_SECONDS,
+        )

@@ -13,9 +13,11 @@ BODY_SECONDS = 2  # until bodies that were read have made room for others
 MEMORY_SECONDS = 5  # after which a request for which there was no memory may be sent again
 # Errors of a request by their class: OpenAI's code, and the field that is wrong.
 FAULTS = (
-    (ContextError, "context_length_exceeded", "messages"), (ImageError, "invalid_image", "messages"),
-    (TemplateError, None, "messages"), (RequestError, None, None),
-)  # fmt: skip
+    (ContextError, "context_length_exceeded", "messages"),
+    (ImageError, "invalid_image", "messages"),
+    (TemplateError, None, "messages"),
+    (RequestError, None, None),
+)
 
 
 class Refusal(VtxError):
@@ -27,9 +29,16 @@ class Refusal(VtxError):
     """
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
-        kind: str = "invalid_request_error", retry_after: int | None = None, final: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after: int | None = None,
+        final: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
         self.final = final
@@ -57,9 +66,12 @@ def no_memory(message: str) -> Refusal:
 
 def no_room(message: str) -> Refusal:
     return Refusal(
-        429, f"{message}; try again in {BODY_SECONDS} s", code="uploads_full", kind="rate_limit_error",
+        429,
+        f"{message}; try again in {BODY_SECONDS} s",
+        code="uploads_full",
+        kind="rate_limit_error",
         retry_after=BODY_SECONDS,
-    )  # fmt: skip
+    )
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -76,9 +88,7 @@ def refusal_of(error: Exception) -> Refusal:
         return shutting_down()
     if isinstance(error, TooLateError):
         retry = max(1, math.ceil(error.needed - error.left))
-        return Refusal(
-            429, str(error), code="deadline", kind="rate_limit_error", retry_after=retry, final=True
-        )  # fmt: skip
+        return Refusal(429, str(error), code="deadline", kind="rate_limit_error", retry_after=retry, final=True)
     if isinstance(error, NoMemoryError):
         return no_memory(str(error))
     if isinstance(error, MemoryError):

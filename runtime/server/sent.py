@@ -50,9 +50,11 @@ class SentImages:
             url = image.url or known
             if url is None:
                 raise Refusal(
-                    404, f"no image has the uuid {image.name!r}, or it is kept no longer; send it with its image_url",
-                    code="image_not_found", param="messages",
-                )  # fmt: skip
+                    404,
+                    f"no image has the uuid {image.name!r}, or it is kept no longer; send it with its image_url",
+                    code="image_not_found",
+                    param="messages",
+                )
             self._urls[key] = url
             self._bytes[tenant] += len(url)
             while self.bytes > self._most:

@@ -63,7 +63,7 @@ class Tracing:
 
     def request(
         self, path: str, status: int, started: float, parent: Mapping[str, str], answered: Answered | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A request to `path` that came at `started`, by the monotonic clock, has ended now with this HTTP status.
 
         `parent`: its headers traceparent and tracestate, by W3C's Trace Context; malformed ones count as none.
@@ -96,11 +96,21 @@ class Tracing:
             stats, seconds = answer.stats, {name: ms / 1000 for name, ms in answer.stats.timings_ms.items()}
             first, tokens = begun + seconds["first_token"], len(answer.token_ids)
             last = first + seconds["decode_per_token"] * max(0, tokens - 1)
-            own = span("answer", begun, last, root, {
-                "vtx.k": str(stats.k or "none"), "vtx.reduce": stats.reduce, "vtx.stopped": answer.stopped,
-                "gen_ai.usage.input_tokens": stats.prompt_tokens, "gen_ai.usage.output_tokens": tokens,
-                "vtx.vision_tokens": stats.vision_tokens, "vtx.reused_tokens": stats.reused_tokens,
-            })  # fmt: skip
+            own = span(
+                "answer",
+                begun,
+                last,
+                root,
+                {
+                    "vtx.k": str(stats.k or "none"),
+                    "vtx.reduce": stats.reduce,
+                    "vtx.stopped": answer.stopped,
+                    "gen_ai.usage.input_tokens": stats.prompt_tokens,
+                    "gen_ai.usage.output_tokens": tokens,
+                    "vtx.vision_tokens": stats.vision_tokens,
+                    "vtx.reused_tokens": stats.reused_tokens,
+                },
+            )
             tower = begun + seconds["vision"]
             span("tower", begun, tower, own, {"vtx.vision_tokens": stats.vision_tokens})
             span("prompt", tower, first, own, {"gen_ai.usage.input_tokens": stats.prompt_tokens})

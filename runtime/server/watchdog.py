@@ -26,9 +26,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, silences: Callable[[], Mapping[str, float]], limit: float, end: Callable[[str], None], notify: Notify, *,
+        self,
+        silences: Callable[[], Mapping[str, float]],
+        limit: float,
+        end: Callable[[str], None],
+        notify: Notify,
+        *,
         look_seconds: float = LOOK_SECONDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._silences, self._limit, self._end, self._notify = silences, limit, end, notify
         self._every = min(look_seconds, limit / 4)
         self.connections = Heartbeat()

@@ -109,9 +109,15 @@ class Acting:
         return found
 
     def act(
-        self, ids: Ids, views: Sequence[Numbers], state: Numbers, noise: Numbers, k: int | None, steps: int,
+        self,
+        ids: Ids,
+        views: Sequence[Numbers],
+        state: Numbers,
+        noise: Numbers,
+        k: int | None,
+        steps: int,
         check: Check = no_check,
-    ) -> Numbers:  # fmt: skip
+    ) -> Numbers:
         """The actions [horizon, width] for a normalised state [size], from noise [horizon, width].
 
         `check` is called before the tower, every stage and every step, and after the last one; it may raise, to stop

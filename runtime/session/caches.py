@@ -49,7 +49,7 @@ class PrefixCaches:
         self.continues = False  # the next prefix other than this one does not run again what both begin with
         self.pruned_prefix: Prefix | None = None  # what `pruned` holds of it
         self._former: Prefix | None = None  # what `pruned` holds of the prefix before, until another one runs there
-        self._holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
+        self.holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
         self._reading: tuple[dict[int, StageCache], StageCache] | None = None  # of the stage that keeps nothing
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
@@ -89,7 +89,7 @@ class PrefixCaches:
             prefix = prefix.after(self.prefix)
         self._former = self.pruned_prefix if prefix.common else None
         self.pruned_prefix = None
-        self.prefix, self.continues, self._holding = prefix, False, set()
+        self.prefix, self.continues, self.holding = prefix, False, set()
 
     def begin(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
         """Begin with another prefix, which the next one continues, and its K and V by layer in the first stages.
@@ -197,7 +197,7 @@ class PrefixCaches:
             self.prefix = replace(prefix, saved_kv=())
         cuts = policy.partial_cuts
         wanted = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
-        self._holding |= wanted  # a caller that goes back to an earlier K finds them
+        self.holding |= wanted  # a caller that goes back to an earlier K finds them
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
         if self.prefix.common and (wanted or len(self.prefix.begun) < self._exit):
             self.prefix = self.prefix.whole_from(int(np.argmax(self.prefix.is_vision)))
@@ -254,7 +254,7 @@ class PrefixCaches:
         tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)
         positions = prefix.positions[start:]
         kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
-        leaves = whole and number + 1 == self._exit and number + 1 not in self._holding
+        leaves = whole and number + 1 == self._exit and number + 1 not in self.holding
         if cache.selects_outputs and self._text_only and leaves:
             kept = np.flatnonzero(~prefix.is_vision[start:])
         alone = query and (alone or self._groups)
@@ -273,7 +273,7 @@ class PrefixCaches:
             both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=queried, outputs=kept)
             hidden = both[:own].copy()
             ran = both[own:]
-        deeper = prefix.deeper(hidden, hold=number in self._holding)
+        deeper = prefix.deeper(hidden, hold=number in self.holding)
         if whole:
             self.prefix = deeper
         else:
@@ -357,9 +357,17 @@ class PrefixCaches:
             return flat[slots], flat[len(flat) - len(hidden) :]
 
         return Boundary(
-            layer, hidden, prefix.images, before.present[prefix.is_vision], scores, image_hidden, keys,
-            policy.final_norm, positions, next_scores,
-        )  # fmt: skip
+            layer,
+            hidden,
+            prefix.images,
+            before.present[prefix.is_vision],
+            scores,
+            image_hidden,
+            keys,
+            policy.final_norm,
+            positions,
+            next_scores,
+        )
 
     def shrink(
         self, numbers: Iterable[int], survivors: Mask, layouts: Sequence[PrefixSlots], suffix: int

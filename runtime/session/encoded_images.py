@@ -74,9 +74,13 @@ class PreparedImage:
         return first
 
     def encode(
-        self, backend: Backend, extras: Extras = NO_EXTRAS, check: Check = no_check, tiles: ImageCache | None = None,
+        self,
+        backend: Backend,
+        extras: Extras = NO_EXTRAS,
+        check: Check = no_check,
+        tiles: ImageCache | None = None,
         tenant: str = "",
-    ) -> ImageTokens:  # fmt: skip
+    ) -> ImageTokens:
         """The image's tokens, from one pass of the tower a view; `check` is called before each and may raise.
 
         Of several views those that `tiles` has of the `tenant`, by their pixels, are not run again.

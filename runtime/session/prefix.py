@@ -187,10 +187,17 @@ class Prefix:
             positions = np.arange(len(hidden), dtype=np.int64)
             following = len(hidden)
         return replace(
-            self, positions=positions, next_position=following, boundaries=(hidden,), present=present, first=boundary,
+            self,
+            positions=positions,
+            next_position=following,
+            boundaries=(hidden,),
+            present=present,
+            first=boundary,
             inputs={name: each[stays] for name, each in self.inputs.items()},
-            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)), common=0, begun=(),
-        )  # fmt: skip
+            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)),
+            common=0,
+            begun=(),
+        )
 
 
 def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:

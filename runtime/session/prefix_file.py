@@ -53,9 +53,11 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
             f"signature is required, and sign it: {_sign(path)}"
         )
     tensors: dict[str, NDArray[Any]] = {
-        "ids": np.frombuffer(prefix.key[0], np.int64)[:count], "is_vision": prefix.is_vision[:count],
-        "positions": prefix.positions[:count], "hidden": prefix.boundaries[0][:count],
-    }  # fmt: skip
+        "ids": np.frombuffer(prefix.key[0], np.int64)[:count],
+        "is_vision": prefix.is_vision[:count],
+        "positions": prefix.positions[:count],
+        "hidden": prefix.boundaries[0][:count],
+    }
     tensors |= {f"input {name}": each[:count] for name, each in prefix.inputs.items()}
     tensors |= {f"text {number}": each for number, each in enumerate(prefix.text_states(count))}
     for number, stage in enumerate(caches.stages[: prefix.depth]):

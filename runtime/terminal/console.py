@@ -148,9 +148,13 @@ def bar(in_bytes: Collection[str] = ()) -> Iterator[Progress]:
 
     tasks: dict[str, rich.TaskID] = {}
     columns = (
-        rich.TextColumn("{task.description:>10}"), rich.BarColumn(24), rich.TaskProgressColumn(),
-        rich.TextColumn("{task.fields[amount]}"), rich.TimeElapsedColumn(), rich.TimeRemainingColumn(),
-    )  # fmt: skip
+        rich.TextColumn("{task.description:>10}"),
+        rich.BarColumn(24),
+        rich.TaskProgressColumn(),
+        rich.TextColumn("{task.fields[amount]}"),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
     ended = threading.Event()
     latest = "starting"

@@ -170,9 +170,14 @@ class VideoLayout(ABC):
 
     @abstractmethod
     def arrange(
-        self, views: Sequence[ImageTokens], clip: SampledFrames, width: int, height: int, newline: HiddenStates,
+        self,
+        views: Sequence[ImageTokens],
+        clip: SampledFrames,
+        width: int,
+        height: int,
+        newline: HiddenStates,
         first: int = 0,
-    ) -> ImageTokens:  # fmt: skip
+    ) -> ImageTokens:
         """The tokens of a video from those of its views, from number `first` on.
 
         `newline` [1, hidden], [0, hidden] if none.

@@ -213,5 +213,8 @@ def note_discarded(width: int, height: int, settings: ImageSettings) -> None:
     _log.warning(
         "the centre crop leaves out %.0f%% of a %dx%d picture, at its %s, as the checkpoint's image processor has it; "
         "--fit pad (fit='pad') shows all of it with bars, --fit squash stretches it",
-        100 * max(across, down), width, height, "left and right" if across > down else "top and bottom",
-    )  # fmt: skip
+        100 * max(across, down),
+        width,
+        height,
+        "left and right" if across > down else "top and bottom",
+    )

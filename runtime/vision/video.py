@@ -42,8 +42,20 @@ CHILD = "vtx.runtime.vision.video_child:frames_of"
 LIBRARIES = ("av",)
 EVERY = "vtx.runtime.vision.video_child:all_frames"
 PICTURES = (  # brands of images in MP4's container
-    b"avif", b"avis", b"heic", b"heim", b"heis", b"heix", b"hevc", b"hevm", b"hevs", b"hevx", b"mif1", b"msf1", b"crx ",
-)  # fmt: skip
+    b"avif",
+    b"avis",
+    b"heic",
+    b"heim",
+    b"heis",
+    b"heix",
+    b"hevc",
+    b"hevm",
+    b"hevs",
+    b"hevx",
+    b"mif1",
+    b"msf1",
+    b"crx ",
+)
 READABLE = "MP4, MOV, MKV, WebM and AVI"
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".3gp", ".ogv")
 VideoFile: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
@@ -194,9 +206,13 @@ def _clip(about: dict[str, Any]) -> SampledFrames | None:
 
 
 def play(
-    source: VideoFile, show: Callable[[Image.Image, float], None], stopped: Callable[[], bool], *,
-    damaged: Callable[[str], None], slowest: float = 1.0,
-) -> None:  # fmt: skip
+    source: VideoFile,
+    show: Callable[[Image.Image, float], None],
+    stopped: Callable[[], bool],
+    *,
+    damaged: Callable[[str], None],
+    slowest: float = 1.0,
+) -> None:
     """`show` each frame of a video file and its time in seconds, until `stopped` returns True.
 
     `damaged` gets the reason instead of a frame that cannot be decoded. `show` may wait, to show a video at its own
@@ -212,10 +228,15 @@ def play(
 
 
 def _decoded(
-    target: str, source: VideoFile, receive: Callable[[int, Image.Image, float, dict[str, Any]], bool],
-    stopped: Callable[[], bool] | None, *, damaged: Callable[[str], None] | None = None, wait: float = 0.0,
+    target: str,
+    source: VideoFile,
+    receive: Callable[[int, Image.Image, float, dict[str, Any]], bool],
+    stopped: Callable[[], bool] | None,
+    *,
+    damaged: Callable[[str], None] | None = None,
+    wait: float = 0.0,
     **wanted: Any,
-) -> tuple[str, Any]:  # fmt: skip
+) -> tuple[str, Any]:
     """The video's name and the result of `target`, whose frames `receive` gets: number, upright image, seconds, header.
 
     `receive` returns False for one too many, `damaged` gets reasons instead of frames. `wait`: seconds that they may
@@ -246,9 +267,14 @@ def _decoded(
             return None
 
         request = {
-            "name": name, "container": kind, "codecs": CODECS, "seconds": MAX_VIDEO_SECONDS,
-            "frames": MAX_VIDEO_FRAMES, "pixels": MAX_FRAME_PIXELS, **wanted,
-        }  # fmt: skip
+            "name": name,
+            "container": kind,
+            "codecs": CODECS,
+            "seconds": MAX_VIDEO_SECONDS,
+            "frames": MAX_VIDEO_FRAMES,
+            "pixels": MAX_FRAME_PIXELS,
+            **wanted,
+        }
         limits = ChildLimits(
             memory=MAX_VIDEO_MEMORY,
             cpu_seconds=int(MAX_VIDEO_DECODE_SECONDS * MAX_THREADS),
@@ -256,9 +282,17 @@ def _decoded(
             file=3 * MAX_FRAME_PIXELS,
         )
         return name, confine(
-            target, request, subject=name, limits=limits, libraries=LIBRARIES, data=file, receive=checked,
-            stopped=stopped, error=ImageError, cure="save it again, shorter or smaller",
-        )  # fmt: skip
+            target,
+            request,
+            subject=name,
+            limits=limits,
+            libraries=LIBRARIES,
+            data=file,
+            receive=checked,
+            stopped=stopped,
+            error=ImageError,
+            cure="save it again, shorter or smaller",
+        )
 
 
 def _broken(name: str) -> ImageError:

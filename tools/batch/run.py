@@ -71,9 +71,15 @@ class BatchResult(NamedTuple):
 
 
 def run_batch(
-    answer: Answers, folder: Path, tasks: Tasks, out: Path, asking: Asking, *, report: Progress,
+    answer: Answers,
+    folder: Path,
+    tasks: Tasks,
+    out: Path,
+    asking: Asking,
+    *,
+    report: Progress,
     warn: Callable[[str], None],
-) -> BatchResult:  # fmt: skip
+) -> BatchResult:
     """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
 
     Each answer is on disk at once. What an earlier run of the same lines, model and options has answered is not asked
@@ -81,10 +87,16 @@ def run_batch(
     for too many bad lines, or a journal of another batch; ExportError if the output cannot be written.
     """
     identity = {
-        "model": str(folder.resolve()), "bundle": sha256(folder / "vtx.json"), "lines": tasks.digest, "k": asking.k,
-        "reduce": asking.reduce, "options": asdict(asking.options), "device": asking.loading.device,
-        "compute": asking.loading.compute, "fit": asking.loading.fit,
-    }  # fmt: skip
+        "model": str(folder.resolve()),
+        "bundle": sha256(folder / "vtx.json"),
+        "lines": tasks.digest,
+        "k": asking.k,
+        "reduce": asking.reduce,
+        "options": asdict(asking.options),
+        "device": asking.loading.device,
+        "compute": asking.loading.compute,
+        "fit": asking.loading.fit,
+    }
     with ResultJournal(journal_of(out), identity) as journal:
         keys = {line.number: line.key for line in tasks.lines}
         kept = [journal.results[key] for key in keys.values() if key in journal.results]

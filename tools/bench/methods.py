@@ -54,8 +54,13 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     fixed = [k for k in ks if isinstance(k, int)]
     k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
     both = [Method(k, spec) for spec in specs] if k is not None else []
-    return (Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs), *both,
-            *(Method(None, spec) for spec in drawn))  # fmt: skip
+    return (
+        Method(None),
+        *(Method(k) for k in ks if k is not None),
+        *(Method(None, spec) for spec in specs),
+        *both,
+        *(Method(None, spec) for spec in drawn),
+    )
 
 
 def short(part: Reduction) -> str:

@@ -71,18 +71,28 @@ def make_report(bench: Bench, result: BenchResult) -> BenchReport:
     return BenchReport(
         machine=result.machine,
         model={
-            "bundle": bench.model.bundle.folder.name, "name": m.model.name, "layers": m.model.layers,
-            "hidden": m.model.hidden, "precision": m.precision, "kv_dtype": m.kv_dtype,
-            "weights_read_as": bench.counter.weights, "device": backend.device, "compute": backend.compute,
+            "bundle": bench.model.bundle.folder.name,
+            "name": m.model.name,
+            "layers": m.model.layers,
+            "hidden": m.model.hidden,
+            "precision": m.precision,
+            "kv_dtype": m.kv_dtype,
+            "weights_read_as": bench.counter.weights,
+            "device": backend.device,
+            "compute": backend.compute,
         },
         workload={
-            "prompt_tokens": stats.prompt_tokens, "vision_tokens": stats.vision_tokens,
+            "prompt_tokens": stats.prompt_tokens,
+            "vision_tokens": stats.vision_tokens,
             **{name: getattr(options, name) for name in ("new_tokens", "repeats", "warmup", "threads")},
         },
-        interrupted=result.interrupted, predicted_s=result.predicted_s, load_ms=bench.model.loaded.load_ms,
-        loaded_bytes=result.loaded, ceilings=ceilings,
+        interrupted=result.interrupted,
+        predicted_s=result.predicted_s,
+        load_ms=bench.model.loaded.load_ms,
+        loaded_bytes=result.loaded,
+        ceilings=ceilings,
         depths=tuple(_depth(bench, result, k, ceilings) for k in bench.ks if k in result.turns),
-    )  # fmt: skip
+    )
 
 
 def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings | None) -> Depth:
@@ -102,8 +112,15 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
         each = [sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]
         stages.append({"first": stage.first, "last": stage.last, "ms": spread(each)})
     return Depth(
-        k=k, rest=stats.rest, full_layers=stats.full_layers, ms=ms, prefill_stages=tuple(stages),
-        kv_bytes=stats.kv_bytes, kv_slots=stats.kv_slots, steady_bytes=result.memory[k][0],
+        k=k,
+        rest=stats.rest,
+        full_layers=stats.full_layers,
+        ms=ms,
+        prefill_stages=tuple(stages),
+        kv_bytes=stats.kv_bytes,
+        kv_slots=stats.kv_slots,
+        steady_bytes=result.memory[k][0],
         peak_bytes=result.memory[k][1],
-        shares=shares(work, ms, ceilings) if ceilings else None, **dataclasses.asdict(work),
-    )  # fmt: skip
+        shares=shares(work, ms, ceilings) if ceilings else None,
+        **dataclasses.asdict(work),
+    )

@@ -23,7 +23,7 @@ from vtx.tools.estimate.flops import (
     make_schedule,
     prefill_flops,
     text_tower_flops,
-)  # fmt: skip
+)
 from vtx.tools.estimate.sizes import ModelSize, bundle_size
 
 FLOATING = ("F32", "F16", "BF16")

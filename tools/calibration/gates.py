@@ -133,11 +133,14 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
         agreement = grouped_share(picked.tolist(), held.images)
         [difference] = mean_intervals((picked - rival_same)[:, None], held.images)
         outcome = GatesOutcome(
-            **_outcome(held, size, columns), threshold=threshold, agreement_interval=(agreement.low, agreement.high),
+            **_outcome(held, size, columns),
+            threshold=threshold,
+            agreement_interval=(agreement.low, agreement.high),
             exits={str(k): int((columns == n).sum()) for n, k in enumerate([*held.ks, "none"])},
-            fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())), difference=difference.mean,
+            fixed_at_equal_cost=FixedRival(rival, float(rival_same.mean())),
+            difference=difference.mean,
             difference_interval=(difference.low, difference.high),
-        )  # fmt: skip
+        )
         gates.append(outcome)
     each = [_outcome(held, size, np.full(len(held.same), column)) for column in range(len(held.ks) + 1)]
     fixed = tuple(FixedOutcome(**outcome, k=k) for outcome, k in zip(each, (*held.ks, None), strict=True))

@@ -113,10 +113,17 @@ def make_report(
     choices = choose(curve, choosing, len(measured.results))
     return CalibrationReport(
         model=model,
-        data=CalibrationData(data, len(measured.results), measured.skipped), k=choices[-1].k, eta=choosing.eta,
-        min_kept=choosing.min_kept, choices=choices, curve=curve, attention=mean_attention(measured.results),
-        kinds=kind_curves(measured, choosing), rest=rest, samples=measured.results,
-    )  # fmt: skip
+        data=CalibrationData(data, len(measured.results), measured.skipped),
+        k=choices[-1].k,
+        eta=choosing.eta,
+        min_kept=choosing.min_kept,
+        choices=choices,
+        curve=curve,
+        attention=mean_attention(measured.results),
+        kinds=kind_curves(measured, choosing),
+        rest=rest,
+        samples=measured.results,
+    )
 
 
 def kind_curves(measured: Measurement, choosing: Choosing) -> tuple[KindCurve, ...]:

@@ -88,9 +88,13 @@ def cores(ray: Any, gpus: float = 0.0) -> list[int]:
 
 
 def on_cluster(
-    cluster: Cluster, bundle: Path, loading: Loading, begin: Callable[[Model], Work], items: Sequence[T],
+    cluster: Cluster,
+    bundle: Path,
+    loading: Loading,
+    begin: Callable[[Model], Work],
+    items: Sequence[T],
     alike: Callable[[T], Hashable],
-) -> Generator[tuple[T, Any]]:  # fmt: skip
+) -> Generator[tuple[T, Any]]:
     """The items with their results, as they come; those that are `alike` go to one worker as far as a chunk reaches.
 
     `begin` is called with the model of each worker. Raises DeviceError if Ray is missing, the cluster cannot be
@@ -111,15 +115,22 @@ def on_cluster(
         chunks = chunked(items, alike, len(workers))
         key = loading.require_signature
         given = {
-            "bundle": bundle, "digest": sha256(bundle / "vtx.json"), "begin": begin, "chunks": ray.put(chunks),
-            "loading": replace(loading, require_signature=key and key.resolve()), "cores": min(workers),
-        }  # fmt: skip
+            "bundle": bundle,
+            "digest": sha256(bundle / "vtx.json"),
+            "begin": begin,
+            "chunks": ray.put(chunks),
+            "loading": replace(loading, require_signature=key and key.resolve()),
+            "cores": min(workers),
+        }
         rows = ray.data.from_items([{"chunk": n} for n in range(len(chunks))], override_num_blocks=len(chunks))
         done = rows.map_batches(
-            ChunkWorker, batch_size=1, num_cpus=min(workers), num_gpus=gpus or None,
+            ChunkWorker,
+            batch_size=1,
+            num_cpus=min(workers),
+            num_gpus=gpus or None,
             compute=ray.data.ActorPoolStrategy(size=len(workers), max_tasks_in_flight_per_actor=IN_FLIGHT),
             fn_constructor_kwargs=given,
-        )  # fmt: skip
+        )
         for output in done.iter_rows():
             if output["error"]:
                 raise DeviceError(f"a worker of the cluster at {cluster.address} cannot answer: {output['error']}")

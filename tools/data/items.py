@@ -74,7 +74,7 @@ class Data:
 
 def check_skipped(
     source: str, used: int, skipped: Sequence[str], noun: str, fix: str = ", or give the image directory with --images"
-) -> None:  # fmt: skip
+) -> None:
     total = used + len(skipped)
     if skipped and (not used or len(skipped) > MAX_SKIPPED * total):
         raise RequestError(

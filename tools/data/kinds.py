@@ -9,8 +9,20 @@ from vtx.runtime.bundle.card import CHOICE, NUMBER, SENTENCE, TEXT, WORD, YES_NO
 _LETTER = re.compile(r"\(?[A-Z]\)?[.:]?")  # of a choice
 _NUMBER = re.compile(r"[-+]?[$€£]?[0-9]+([.,:/ -]?[0-9]+)*%?")
 _COUNTS = {
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-}  # fmt: skip
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+}
 _WORD = re.compile(r"[^\W\d_]+(['\u2019-][^\W\d_]+)*")
 _ENDED = re.compile(r"[.!?]$")
 SHORT = 4  # words; fewer are no sentence, however they end

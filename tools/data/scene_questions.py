@@ -148,9 +148,15 @@ def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:
 
 
 KINDS = (
-    "count", "count of a colour", "count of a shape", "colour of a shape", "shape of a colour", "place",
-    "what is at a place", "yes or no",
-)  # fmt: skip
+    "count",
+    "count of a colour",
+    "count of a shape",
+    "colour of a shape",
+    "shape of a colour",
+    "place",
+    "what is at a place",
+    "yes or no",
+)
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneQuestion | None:

@@ -11,9 +11,13 @@ from PIL import Image, ImageDraw
 
 GRID = 3
 COLORS = {
-    "red": (214, 40, 40), "green": (42, 157, 63), "blue": (36, 84, 214), "yellow": (244, 205, 35),
-    "purple": (142, 54, 176), "orange": (245, 128, 20),
-}  # fmt: skip
+    "red": (214, 40, 40),
+    "green": (42, 157, 63),
+    "blue": (36, 84, 214),
+    "yellow": (244, 205, 35),
+    "purple": (142, 54, 176),
+    "orange": (245, 128, 20),
+}
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 PLACES = (
     "top left", "top", "top right",
@@ -73,8 +77,20 @@ def _outline(shape: str, x: float, y: float, r: float, turn: float) -> list[tupl
     if shape == "star":
         return ring([i * math.pi / 5 for i in range(10)], [r * 1.1, r * 0.45] * 5)
     arm = r * 0.36
-    corners = [(-arm, -r), (arm, -r), (arm, -arm), (r, -arm), (r, arm), (arm, arm),
-               (arm, r), (-arm, r), (-arm, arm), (-r, arm), (-r, -arm), (-arm, -arm)]  # fmt: skip
+    corners = [
+        (-arm, -r),
+        (arm, -r),
+        (arm, -arm),
+        (r, -arm),
+        (r, arm),
+        (arm, arm),
+        (arm, r),
+        (-arm, r),
+        (-arm, arm),
+        (-r, arm),
+        (-r, -arm),
+        (-arm, -arm),
+    ]
     c = math.cos(turn)
     s = math.sin(turn)
     return [(x + px * c - py * s, y + px * s + py * c) for px, py in corners]

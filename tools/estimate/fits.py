@@ -70,9 +70,13 @@ def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINES[
 
 
 def what_fits(
-    profile: Profile | None, usable: int | None = None, precisions: Sequence[str] = SHOWN,
-    models: Sequence[str] = EXPORTED, *, engine: EngineCost | None = None,
-) -> dict[str, tuple[Fit, ...]]:  # fmt: skip
+    profile: Profile | None,
+    usable: int | None = None,
+    precisions: Sequence[str] = SHOWN,
+    models: Sequence[str] = EXPORTED,
+    *,
+    engine: EngineCost | None = None,
+) -> dict[str, tuple[Fit, ...]]:
     """Some models in some precisions, against `usable` bytes [default: the profile's]; `engine` as for `make_plan`."""
     free = usable if usable is not None or profile is None else profile.usable_bytes
     assert free is not None

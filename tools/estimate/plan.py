@@ -126,9 +126,15 @@ IDEAL = EngineCost()
 
 
 def latency(
-    model: ModelSize, views: int, schedule: Sequence[int], precisions: Precisions, profile: Profile,
-    engine: EngineCost = IDEAL, read: int | None = None, again: int = 0,
-) -> dict[str, Phase]:  # fmt: skip
+    model: ModelSize,
+    views: int,
+    schedule: Sequence[int],
+    precisions: Precisions,
+    profile: Profile,
+    engine: EngineCost = IDEAL,
+    read: int | None = None,
+    again: int = 0,
+) -> dict[str, Phase]:
     """Roofline estimate of each phase: `vision`, `prefill`, which has `again` FLOPs more, and `decode_per_token`.
 
     Of a model that acts `expert` is the last one, all of its steps.
@@ -277,15 +283,21 @@ class CostPlan:
             profile = {name: getattr(self.profile, name) for name in ("name", "power_mode", "usable_bytes")}
             profile["figures"] = {name: figure and asdict(figure) for name, figure in figures.items()}
         return {
-            "model": self.model.to_dict(), "sequence": self.workload.text + self.workload.vision,
-            "text_tokens": self.workload.text, "vision_tokens": self.workload.vision, "vision_views": self.vision_views,
+            "model": self.model.to_dict(),
+            "sequence": self.workload.text + self.workload.vision,
+            "text_tokens": self.workload.text,
+            "vision_tokens": self.workload.vision,
+            "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
-            "max_new_tokens": self.workload.new_tokens, "parameters": self.model.parameters,
+            "max_new_tokens": self.workload.new_tokens,
+            "parameters": self.model.parameters,
             "parts": {name: _precisions(p) for name, p in self.parts.items()},
             "weights_bytes": dict(self.weights_bytes),
-            "vision_flops": self.vision_flops, "depths": [depth.to_dict() for depth in self.depths], "profile": profile,
+            "vision_flops": self.vision_flops,
+            "depths": [depth.to_dict() for depth in self.depths],
+            "profile": profile,
             "estimate": None if self.profile is None else ESTIMATE,
-        }  # fmt: skip
+        }
 
 
 def _precisions(parts: Precisions) -> dict[str, Any]:
@@ -302,10 +314,18 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
 
 
 def make_plan(
-    model: ModelSize, workload: Workload, ks: Sequence[int | None] = (), precisions: Sequence[str] = tuple(PRECISIONS),
-    profile: Profile | None = None, vision_precision: str | None = None, head_precision: str | None = None, *,
-    engine: EngineCost | None = None, reductions: Sequence[Reduction] = (), rest: Rest = 0,
-) -> CostPlan:  # fmt: skip
+    model: ModelSize,
+    workload: Workload,
+    ks: Sequence[int | None] = (),
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    profile: Profile | None = None,
+    vision_precision: str | None = None,
+    head_precision: str | None = None,
+    *,
+    engine: EngineCost | None = None,
+    reductions: Sequence[Reduction] = (),
+    rest: Rest = 0,
+) -> CostPlan:
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K; `rest`: image tokens that stay from K on.
 
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
@@ -341,9 +361,12 @@ def make_plan(
         total = flops.total_flops(size, slots, model.vision, views) + again
         depths.append(
             DepthCost(
-                k=k, rest=stays, full_layers=size.layers if k is None else k - 1,
+                k=k,
+                rest=stays,
+                full_layers=size.layers if k is None else k - 1,
                 calflops=round(flops.calflops(size, slots)),
-                calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full), total_flops=total,
+                calflops_ratio=flops.calflops(size, slots) / flops.calflops(size, full),
+                total_flops=total,
                 total_ratio=total / whole,
                 kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),
                 precisions={
@@ -351,13 +374,18 @@ def make_plan(
                     for p, c in parts.items()
                 },
             )
-        )  # fmt: skip
+        )
     return CostPlan(
-        model=model, workload=workload, vision_views=views, parts=parts,
+        model=model,
+        workload=workload,
+        vision_views=views,
+        parts=parts,
         weights_bytes={name: weights.bundle_bytes(model, p) for name, p in parts.items()},
-        vision_flops=flops.encode_flops(model.vision, views, whole=True), depths=tuple(depths), profile=profile,
+        vision_flops=flops.encode_flops(model.vision, views, whole=True),
+        depths=tuple(depths),
+        profile=profile,
         reduced=reduced if reductions else None,
-    )  # fmt: skip
+    )
 
 
 def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
@@ -373,9 +401,16 @@ def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
 
 
 def _cost(
-    model: ModelSize, work: Workload, views: int, slots: Sequence[int], precisions: Precisions, profile: Profile | None,
-    engine: EngineCost, again: int, largest: VisionSize | None,
-) -> PrecisionCost:  # fmt: skip
+    model: ModelSize,
+    work: Workload,
+    views: int,
+    slots: Sequence[int],
+    precisions: Precisions,
+    profile: Profile | None,
+    engine: EngineCost,
+    again: int,
+    largest: VisionSize | None,
+) -> PrecisionCost:
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))

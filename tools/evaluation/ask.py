@@ -85,9 +85,13 @@ class Evaluated:
         """By a model in this process. Raises RequestError for a method that the bundle was not exported for."""
         check_methods(model, methods)
         return cls(
-            model.bundle, model.backend.device, model.backend.compute, model.loaded.fit,
-            lambda options: SideBySide(model, options, parallel).answers, lambda options: Asker(model, options),
-        )  # fmt: skip
+            model.bundle,
+            model.backend.device,
+            model.backend.compute,
+            model.loaded.fit,
+            lambda options: SideBySide(model, options, parallel).answers,
+            lambda options: Asker(model, options),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +127,17 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 
 def ask_all(
-    by: Evaluated, data: QuestionSet, methods: Sequence[Method], max_new_tokens: int, journal: Path, *,
-    report: Progress, predict: Callable[[float], None], guide: Guide | None = None, timed: int = TIMED,
-) -> Asked:  # fmt: skip
+    by: Evaluated,
+    data: QuestionSet,
+    methods: Sequence[Method],
+    max_new_tokens: int,
+    journal: Path,
+    *,
+    report: Progress,
+    predict: Callable[[float], None],
+    guide: Guide | None = None,
+    timed: int = TIMED,
+) -> Asked:
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
     About `timed` of the questions, evenly spread, are asked alone if `by` can, the others together. Raises
@@ -133,10 +145,12 @@ def ask_all(
     """
     options = Options(max_new_tokens=max_new_tokens, guide=guide)
     identity = {
-        "model": sha256(by.bundle.folder / "vtx.json"), "device": [by.device, by.compute],
-        "--max-new-tokens": max_new_tokens, "--fit": by.fit,
+        "model": sha256(by.bundle.folder / "vtx.json"),
+        "device": [by.device, by.compute],
+        "--max-new-tokens": max_new_tokens,
+        "--fit": by.fit,
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
-    }  # fmt: skip
+    }
     with ResultJournal(journal, identity) as results:
         run = _Round(data, methods, results, report, 0 if by.alone is None else timed)
         if by.alone is not None and timed:
@@ -166,9 +180,10 @@ class _Round:
         """The methods by which question `n` has yet to be asked, each with its key."""
         results = self._journal.results
         return {
-            method: key for method, key in zip(self._methods, self._keys[n], strict=True)
+            method: key
+            for method, key in zip(self._methods, self._keys[n], strict=True)
             if key not in results or (n in self._timed and results[key].get("first_token_ms") is None)
-        }  # fmt: skip
+        }
 
     def _skip(self, n: int, error: Exception) -> None:
         if not isinstance(error, BAD):
@@ -236,10 +251,15 @@ def _costed(answer: Answer, flops: int, first_token_ms: float | None = None) -> 
     stats = answer.stats
     layers = answer.stats.vision_tokens_kept
     return CostedAnswer(
-        text=answer.text, first_token_ms=first_token_ms, kv_bytes=stats.kv_bytes, flops=flops,
-        vision_tokens=fmean((*layers[1:], layers[-1])), full_layers=sum(tokens > 0 for tokens in layers),
-        new_tokens=len(answer.token_ids), probability=_probability(answer),
-    )  # fmt: skip
+        text=answer.text,
+        first_token_ms=first_token_ms,
+        kv_bytes=stats.kv_bytes,
+        flops=flops,
+        vision_tokens=fmean((*layers[1:], layers[-1])),
+        full_layers=sum(tokens > 0 for tokens in layers),
+        new_tokens=len(answer.token_ids),
+        probability=_probability(answer),
+    )
 
 
 def _probability(answer: Answer) -> float | None:
@@ -325,9 +345,11 @@ class SideBySide:
                     yield n, method, _costed(answer, flops + self._counter.prompt(answer.stats))
 
     def _requests(
-        self, questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]],
+        self,
+        questions: Sequence[TaskQuestion],
+        wanted: Mapping[int, Collection[Method]],
         images: dict[int, tuple[PreparedImage, ...]],
-    ) -> Iterator[tuple[tuple[int, Method], list[AnswerRequest] | Exception]]:  # fmt: skip
+    ) -> Iterator[tuple[tuple[int, Method], list[AnswerRequest] | Exception]]:
         """The requests, image by image, and of each first the methods that keep it longest, whose caches serve all."""
         layers = self._model.manifest.model.layers
         groups = dict[Any, list[int]]()

@@ -77,9 +77,12 @@ def _pope(record: Any, source: QuestionFiles) -> TaskQuestion:
     fields = _fields(record)
     name = _text(fields, "image")
     return TaskQuestion(
-        (inside(source.images, name),), _text(fields, "text"), _yes_or_no(_text(fields, "label")), name,
+        (inside(source.images, name),),
+        _text(fields, "text"),
+        _yes_or_no(_text(fields, "label")),
+        name,
         str(fields.get("category", "")),
-    )  # fmt: skip
+    )
 
 
 def _exact(record: Any, source: QuestionFiles) -> TaskQuestion:

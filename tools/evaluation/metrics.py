@@ -21,15 +21,34 @@ Counts = NDArray[np.float64]
 Judge = Callable[[TaskQuestion, str], tuple[str, float]]  # the parsed answer, and its score from 0 to 1
 Figure = Callable[[Counts], Counts]  # [..., columns] to [...]
 PERCEPTION = (
-    "existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR",
-)  # fmt: skip
+    "existence",
+    "count",
+    "position",
+    "color",
+    "posters",
+    "celebrity",
+    "scene",
+    "landmark",
+    "artwork",
+    "OCR",
+)
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
 LETTER = re.compile(r"\(?([A-Z])(?:\)|[.:)](?=\s|$)|$)")
 SENTENCE = re.compile(r"answer is \(?([A-Z])\b")
 NUMBERS = {
-    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-}  # fmt: skip
+    "none": "0",
+    "zero": "0",
+    "one": "1",
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+}
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -186,9 +205,13 @@ def tally_mean(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, fl
     order, counts = _summed([question.image for question in questions], rows)
     whole = all(score in (0.0, 1.0) for _, score in scores)
     return Tally(
-        counts, np.zeros(len(order), np.int64), {"accuracy": lambda c: ratio(c[..., 0], c[..., 1])}, "accuracy",
-        frozenset({"accuracy"}), counts if whole else None,
-    )  # fmt: skip
+        counts,
+        np.zeros(len(order), np.int64),
+        {"accuracy": lambda c: ratio(c[..., 0], c[..., 1])},
+        "accuracy",
+        frozenset({"accuracy"}),
+        counts if whole else None,
+    )
 
 
 def tally_pope(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]]) -> Tally:

@@ -118,9 +118,17 @@ class Evaluation:
 
 
 def make_report(
-    task: str, metric: Metric, source: str, asked: Asked, by: Evaluated, *, instruction: str, times: bool,
-    protocol: str = "authors", coverage: bool = False,
-) -> Evaluation:  # fmt: skip
+    task: str,
+    metric: Metric,
+    source: str,
+    asked: Asked,
+    by: Evaluated,
+    *,
+    instruction: str,
+    times: bool,
+    protocol: str = "authors",
+    coverage: bool = False,
+) -> Evaluation:
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
     questions = asked.questions
     by_question = asked.replies
@@ -144,31 +152,36 @@ def make_report(
         by_group = partial(_by_group, metric, main, questions, scores[n])
         methods.append(
             MethodFigures(
-                name=method.name, kind=method.kind, k=method.k, reduce=method.reduce, figures=figures,
-                flops=fmean(reply.flops for reply in replies), kv_bytes=fmean(reply.kv_bytes for reply in replies),
+                name=method.name,
+                kind=method.kind,
+                k=method.k,
+                reduce=method.reduce,
+                figures=figures,
+                flops=fmean(reply.flops for reply in replies),
+                kv_bytes=fmean(reply.kv_bytes for reply in replies),
                 vision_tokens=fmean(reply.vision_tokens for reply in replies),
                 full_layers=fmean(reply.full_layers for reply in replies),
                 new_tokens=fmean(reply.new_tokens for reply in replies),
                 first_token_ms=spread(times_ms) if times and times_ms else None,
                 difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
                 groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
-                rest=method.rest, kinds=by_group(kinds, KINDS),
+                rest=method.rest,
+                kinds=by_group(kinds, KINDS),
                 coverage=scored_answers(asked, metric, n).points() if coverage else (),
             )
-        )  # fmt: skip
+        )
     m = by.bundle.manifest
     shares = tuple(sorted(tallies[0].shares))
     return Evaluation(
         machine=describe(),
-        model=EvaluatedModel(
-            m.model.name, by.bundle.folder.name, m.model.layers, m.precision, by.device, by.compute
-        ),
+        model=EvaluatedModel(m.model.name, by.bundle.folder.name, m.model.layers, m.precision, by.device, by.compute),
         task=EvaluatedTask(
             task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares, protocol
         ),
-        confidence=CONFIDENCE, methods=tuple(methods),
+        confidence=CONFIDENCE,
+        methods=tuple(methods),
         front={cost: _front(methods, cost, main) for cost in COSTS if times or cost != "first_token_ms"},
-    )  # fmt: skip
+    )
 
 
 def scored_answers(asked: Asked, metric: Metric, number: int = 0) -> ScoredAnswers:
@@ -194,9 +207,13 @@ def _draws(tallies: Sequence[Tally]) -> list[Counts]:
 
 
 def _by_group(
-    metric: Metric, main: str, questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, float]],
-    own: Sequence[str], names: Sequence[str],
-) -> dict[str, GroupFigure]:  # fmt: skip
+    metric: Metric,
+    main: str,
+    questions: Sequence[TaskQuestion],
+    scores: Sequence[tuple[str, float]],
+    own: Sequence[str],
+    names: Sequence[str],
+) -> dict[str, GroupFigure]:
     """The main figure of the questions of each of `names`; `own` has each question's."""
     figures = dict[str, GroupFigure]()
     for name in names:

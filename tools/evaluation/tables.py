@@ -52,19 +52,28 @@ def _methods_table(report: Evaluation) -> WideTable:
     first = report.methods[0]
     factors = {name: 100 if name in task.shares else 1 for name in first.figures}
     heads = [
-        "method", *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
-        f"{task.main} to {first.name}", *(["first token, ms"] if first.first_token_ms else []), "KV cache", "GFLOPs",
-        "of the first", "image tokens per layer",
-    ]  # fmt: skip
+        "method",
+        *(f"{name.replace('_', ' ')}{', %' if name in task.shares else ''}" for name in factors),
+        f"{task.main} to {first.name}",
+        *(["first token, ms"] if first.first_token_ms else []),
+        "KV cache",
+        "GFLOPs",
+        "of the first",
+        "image tokens per layer",
+    ]
     rows = [
         [
-            method.name, *(_figure(method.figures[name], factor) for name, factor in factors.items()),
+            method.name,
+            *(_figure(method.figures[name], factor) for name, factor in factors.items()),
             _figure(method.difference, task.factor, sign="+") if method.difference else "-",
-            *([shown(method.first_token_ms)] if method.first_token_ms else []), size(method.kv_bytes),
-            f"{method.flops / 1e9:.3g}", f"{method.flops / first.flops:.0%}", f"{method.vision_tokens:.1f}",
+            *([shown(method.first_token_ms)] if method.first_token_ms else []),
+            size(method.kv_bytes),
+            f"{method.flops / 1e9:.3g}",
+            f"{method.flops / first.flops:.0%}",
+            f"{method.vision_tokens:.1f}",
         ]
         for method in report.methods
-    ]  # fmt: skip
+    ]
     return WideTable("", heads, rows)
 
 
@@ -113,9 +122,14 @@ def draw_report(report: Evaluation, path: Path) -> None:
                 ends = (main.value, main.low, main.high)
                 value, low, high = (task.factor * (main.value if end is None else end) for end in ends)
                 axes.errorbar(
-                    costs[method.name], value, yerr=[[max(0.0, value - low)], [max(0.0, high - value)]], capsize=3,
-                    fmt=KINDS[method.kind], color=COLORS[number % len(COLORS)], label=method.name,
-                )  # fmt: skip
+                    costs[method.name],
+                    value,
+                    yerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
+                    capsize=3,
+                    fmt=KINDS[method.kind],
+                    color=COLORS[number % len(COLORS)],
+                    label=method.name,
+                )
             title, label = AXES[cost]
             axes.set(title=title, xlabel=label)
             axes.margins(y=0.15)

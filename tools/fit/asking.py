@@ -95,9 +95,15 @@ class KeptAnswers:
     """
 
     def __init__(
-        self, questions: Questions, journal: ResultJournal, max_new_tokens: int, threads: int, report: Progress, *,
+        self,
+        questions: Questions,
+        journal: ResultJournal,
+        max_new_tokens: int,
+        threads: int,
+        report: Progress,
+        *,
         of_right: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._right = [None if item.answer is None else plain(item.answer) for item in questions.data.items]
         if of_right and (missing := self._right.count(None)):
             raise RequestError(

@@ -82,9 +82,14 @@ def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) 
 
 
 def fit(
-    settings: Sequence[Setting], reference: Setting, answers: KeptAnswers, budget: Budget, seed: int,
-    predict: Callable[[float], None] = lambda _: None, timed: int = TIMED,
-) -> Fitted:  # fmt: skip
+    settings: Sequence[Setting],
+    reference: Setting,
+    answers: KeptAnswers,
+    budget: Budget,
+    seed: int,
+    predict: Callable[[float], None] = lambda _: None,
+    timed: int = TIMED,
+) -> Fitted:
     """Search with half of the images, test on the other half, and choose the fastest that passes and is in time.
 
     `predict` gets the total seconds, at most, estimated from the first question. The times of `timed` questions held
@@ -133,10 +138,21 @@ def fit(
     chosen = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
     method = next(iter(losses.values())).method if losses else "none is needed"
     return Fitted(
-        budget, reference, chosen, verdict(chosen, evidence, late, keeping, finalists, reference, budget), evidence,
-        tuple(finalists), tuple(passed), method, len(settings), tuple(rungs), tuple(used), quiet, answers.asked,
+        budget,
+        reference,
+        chosen,
+        verdict(chosen, evidence, late, keeping, finalists, reference, budget),
+        evidence,
+        tuple(finalists),
+        tuple(passed),
+        method,
+        len(settings),
+        tuple(rungs),
+        tuple(used),
+        quiet,
+        answers.asked,
         tuple(answers.skipped.values()),
-    )  # fmt: skip
+    )
 
 
 def losses_of(
@@ -188,13 +204,15 @@ def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Se
 
     decoded = [[reply.per_token_ms for reply in turn if reply.per_token_ms is not None] for turn in turns]
     return Evidence(
-        bundle=setting.on.name, configuration=setting.configuration,
-        changed=0.0 if losses is None else losses.mean, upper=0.0 if losses is None else losses.upper(),
+        bundle=setting.on.name,
+        configuration=setting.configuration,
+        changed=0.0 if losses is None else losses.mean,
+        upper=0.0 if losses is None else losses.upper(),
         first_token_ms=times([[reply.first_token_ms for reply in turn] for turn in turns]),
         per_token_ms=times(decoded) if any(decoded) else None,
         answer_ms=times([[reply.answer_ms for reply in turn] for turn in turns]),
         memory=setting.on.memory,
-    )  # fmt: skip
+    )
 
 
 def excess(evidence: Evidence, budget: Budget, *, estimated: bool = False) -> float:
@@ -207,9 +225,14 @@ def excess(evidence: Evidence, budget: Budget, *, estimated: bool = False) -> fl
 
 
 def verdict(
-    chosen: Setting | None, evidence: Mapping[Setting, Evidence], late: Mapping[Setting, float],
-    keeping: Sequence[Setting], tested: Sequence[Setting], reference: Setting, budget: Budget,
-) -> tuple[str, ...]:  # fmt: skip
+    chosen: Setting | None,
+    evidence: Mapping[Setting, Evidence],
+    late: Mapping[Setting, float],
+    keeping: Sequence[Setting],
+    tested: Sequence[Setting],
+    reference: Setting,
+    budget: Budget,
+) -> tuple[str, ...]:
     """Sentences: the choice, or what comes nearest and which budget would do; `late`: the `excess` of each."""
     if chosen is not None:
         found = evidence[chosen]

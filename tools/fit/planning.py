@@ -53,9 +53,15 @@ class PlannedEngine:
             )
         work = Workload(TEXT, size.vision.image_tokens if size.vision else 0, max_new_tokens)
         cost = make_plan(
-            size, work, [None], [manifest.precision], profile, manifest.vision_precision, manifest.head_precision,
+            size,
+            work,
+            [None],
+            [manifest.precision],
+            profile,
+            manifest.vision_precision,
+            manifest.head_precision,
             engine=engine.cost,
-        )  # fmt: skip
+        )
         return cls(profile, engine, size, parts, cost.depths[0].precisions[manifest.precision].peak_bytes)
 
     @property

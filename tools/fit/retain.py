@@ -98,9 +98,13 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         best = min(best, middle, key=lambda trial: abs(trial.tokens - target))
     report("thresholds", 1, 1)
     record = {
-        "asked": target, "found": best.tokens, "factor": best.factor, "start": manifest.reductions[0],
-        "data": retain.data.source, "questions": len(items),
-    }  # fmt: skip
+        "asked": target,
+        "found": best.tokens,
+        "factor": best.factor,
+        "start": manifest.reductions[0],
+        "data": retain.data.source,
+        "questions": len(items),
+    }
     reductions = (best.spec, *manifest.reductions[1:])
     recorded = {**manifest.record, "retain": record}
     seal_manifest(folder, dataclasses.replace(manifest, reductions=reductions, record=recorded))

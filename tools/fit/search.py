@@ -95,9 +95,13 @@ class Rung:
 
 
 def search(
-    settings: Sequence[Setting], reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers,
+    settings: Sequence[Setting],
+    reference: Setting,
+    numbers: Sequence[int],
+    images: Sequence[str],
+    answers: Answers,
     budget: Budget,
-) -> tuple[list[Setting], list[Rung]]:  # fmt: skip
+) -> tuple[list[Setting], list[Rung]]:
     """The configurations worth testing, those that change the fewest answers first, and the steps that led there.
 
     `numbers` are the questions to search with, in random order, and `images` their keys by number.
@@ -135,9 +139,13 @@ def planned(settings: int, numbers: int) -> int:
 
 
 def rate(
-    setting: Setting, reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers,
+    setting: Setting,
+    reference: Setting,
+    numbers: Sequence[int],
+    images: Sequence[str],
+    answers: Answers,
     budget: Budget,
-) -> Rating:  # fmt: skip
+) -> Rating:
     """Medians decide over times, since of few answers no 99th percentile is known, and it is never below them."""
     replies = [answers.reply(setting, n) for n in numbers]
     losses = ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])

@@ -183,20 +183,26 @@ def app(arguments: dict[str, Any]) -> Any:
     digests = {name: sha256(path / "vtx.json") for name, path in fleet.bundles.items()}
     gpus = Cluster("auto", None if fleet.gpus < 0 else fleet.gpus).gpus_of(fleet.device)
     scaling = AutoscalingConfig(
-        min_replicas=fleet.replicas, max_replicas=most, initial_replicas=fleet.replicas,
+        min_replicas=fleet.replicas,
+        max_replicas=most,
+        initial_replicas=fleet.replicas,
         target_ongoing_requests=fleet.parallel,
-    )  # fmt: skip
+    )
     replica = serve.deployment(
-        name="replica", autoscaling_config=scaling, max_ongoing_requests=fleet.parallel + fleet.queue,
-        max_queued_requests=fleet.queue, ray_actor_options={"num_cpus": fleet.cores, "num_gpus": gpus},
+        name="replica",
+        autoscaling_config=scaling,
+        max_ongoing_requests=fleet.parallel + fleet.queue,
+        max_queued_requests=fleet.queue,
+        ray_actor_options={"num_cpus": fleet.cores, "num_gpus": gpus},
         graceful_shutdown_timeout_s=limits.grace_seconds,
         request_router_config=RequestRouterConfig(
             request_router_class=PictureRouter, request_router_kwargs={"least": fleet.parallel}
         ),
-    )  # fmt: skip
+    )
     gateway = serve.deployment(
-        name="gateway", max_ongoing_requests=(most + 1) * (fleet.parallel + fleet.queue),
+        name="gateway",
+        max_ongoing_requests=(most + 1) * (fleet.parallel + fleet.queue),
         ray_actor_options={"num_cpus": 0},
-    )  # fmt: skip
+    )
     bound = replica(Replica).bind(fleet, digests)
     return gateway(Gateway).bind(bound, fleet)

@@ -214,8 +214,16 @@ class VisionModel:
         """The facts that a runtime needs of the tower."""
         tower = self.vision
         return TowerSpec(
-            layers=tower.layers, image=tower.image, patch=tower.patch, square=tower.square, pool=tower.pool,
-            tokens=self.view_tokens, states=tower.states, state_width=self.state_width,
-            key_width=tower.hidden // tower.heads, class_token=tower.class_token,
-            several=tower.several, positions=tower.positions,
-        )  # fmt: skip
+            layers=tower.layers,
+            image=tower.image,
+            patch=tower.patch,
+            square=tower.square,
+            pool=tower.pool,
+            tokens=self.view_tokens,
+            states=tower.states,
+            state_width=self.state_width,
+            key_width=tower.hidden // tower.heads,
+            class_token=tower.class_token,
+            several=tower.several,
+            positions=tower.positions,
+        )

@@ -78,10 +78,16 @@ class EnginePlan:
     def record(self, engines: dict[str, EngineRecord]) -> EngineSet:
         """The record of `engines` by graph, with everything that makes an engine of another build stale."""
         return EngineSet(
-            format=fingerprint.FORMAT, target=self.target.name, flavour=self.release.flavour, version=self.version,
-            capability=self.target.capability, dialect=self.dialect, precision=self.bundle.manifest.precision,
-            workspace=self.workspace, engines=engines,
-        )  # fmt: skip
+            format=fingerprint.FORMAT,
+            target=self.target.name,
+            flavour=self.release.flavour,
+            version=self.version,
+            capability=self.target.capability,
+            dialect=self.dialect,
+            precision=self.bundle.manifest.precision,
+            workspace=self.workspace,
+            engines=engines,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +100,17 @@ class EngineOutcome:
 
 
 def plan_engines(
-    bundle: Bundle, target: Target, release: Release, version: str, dialect: str, *, workspace: int | None = None,
-    timing_cache: Path | None = None, profiles: int | None = None, key: SigningKey | None = None,
-) -> EnginePlan:  # fmt: skip
+    bundle: Bundle,
+    target: Target,
+    release: Release,
+    version: str,
+    dialect: str,
+    *,
+    workspace: int | None = None,
+    timing_cache: Path | None = None,
+    profiles: int | None = None,
+    key: SigningKey | None = None,
+) -> EnginePlan:
     """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
     `profiles` of a stage: 2 for kernels of one token beside those of many, by default where weights are stored once.
@@ -130,9 +144,16 @@ def plan_engines(
             sources[name] = m.files[name].sha256
         jobs.append(EngineJob(graph, unique, sources))
     return EnginePlan(
-        bundle=bundle, target=target, release=release, version=version, dialect=dialect, workspace=workspace,
-        timing_cache=timing_cache, jobs=tuple(jobs), key=key,
-    )  # fmt: skip
+        bundle=bundle,
+        target=target,
+        release=release,
+        version=version,
+        dialect=dialect,
+        workspace=workspace,
+        timing_cache=timing_cache,
+        jobs=tuple(jobs),
+        key=key,
+    )
 
 
 def check_memory(plan: EnginePlan) -> None:
@@ -181,10 +202,14 @@ def _is_current(plan: EnginePlan, job: EngineJob, record: EngineRecord) -> bool:
 def _build_job(plan: EnginePlan, job: EngineJob, report: Progress) -> tuple[EngineRecord, BuiltEngine]:
     partial = plan.folder / f".{job.file}.partial-{secrets.token_hex(4)}"
     request = BuildRequest(
-        flavour=plan.release.flavour, graph=plan.bundle.path(job.graph.name), engine=partial,
-        capability=plan.target.capability, profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
-        workspace=plan.workspace, timing_cache=plan.timing_cache,
-    )  # fmt: skip
+        flavour=plan.release.flavour,
+        graph=plan.bundle.path(job.graph.name),
+        engine=partial,
+        capability=plan.target.capability,
+        profiles=tuple(input_shapes(job.graph, profile) for profile in job.profiles),
+        workspace=plan.workspace,
+        timing_cache=plan.timing_cache,
+    )
     report(job.file, 0, 100)
     try:
         built = build(request, lambda phase, share: report(job.file, int(100 * share), 100))

@@ -112,10 +112,17 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         weight_bytes += (count + 1) // 2 if types[tensor.name] in narrow else count * width
     inputs = tuple(value.name for value in graph.input if value.name not in weights)
     return SeenGraph(
-        name=name, opset=opsets.get("", 0), nodes=nodes, inputs=inputs,
-        outputs=tuple(value.name for value in graph.output), constants=frozenset(constants), types=types, shapes=shapes,
-        files=frozenset(filter(None, files)), weights=weight_bytes,
-    )  # fmt: skip
+        name=name,
+        opset=opsets.get("", 0),
+        nodes=nodes,
+        inputs=inputs,
+        outputs=tuple(value.name for value in graph.output),
+        constants=frozenset(constants),
+        types=types,
+        shapes=shapes,
+        files=frozenset(filter(None, files)),
+        weights=weight_bytes,
+    )
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:

@@ -25,15 +25,34 @@ _LOOPS = frozenset({"Loop", "Scan"})
 _SIZED_BY_VALUES = frozenset({"NonZero", "Unique", "Compress", "NonMaxSuppression"})
 # Operators whose output's size is given by the values of these inputs.
 _SIZE_OPERANDS = {
-    "Reshape": (1,), "Expand": (1,), "ConstantOfShape": (0,), "Range": (0, 1, 2), "Tile": (1,), "Slice": (1, 2, 4),
-    "Pad": (1,), "TopK": (1,), "Split": (1,), "OneHot": (1,), "Resize": (2, 3),
-}  # fmt: skip
+    "Reshape": (1,),
+    "Expand": (1,),
+    "ConstantOfShape": (0,),
+    "Range": (0, 1, 2),
+    "Tile": (1,),
+    "Slice": (1, 2, 4),
+    "Pad": (1,),
+    "TopK": (1,),
+    "Split": (1,),
+    "OneHot": (1,),
+    "Resize": (2, 3),
+}
 _ATTENTION_INPUTS = {4: "past_key", 5: "past_value", 6: "nonpad_kv_seqlen"}
 _FIXED_AXES = frozenset({"Squeeze", "Unsqueeze"})  # of a tensor only since 10.7
 _REDUCTIONS = frozenset(
-    {"ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
-     "ReduceSum", "ReduceSumSquare"}
-)  # fmt: skip
+    {
+        "ReduceL1",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceMax",
+        "ReduceMean",
+        "ReduceMin",
+        "ReduceProd",
+        "ReduceSum",
+        "ReduceSumSquare",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +75,16 @@ def lint(graph: SeenGraph, release: Release) -> list[LintFinding]:
     """The violations of the rules of `release` in a graph, in the order of the rules."""
     return [
         LintFinding(
-            graph=graph.name, node=node.name or node.op_type if node else "", rule=name, problem=problem,
-            release=release.name, dialect=release.dialect,
+            graph=graph.name,
+            node=node.name or node.op_type if node else "",
+            rule=name,
+            problem=problem,
+            release=release.name,
+            dialect=release.dialect,
         )
         for name, check in RULES.items()
         for node, problem in check(graph, release)
-    ]  # fmt: skip
+    ]
 
 
 def lint_bundle(bundle: Bundle, dialect: str, release: Release) -> list[LintFinding]:
@@ -191,6 +214,13 @@ def _standard(graph: SeenGraph, operator: str) -> Iterator[onnx.NodeProto]:
 
 
 RULES: Mapping[str, Rule] = {
-    "opset": _opset, "operator": _operators, "type": _types, "attention": _attention, "cache": _caches, "loop": _loops,
-    "size": _sizes, "constant": _constants, "quantized": _quantized,
-}  # fmt: skip
+    "opset": _opset,
+    "operator": _operators,
+    "type": _types,
+    "attention": _attention,
+    "cache": _caches,
+    "loop": _loops,
+    "size": _sizes,
+    "constant": _constants,
+    "quantized": _quantized,
+}

@@ -29,9 +29,12 @@ class EngineSupport:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "device": self.device, "software": self.software, "dialect": self.dialect,
-            "precisions": self.answered, "obstacles": self.refusals,
-        }  # fmt: skip
+            "device": self.device,
+            "software": self.software,
+            "dialect": self.dialect,
+            "precisions": self.answered,
+            "obstacles": self.refusals,
+        }
 
     @property
     def answered(self) -> list[str]:

@@ -51,15 +51,19 @@ _SERVER = Release(TENSORRT, (11, 0))
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm75", "GeForce RTX 20", (7, 5), _RTX, _NO_NARROW), Target("sm80", "A100", (8, 0), _RTX),
-        Target("sm86", "GeForce RTX 30", (8, 6), _RTX), Target("sm89", "GeForce RTX 40", (8, 9), _RTX),
-        Target("sm120", "GeForce RTX 50", (12, 0), _RTX), Target("sm121", "DGX Spark", (12, 1), _RTX),
-        Target("sm90", "H100, H200", (9, 0), _SERVER), Target("sm100", "B200", (10, 0), _SERVER),
+        Target("sm75", "GeForce RTX 20", (7, 5), _RTX, _NO_NARROW),
+        Target("sm80", "A100", (8, 0), _RTX),
+        Target("sm86", "GeForce RTX 30", (8, 6), _RTX),
+        Target("sm89", "GeForce RTX 40", (8, 9), _RTX),
+        Target("sm120", "GeForce RTX 50", (12, 0), _RTX),
+        Target("sm121", "DGX Spark", (12, 1), _RTX),
+        Target("sm90", "H100, H200", (9, 0), _SERVER),
+        Target("sm100", "B200", (10, 0), _SERVER),
         _jetson("jetson-orin", "Jetson Orin", "agx-orin-64", "6"),
         _jetson("jetson-orin-jp7", "Jetson Orin", "agx-orin-64", "7"),
         _jetson("jetson-thor", "Jetson Thor", "agx-thor", "7"),
     )
-}  # fmt: skip
+}
 _JETSON_INSTALL = "sudo apt-get install tensorrt python3-libnvinfer (both are part of JetPack)"
 _JETSONS = frozenset(target.capability for target in TARGETS.values() if target.name.startswith("jetson"))
 

@@ -81,11 +81,13 @@ class Page:
                 return self._count, list(self._recent)[len(self._recent) - new :]
             sources = [
                 {
-                    "name": name, "kind": watched.config.kind, "state": watched.source.state,
+                    "name": name,
+                    "kind": watched.config.kind,
+                    "state": watched.source.state,
                     "questions": [{"name": each.name, "ask": each.ask} for each in watched.config.question],
                 }
                 for name, watched in list(self.watched.items())
-            ]  # fmt: skip
+            ]
             answers = [last for key, last in self._answers.items() if key[0] in self.watched]
             status = [self._status] if self._status else []
             return self._count, [{"event": "watched", "sources": sources, "answers": answers}, *status]
@@ -185,10 +187,17 @@ def serving(page: Page, at: socket.socket, keys: Collection[str], *, local_hosts
     """Serve the page at a socket that listens, in a thread of its own."""
     app = make_live_app(page, keys, local_hosts=local_hosts)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="off",
-        http=BoundedProtocol, limit_concurrency=CONNECTIONS, proxy_headers=False,
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        http=BoundedProtocol,
+        limit_concurrency=CONNECTIONS,
+        proxy_headers=False,
         timeout_graceful_shutdown=int(END_SECONDS / 2),
-    )  # fmt: skip
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [at]}, name="vtx-watch page", daemon=True)
     thread.start()

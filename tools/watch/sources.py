@@ -33,8 +33,11 @@ SNAPSHOTS = ("jpeg_pipe", "png_pipe", "webp_pipe")  # FFmpeg's names of one pict
 SNAPSHOT_SECONDS = 1.0  # from one request to the next, if a source has no rate
 JUMP_SECONDS = 60.0  # between two frames of a video; a longer step, or one back, is not waited for
 BAD_FRAMES = 100  # in a row, after which a stream is opened again
-STREAM = {"rtsp_transport": "tcp", "fflags": "nobuffer",
-          "protocol_whitelist": "rtsp,rtsps,rtp,srtp,rtmp,http,https,tcp,udp,srt,tls,crypto,httpproxy"}  # fmt: skip
+STREAM = {
+    "rtsp_transport": "tcp",
+    "fflags": "nobuffer",
+    "protocol_whitelist": "rtsp,rtsps,rtp,srtp,rtmp,http,https,tcp,udp,srt,tls,crypto,httpproxy",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,13 @@ class FrameSource:
     """
 
     def __init__(
-        self, config: SourceConfig, newest: Newest, say: Callable[[str, dict[str, Any]], None], *,
+        self,
+        config: SourceConfig,
+        newest: Newest,
+        say: Callable[[str, dict[str, Any]], None],
+        *,
         pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.newest = newest
         self.state = "opening"

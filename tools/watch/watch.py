@@ -106,10 +106,14 @@ class Watcher:
     """
 
     def __init__(
-        self, engine: Engine, config: WatchConfig, *, parallel: int = 4,
+        self,
+        engine: Engine,
+        config: WatchConfig,
+        *,
+        parallel: int = 4,
         clock: Callable[[], float] = time.monotonic,
         outputs: Callable[[WatchConfig], list[Output]] = open_outputs,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_questions(engine.model.loaded, config)
         self._engine = engine
         self._loaded = engine.model.loaded
@@ -355,12 +359,14 @@ class Watcher:
         self._status_at = self._clock() + self._config.status
         sources = {
             name: {
-                "state": watched.source.state, "frames": watched.newest.frames, "dropped": watched.newest.dropped,
+                "state": watched.source.state,
+                "frames": watched.newest.frames,
+                "dropped": watched.newest.dropped,
                 "corrupt": watched.source.corrupt,
                 **({"error": watched.source.error} if watched.source.error else {}),
             }
             for name, watched in self.watched.items()
-        }  # fmt: skip
+        }
         outputs = [
             {"output": output.name, "sent": output.sent, "dropped": output.dropped, "failed": output.failed}
             for output in self._outputs

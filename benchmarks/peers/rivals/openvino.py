@@ -41,8 +41,18 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     asked = Precision.parse(precision)
     export = Path(sys.executable).with_name("optimum-cli")
     weights = WEIGHTS[asked.stored][: 1 if asked.installed else None]
-    command = [export, "export", "openvino", "--model", checkpoint, "--task", "image-text-to-text",
-               "--weight-format", *weights, folder / MODEL]  # fmt: skip
+    command = [
+        export,
+        "export",
+        "openvino",
+        "--model",
+        checkpoint,
+        "--task",
+        "image-text-to-text",
+        "--weight-format",
+        *weights,
+        folder / MODEL,
+    ]
     subprocess.run([*map(str, command)], check=True)
     write_image_settings(checkpoint, folder / MODEL / "preprocessor_config.json")
 

@@ -29,8 +29,22 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     tensors.write_text_model(checkpoint, text)
     chosen = () if asked.installed else OPTIONS[asked.stored]
     options = ("--extra_options", *chosen) if chosen else ()
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-m", text, "-o", folder / MODEL,
-               "-p", asked.stored, "-e", "cpu", "-c", folder / "cache", *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "onnxruntime_genai.models.builder",
+        "-m",
+        text,
+        "-o",
+        folder / MODEL,
+        "-p",
+        asked.stored,
+        "-e",
+        "cpu",
+        "-c",
+        folder / "cache",
+        *options,
+    ]
     subprocess.run([*map(str, command)], check=True)
     shutil.rmtree(text)
 

@@ -27,8 +27,17 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
     place, _, ks = precision.partition("/")
     stored = Precision.parse(place).stored
     if Precision.parse(place).installed:
-        export = [Path(sys.executable).with_name("vtx-export"), "--model", checkpoint, "--k", ks or "none",
-                  "--precision", stored, "--out", folder / BUNDLE]  # fmt: skip
+        export = [
+            Path(sys.executable).with_name("vtx-export"),
+            "--model",
+            checkpoint,
+            "--k",
+            ks or "none",
+            "--precision",
+            stored,
+            "--out",
+            folder / BUNDLE,
+        ]
         subprocess.run([*map(str, export)], check=True)
         return
     block = 128 if stored == "int4" else 64  # as OpenVINO GenAI's conversions

@@ -129,10 +129,17 @@ def _sam(held: _Tensors) -> VisionConfig:
     if len(windows) > 1:
         raise CheckpointError(f"tensors vision.sam.layers.N.attn are for windows of several sizes, {windows!s:.60}")
     return replace(
-        PUBLISHED[2], layers=count, hidden=hidden, ffn=held.shape("layers.0.mlp.lin1.weight", 2)[0],
-        heads=held.heads(hidden, tables[0][1]), image=grid * patch, patch=patch, window=windows[0] if windows else None,
-        full_blocks=whole, neck=held.shape("neck.conv1.weight", 4)[0],
-    )  # fmt: skip
+        PUBLISHED[2],
+        layers=count,
+        hidden=hidden,
+        ffn=held.shape("layers.0.mlp.lin1.weight", 2)[0],
+        heads=held.heads(hidden, tables[0][1]),
+        image=grid * patch,
+        patch=patch,
+        window=windows[0] if windows else None,
+        full_blocks=whole,
+        neck=held.shape("neck.conv1.weight", 4)[0],
+    )
 
 
 def _clip(held: _Tensors, _: int) -> VisionConfig:
@@ -142,10 +149,15 @@ def _clip(held: _Tensors, _: int) -> VisionConfig:
     if patch > CLIP_SIDE:
         raise CheckpointError(f"patches of vision.clip have {patch} pixels a side, and its pictures {CLIP_SIDE}")
     return replace(
-        PUBLISHED[0], layers=held.layers("encoder.layers."), hidden=hidden, image=CLIP_SIDE, patch=patch,
-        ffn=held.shape("encoder.layers.0.mlp.fc1.weight", 2)[0], heads=held.heads(hidden, HEAD),
+        PUBLISHED[0],
+        layers=held.layers("encoder.layers."),
+        hidden=hidden,
+        image=CLIP_SIDE,
+        patch=patch,
+        ffn=held.shape("encoder.layers.0.mlp.fc1.weight", 2)[0],
+        heads=held.heads(hidden, HEAD),
         position_grid=None if grid == CLIP_SIDE // patch else grid,
-    )  # fmt: skip
+    )
 
 
 def _convnext(held: _Tensors, image: int) -> VisionConfig:
@@ -173,11 +185,17 @@ def _eva(held: _Tensors, image: int) -> VisionConfig:
     grid = image // patch
     layers = held.layers("blocks.")
     return replace(
-        PUBLISHED[3], layers=layers, hidden=hidden, ffn=held.shape("blocks.0.mlp.w1.weight", 2)[0],
-        heads=held.heads(hidden, head), image=image, patch=patch, window=window,
+        PUBLISHED[3],
+        layers=layers,
+        hidden=hidden,
+        ffn=held.shape("blocks.0.mlp.w1.weight", 2)[0],
+        heads=held.heads(hidden, head),
+        image=image,
+        patch=patch,
+        window=window,
         full_blocks=tuple(range(EVA_WHOLE - 1, layers, EVA_WHOLE)),
         position_grid=None if positions == grid else positions,
-    )  # fmt: skip
+    )
 
 
 def _pix2struct(held: _Tensors, _: int) -> VisionConfig:
@@ -189,9 +207,15 @@ def _pix2struct(held: _Tensors, _: int) -> VisionConfig:
     if rows <= grid:
         raise CheckpointError(f"tensor vision.pix2struct.{table} has {rows} rows, {grid + 1} are needed")
     return replace(
-        PUBLISHED[4], layers=held.layers("encoder.layer."), hidden=hidden, image=grid * patch, patch=patch,
-        ffn=held.shape("encoder.layer.0.mlp.wi_0.weight", 2)[0], heads=held.heads(hidden, HEAD), axis_positions=rows,
-    )  # fmt: skip
+        PUBLISHED[4],
+        layers=held.layers("encoder.layer."),
+        hidden=hidden,
+        image=grid * patch,
+        patch=patch,
+        ffn=held.shape("encoder.layer.0.mlp.wi_0.weight", 2)[0],
+        heads=held.heads(hidden, HEAD),
+        axis_positions=rows,
+    )
 
 
 _OTHERS = {"clip": _clip, "convnext": _convnext, "eva02": _eva, "pix2struct": _pix2struct}
@@ -219,10 +243,16 @@ def _read(config: Config) -> ModelConfig:
         "joined", 1, hidden, max(tower.ffn for tower in towers), 1, image, TOKEN, 1e-6, "gelu", towers=towers
     )
     return ModelConfig(
-        text=replace(text, max_positions=min(text.max_positions, trained_length(config))), vision=joined,
-        feature_layers=(1,), select="full", projector_activation="gelu", projector_bias=True,
-        image_token_id=IMAGE_TOKEN_ID, layout=Single(joined.grid**2), projector_layers=projector_layers_of(config),
-    )  # fmt: skip
+        text=replace(text, max_positions=min(text.max_positions, trained_length(config))),
+        vision=joined,
+        feature_layers=(1,),
+        select="full",
+        projector_activation="gelu",
+        projector_bias=True,
+        image_token_id=IMAGE_TOKEN_ID,
+        layout=Single(joined.grid**2),
+        projector_layers=projector_layers_of(config),
+    )
 
 
 def _processor(config: Config, _: Config) -> Config:
@@ -239,7 +269,9 @@ _LIKE_LLAVA = _BASE.original
 _TOWER = r"^model\.vision_tower\.vision_towers\.{}\.vision_tower\."
 _NAMES = ("convnext", "sam", "eva02", "pix2struct")
 FAMILY = replace(
-    _BASE, read=_read, processors=ONE_PIECE,
+    _BASE,
+    read=_read,
+    processors=ONE_PIECE,
     tensors=(  # of the towers; the others are called as in llava_llama, whose patterns hold for all families
         # a name that says what it is, so that it stays a float in integer bundles, as other tables do
         (_TOWER.format(2) + r"(layers\.\d+\.attn)\.rel_pos_([hw])$", r"vision.sam.\1.position_embedding_\2"),
@@ -247,7 +279,9 @@ FAMILY = replace(
         *((_TOWER.format(n), f"vision.{name}.") for n, name in enumerate(_NAMES, 1)),
     ),
     original=replace(
-        _LIKE_LLAVA, tower=None, processor=_processor,
+        _LIKE_LLAVA,
+        tower=None,
+        processor=_processor,
         whole=WholeLayout(None, None, None, lambda _, tensors: tensors.items(), _sizes),
     ),
-)  # fmt: skip
+)

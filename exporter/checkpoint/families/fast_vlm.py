@@ -35,10 +35,15 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             f"{MAX_SIDE}; correct config.json"
         )
     return ModelConfig(
-        text=text, vision=_tower(parsed.vision_config, side), feature_layers=(1,), select="full",
-        projector_activation=parsed.projector_hidden_act, projector_bias=bool(parsed.multimodal_projector_bias),
-        image_token_id=image_token_of(parsed, text), layout=Single(count),
-    )  # fmt: skip
+        text=text,
+        vision=_tower(parsed.vision_config, side),
+        feature_layers=(1,),
+        select="full",
+        projector_activation=parsed.projector_hidden_act,
+        projector_bias=bool(parsed.multimodal_projector_bias),
+        image_token_id=image_token_of(parsed, text),
+        layout=Single(count),
+    )
 
 
 def _tower(config: Any, side: int) -> VisionConfig:
@@ -72,12 +77,24 @@ def _tower(config: Any, side: int) -> VisionConfig:
         )
     patch = STEM << len(widths) - 1
     return VisionConfig(
-        family="fastvit", layers=1, hidden=hidden, ffn=4 * widths[-1], heads=widths[-1] // HEAD, image=side * patch,
-        patch=patch, eps=NORM_EPS, activation="gelu", stage_blocks=blocks, stage_widths=widths,
-    )  # fmt: skip
+        family="fastvit",
+        layers=1,
+        hidden=hidden,
+        ffn=4 * widths[-1],
+        heads=widths[-1] // HEAD,
+        image=side * patch,
+        patch=patch,
+        eps=NORM_EPS,
+        activation="gelu",
+        stage_blocks=blocks,
+        stage_widths=widths,
+    )
 
 
 FAMILY = Family(
-    model_type="fast_vlm", architecture="FastVlmForConditionalGeneration", read=_read, processors=ONE_PIECE,
+    model_type="fast_vlm",
+    architecture="FastVlmForConditionalGeneration",
+    read=_read,
+    processors=ONE_PIECE,
     tensors=((r"^(model\.)?vision_tower\.timm_model\.", "vision."),),
-)  # fmt: skip
+)

@@ -32,16 +32,24 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"config.json: num_patches {positions} is not a square; correct config.json")
     sides = SimpleNamespace(image_size=TILE, patch_size=part.patch_size)
     tower = replace(
-        tower_of(part, "siglip", sides=sides), shuffle=side, position_grid=math.isqrt(positions), post_norm=True,
+        tower_of(part, "siglip", sides=sides),
+        shuffle=side,
+        position_grid=math.isqrt(positions),
+        post_norm=True,
         naflex=True,
-    )  # fmt: skip
+    )
     return ModelConfig(
-        text=text, vision=tower, feature_layers=(tower.layers,), select="full",
-        projector_activation=parsed.projector_hidden_act, projector_bias=bool(parsed.projector_bias),
-        image_token_id=image_token_of(parsed, text), layout=_layout(tower, DEFAULTS, 2.0, True),
+        text=text,
+        vision=tower,
+        feature_layers=(tower.layers,),
+        select="full",
+        projector_activation=parsed.projector_hidden_act,
+        projector_bias=bool(parsed.projector_bias),
+        image_token_id=image_token_of(parsed, text),
+        layout=_layout(tower, DEFAULTS, 2.0, True),
         projector_norm_eps=NORM_EPS if parsed.projector_use_layernorm else None,
         projector_hidden=size(parsed, "projector_hidden_size"),
-    )  # fmt: skip
+    )
 
 
 def _layout(tower: VisionConfig, sizes: Sequence[int], tolerance: float, thumbnail: object) -> NativeTiles:
@@ -76,10 +84,13 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = Family(
-    model_type="lfm2_vl", architecture="Lfm2VlForConditionalGeneration", read=_read,
+    model_type="lfm2_vl",
+    architecture="Lfm2VlForConditionalGeneration",
+    read=_read,
     processors=(
         ImageProcessor("Lfm2VlImageProcessor", {**SIGLIP_DEFAULTS, "resample": 2, "do_pad": True}, own_size=True),
-    ), tensors=(
+    ),
+    tensors=(
         (r"^model\.language_model\.embedding_norm\.", "text.norm."),
         (r"^model\.language_model\.(layers\.\d+)\.operator_norm\.", r"text.\1.input_layernorm."),
         (r"^model\.language_model\.(layers\.\d+)\.ffn_norm\.", r"text.\1.post_attention_layernorm."),
@@ -89,5 +100,6 @@ FAMILY = Family(
         (r"^model\.language_model\.(layers\.\d+\.self_attn)\.out_proj\.", r"text.\1.o_proj."),
         (r"^model\.language_model\.(layers\.\d+\.self_attn)\.([qk])_layernorm\.", r"text.\1.\2_norm."),
         (r"^model\.multi_modal_projector\.layer_norm\.", "projector.norm."),
-    ), adjust=_adjust,
-)  # fmt: skip
+    ),
+    adjust=_adjust,
+)

@@ -14,6 +14,8 @@ def in_one_piece(parsed: Any, vision: VisionConfig, select: str) -> Single:
 
 
 FAMILY = Family(
-    model_type="llava", architecture="LlavaForConditionalGeneration",
-    read=lambda config: read_llava_like(config, "LlavaConfig", in_one_piece), processors=ONE_PIECE,
-)  # fmt: skip
+    model_type="llava",
+    architecture="LlavaForConditionalGeneration",
+    read=lambda config: read_llava_like(config, "LlavaConfig", in_one_piece),
+    processors=ONE_PIECE,
+)

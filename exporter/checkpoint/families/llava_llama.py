@@ -86,9 +86,14 @@ def _internvit(tower: VisionConfig, config: Config) -> VisionConfig:
         )
     grid = side // tower.patch
     return replace(
-        tower, family="internvit", qkv_bias=False, layer_scale=True, rms_norm=True, qk_norm=True,
+        tower,
+        family="internvit",
+        qkv_bias=False,
+        layer_scale=True,
+        rms_norm=True,
+        qk_norm=True,
         position_grid=None if grid == tower.grid else grid,
-    )  # fmt: skip
+    )
 
 
 def projector_layers_of(config: Config) -> int:
@@ -160,7 +165,10 @@ def original_family(
 ) -> Family:
     """A family of this layout with the given `decoder`, chat `template` and `seg_token`."""
     return Family(
-        model_type=model_type, architecture=architecture, read=partial(_read, decoder), seg_token=seg_token,
+        model_type=model_type,
+        architecture=architecture,
+        read=partial(_read, decoder),
+        seg_token=seg_token,
         processors=(*ONE_PIECE, *LLAVA_NEXT.processors),
         tensors=(
             (_TOWER, "vision."),
@@ -170,10 +178,12 @@ def original_family(
             (r"^model\.(embed_tokens|layers|norm)\.", r"text.\1."),
         ),
         original=OriginalLayout(
-            tower=_tower_name, own_tower=lambda config: config.get("unfreeze_mm_vision_tower") is True,
-            processor=_processor, template=partial(_template, template),
+            tower=_tower_name,
+            own_tower=lambda config: config.get("unfreeze_mm_vision_tower") is True,
+            processor=_processor,
+            template=partial(_template, template),
         ),
-    )  # fmt: skip
+    )
 
 
 FAMILY = original_family("llava_llama", "LlavaLlamaForCausalLM", "llama", "vicuna_v1")

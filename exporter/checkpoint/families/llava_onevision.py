@@ -51,7 +51,10 @@ def _layout(parsed: Any, vision: VisionConfig, select: str) -> Anyres:
 
 
 FAMILY = Family(
-    model_type="llava_onevision", architecture="LlavaOnevisionForConditionalGeneration",
-    read=lambda config: read_llava_like(config, "LlavaOnevisionConfig", _layout, _video), processors=(PROCESSOR,),
-    video_processor=VIDEO_PROCESSOR, tensors=LLAVA_NEXT.tensors,
-)  # fmt: skip
+    model_type="llava_onevision",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    read=lambda config: read_llava_like(config, "LlavaOnevisionConfig", _layout, _video),
+    processors=(PROCESSOR,),
+    video_processor=VIDEO_PROCESSOR,
+    tensors=LLAVA_NEXT.tensors,
+)

@@ -51,20 +51,32 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             f"{tower.layers - 1}; correct config.json"
         )
     tower = replace(
-        tower, shuffle=MERGED, position_grid=tower.grid, post_norm=True, naflex=True, nearest=True,
+        tower,
+        shuffle=MERGED,
+        position_grid=tower.grid,
+        post_norm=True,
+        naflex=True,
+        nearest=True,
         merged_after=after + 1 if parsed.downsample_mode == "16x" else None,
-    )  # fmt: skip
+    )
     layout = Slices(tower.patch, tower.square, max(SIDE, tower.patch * tower.square), MOST, True)
     token = None
     if parsed.video_token_id is not None:
         token = image_token_of(parsed, text, "video")
     frames = SlicedFrames(layout, min(FRAMES, MAX_SAMPLED_FRAMES))
     return ModelConfig(
-        text=text, vision=_seeing(tower, layout), feature_layers=(tower.layers,), select="full",
-        projector_activation="gelu", projector_bias=True, image_token_id=image_token_of(parsed, text), layout=layout,
-        projector_norm_eps=NORM_EPS, projector_hidden=tower.hidden * MERGED**2,
+        text=text,
+        vision=_seeing(tower, layout),
+        feature_layers=(tower.layers,),
+        select="full",
+        projector_activation="gelu",
+        projector_bias=True,
+        image_token_id=image_token_of(parsed, text),
+        layout=layout,
+        projector_norm_eps=NORM_EPS,
+        projector_hidden=tower.hidden * MERGED**2,
         video=None if token is None else VideoConfig(token, frames, "full"),
-    )  # fmt: skip
+    )
 
 
 def _seeing(tower: VisionConfig, layout: Slices) -> VisionConfig:
@@ -132,12 +144,17 @@ def _check(text: Text) -> None:
 
 
 FAMILY = Family(
-    model_type="minicpmv4_6", architecture="MiniCPMV4_6ForConditionalGeneration", read=_read,
+    model_type="minicpmv4_6",
+    architecture="MiniCPMV4_6ForConditionalGeneration",
+    read=_read,
     processors=(ImageProcessor("MiniCPMV4_6ImageProcessor", {**SIGLIP_DEFAULTS, "resample": 3}, own_size=True),),
     tensors=(
         (r"^model\.merger\.mlp\.0\.pre_norm\.", "projector.norm."),
         (r"^model\.merger\.mlp\.0\.", "projector."),
     ),
-    adjust=_adjust, check=_check, downsampling=MODES, adjust_video=_adjust_video,
+    adjust=_adjust,
+    check=_check,
+    downsampling=MODES,
+    adjust_video=_adjust_video,
     video_processor=ImageProcessor("MiniCPMV4_6VideoProcessor", {**SIGLIP_DEFAULTS, "resample": 3}, own_size=True),
-)  # fmt: skip
+)

@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6  # of timm's towers: no setting
 LLAMAS = (  # names of the released code, which makes a llama for these whatever text_config says
-    "llama2-7b-pure", "llama2-13b-pure", "llama2-7b-chat", "llama2-13b-chat", "vicuna-v15-7b", "vicuna-v15-13b",
-)  # fmt: skip
+    "llama2-7b-pure",
+    "llama2-13b-pure",
+    "llama2-7b-chat",
+    "llama2-13b-chat",
+    "vicuna-v15-7b",
+    "vicuna-v15-13b",
+)
 EMPTY = 29871  # the token with which every prompt ended in training: the mark of a space
 BEFORE = "In: What action should the robot take to "
 AFTER = "?\nOut:"
@@ -72,8 +77,10 @@ def _read(config: Config) -> ModelConfig:
         raise UnsupportedModelError("timm_override_act_layers is not supported; vtx supports the towers' own")
     side = _side(config)
     if first.patch != second.patch or not first.patch <= side <= 1 << 14:
-        raise UnsupportedModelError(f"images of {side} pixels are not supported with towers of {first.patch} x "
-                                    f"{first.patch} and {second.patch} x {second.patch} patches")  # fmt: skip
+        raise UnsupportedModelError(
+            f"images of {side} pixels are not supported with towers of {first.patch} x "
+            f"{first.patch} and {second.patch} x {second.patch} patches"
+        )
     settings = part_of(config, "text_config")
     check_layers(settings)
     parsed = parse("LlamaConfig", settings)
@@ -81,11 +88,18 @@ def _read(config: Config) -> ModelConfig:
     text = text_config_of(SimpleNamespace(text_config=parsed, tie_word_embeddings=tied))
     tower = replace(first, image=side, beside=replace(second, image=side))
     return ModelConfig(
-        text=text, vision=tower, feature_layers=(tower.layers - 1,), select="default", projector_activation="gelu",
-        projector_bias=True, image_token_id=config.get("image_token_id", 0),  # from the tokenizer's files
-        layout=Single(tower.grid**2), projector_layers=3,
-        projector_widths=(4 * (first.hidden + second.hidden), text.hidden), bins=_bins(config, text.vocab),
-    )  # fmt: skip
+        text=text,
+        vision=tower,
+        feature_layers=(tower.layers - 1,),
+        select="default",
+        projector_activation="gelu",
+        projector_bias=True,
+        image_token_id=config.get("image_token_id", 0),  # from the tokenizer's files
+        layout=Single(tower.grid**2),
+        projector_layers=3,
+        projector_widths=(4 * (first.hidden + second.hidden), text.hidden),
+        bins=_bins(config, text.vocab),
+    )
 
 
 def _side(config: Config) -> int:
@@ -186,9 +200,11 @@ def _processor(config: Config, processor: Config) -> Config:
             )
     mean, std = _statistics(processor)[0]
     return {
-        "image_processor_type": PRISMATIC.name, "size": {"height": side, "width": side}, "image_mean": mean,
+        "image_processor_type": PRISMATIC.name,
+        "size": {"height": side, "width": side},
+        "image_mean": mean,
         "image_std": std,
-    }  # fmt: skip
+    }
 
 
 def _adjust(model: ModelConfig, processor: Config) -> ModelConfig:
@@ -196,9 +212,10 @@ def _adjust(model: ModelConfig, processor: Config) -> ModelConfig:
     (mean, std), (other_mean, other_std) = _statistics(processor)
     assert model.vision.beside is not None
     second = replace(
-        model.vision.beside, pixel_scale=tuple(a / b for a, b in zip(std, other_std, strict=True)),
+        model.vision.beside,
+        pixel_scale=tuple(a / b for a, b in zip(std, other_std, strict=True)),
         pixel_shift=tuple((a - b) / c for a, b, c in zip(mean, other_mean, other_std, strict=True)),
-    )  # fmt: skip
+    )
     return replace(model, vision=replace(model.vision, beside=second))
 
 
@@ -233,9 +250,16 @@ def _check(text: Text) -> None:
 
 PRISMATIC = ImageProcessor("PrismaticImageProcessor", SIGLIP_DEFAULTS)
 FAMILY = Family(
-    model_type="openvla", architecture="OpenVLAForActionPrediction", read=_read, processors=(PRISMATIC,),
-    tensors=((r"^projector\.fc(\d)\.", r"projector.linear_\1."),), adjust=_adjust, check=_check,
+    model_type="openvla",
+    architecture="OpenVLAForActionPrediction",
+    read=_read,
+    processors=(PRISMATIC,),
+    tensors=((r"^projector\.fc(\d)\.", r"projector.linear_\1."),),
+    adjust=_adjust,
+    check=_check,
     original=OriginalLayout(
-        processor=_processor, template=lambda _: TEMPLATE, whole=WholeLayout("text_config", "<PAD>", "</s>", _tensors),
+        processor=_processor,
+        template=lambda _: TEMPLATE,
+        whole=WholeLayout("text_config", "<PAD>", "</s>", _tensors),
     ),
-)  # fmt: skip
+)

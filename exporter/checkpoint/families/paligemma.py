@@ -42,9 +42,10 @@ def paligemma_config(parsed: Any, image_token: int) -> ModelConfig:
     """The configuration of a parsed PaliGemmaConfig, whose images are tokens of that id in a prompt."""
     text, vision = text_config_of(parsed), parsed.vision_config
     check_values(
-        {"use_bidirectional_attention": parsed.text_config.use_bidirectional_attention}, "a PaliGemma",
+        {"use_bidirectional_attention": parsed.text_config.use_bidirectional_attention},
+        "a PaliGemma",
         {"use_bidirectional_attention": (True,)},
-    )  # fmt: skip
+    )
     if parsed.projection_dim != text.hidden:
         raise CheckpointError(
             f"config.json: projection_dim is {parsed.projection_dim!r:.40}, the decoder's hidden_size {text.hidden}; "
@@ -52,14 +53,24 @@ def paligemma_config(parsed: Any, image_token: int) -> ModelConfig:
         )
     tower = replace(tower_of(vision, VISION_FAMILIES[vision.model_type]), post_norm=True)
     return ModelConfig(
-        text=replace(text, two_way="prompt"), vision=tower, feature_layers=(tower.layers,), select="full",
-        projector_activation="linear", projector_bias=True, image_token_id=image_token, layout=Single(tower.states),
+        text=replace(text, two_way="prompt"),
+        vision=tower,
+        feature_layers=(tower.layers,),
+        select="full",
+        projector_activation="linear",
+        projector_bias=True,
+        image_token_id=image_token,
+        layout=Single(tower.states),
         projector_layers=1,
-    )  # fmt: skip
+    )
 
 
 FAMILY = Family(
-    model_type="paligemma", architecture="PaliGemmaForConditionalGeneration", read=_read, processors=(SIGLIP,),
-    tensors=((r"^(model\.)?multi_modal_projector\.linear\.", "projector.linear_1."),), prompt=PROMPT,
+    model_type="paligemma",
+    architecture="PaliGemmaForConditionalGeneration",
+    read=_read,
+    processors=(SIGLIP,),
+    tensors=((r"^(model\.)?multi_modal_projector\.linear\.", "projector.linear_1."),),
+    prompt=PROMPT,
     boxes=BoxForm("<loc#><loc#><loc#><loc#>", "after", 1024, rows_first=True),
-)  # fmt: skip
+)

@@ -48,11 +48,18 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         )
     try:
         action = ActionSpec(
-            hidden=own.hidden, intermediate=own.ffn, heads=own.heads, eps=own.eps, activation=own.activation,
-            state=size(parsed, "max_state_dim"), width=size(parsed, "max_action_dim"),
-            horizon=size(parsed, "chunk_size"), steps=size(parsed, "num_inference_steps"),
-            min_period=number(vars(parsed), "min_period"), max_period=number(vars(parsed), "max_period"),
-        )  # fmt: skip
+            hidden=own.hidden,
+            intermediate=own.ffn,
+            heads=own.heads,
+            eps=own.eps,
+            activation=own.activation,
+            state=size(parsed, "max_state_dim"),
+            width=size(parsed, "max_action_dim"),
+            horizon=size(parsed, "chunk_size"),
+            steps=size(parsed, "num_inference_steps"),
+            min_period=number(vars(parsed), "min_period"),
+            max_period=number(vars(parsed), "max_period"),
+        )
     except BundleError as e:
         raise CheckpointError(f"config.json: {str(e).removeprefix('vtx.json: ')}") from e
     # transformers keeps no output matrix; the table is there once, whatever the settings say
@@ -81,7 +88,9 @@ def _statistics(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfi
 _VLM = r"^(?:model\.vlm|(?:model\.)?vlm|(?:model\.)?paligemma_with_expert\.paligemma\.model)\."
 _DIT = r"^(?:model\.dit|(?:model\.)?dit|(?:model\.)?paligemma_with_expert\.gemma_expert\.model)\."
 FAMILY = Family(
-    model_type="pi0", architecture="PI0ForConditionalGeneration", read=_read,
+    model_type="pi0",
+    architecture="PI0ForConditionalGeneration",
+    read=_read,
     processors=(ImageProcessor("PI0ImageProcessor", _PROCESSOR, within=True),),
     tensors=(
         (rf"^(?:model\.)?(?:embed_action_time\.)?({_HEADS})\.", r"head.\1."),
@@ -91,5 +100,6 @@ FAMILY = Family(
         (_VLM + r"vision_tower\.(?:vision_model\.)?", "vision."),
         (_VLM + r"language_model\.(?:model\.)?", "text."),
     ),
-    prompt=PROMPT, statistics=_statistics,
-)  # fmt: skip
+    prompt=PROMPT,
+    statistics=_statistics,
+)

@@ -19,7 +19,8 @@ def _video(parsed: Any, model: ModelConfig) -> VideoConfig:
 
 
 FAMILY = Family(
-    model_type="video_llava", architecture="VideoLlavaForConditionalGeneration",
+    model_type="video_llava",
+    architecture="VideoLlavaForConditionalGeneration",
     read=lambda config: read_llava_like(config, "VideoLlavaConfig", in_one_piece, _video),
     processors=(ImageProcessor("VideoLlavaImageProcessor", CLIP_DEFAULTS),),
     video_processor=ImageProcessor("VideoLlavaVideoProcessor", CLIP_DEFAULTS),
@@ -27,4 +28,4 @@ FAMILY = Family(
         (r"^(model\.)?image_tower\.(vision_model\.)?", "vision."),
         (r"^(model\.)?video_tower\.(vision_model\.)?", "video."),
     ),
-)  # fmt: skip
+)

@@ -24,8 +24,10 @@ TOWER = "vision_tower"
 PROJECTOR = "mm_projector"
 # Settings whose other values are not supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "s2": (None, False), "image_aspect_ratio": (None, "resize", "pad"), "mm_vision_select_feature": ("cls_patch",),
-}  # fmt: skip
+    "s2": (None, False),
+    "image_aspect_ratio": (None, "resize", "pad"),
+    "mm_vision_select_feature": ("cls_patch",),
+}
 
 
 def _read(config: Config) -> ModelConfig:
@@ -38,10 +40,13 @@ def _read(config: Config) -> ModelConfig:
     text = part_of(config, "llm_cfg")
     tower = part_of(config, "vision_tower_cfg")
     shaped = {
-        "text_config": text, "vision_config": tower, "vision_feature_layer": config.get("mm_vision_select_layer", -2),
-        "vision_feature_select_strategy": "full", "image_token_index": IMAGE_TOKEN_ID,
+        "text_config": text,
+        "vision_config": tower,
+        "vision_feature_layer": config.get("mm_vision_select_layer", -2),
+        "vision_feature_select_strategy": "full",
+        "image_token_index": IMAGE_TOKEN_ID,
         "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
-    }  # fmt: skip
+    }
     frames = config.get("num_video_frames", FRAMES)
     if type(frames) is not int or not 1 <= frames <= MAX_SAMPLED_FRAMES:
         raise CheckpointError(
@@ -52,10 +57,12 @@ def _read(config: Config) -> ModelConfig:
     if model.vision.class_token:
         raise UnsupportedModelError("a VILA model with a CLIP tower is not supported; vtx exports those with SigLIP")
     return replace(
-        model, video=VideoConfig(IMAGE_TOKEN_ID, video, model.select),
+        model,
+        video=VideoConfig(IMAGE_TOKEN_ID, video, model.select),
         text=replace(model.text, max_positions=min(model.text.max_positions, trained_length(text))),
-        vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True), projector_norm_eps=NORM_EPS,
-    )  # fmt: skip
+        vision=replace(model.vision, shuffle=SHUFFLE, shuffle_by_columns=True),
+        projector_norm_eps=NORM_EPS,
+    )
 
 
 def _tokens(vision: VisionConfig) -> int:
@@ -68,8 +75,10 @@ FAMILY = Family(
     read=_read,
     processors=ONE_PIECE,
     tensors=(
-        (rf"^{LLM}\.model\.", "text."), (rf"^{LLM}\.lm_head\.", "head."),
-        (rf"^{PROJECTOR}\.layers\.1\.", "projector.norm."), (rf"^{PROJECTOR}\.layers\.2\.", "projector.linear_1."),
+        (rf"^{LLM}\.model\.", "text."),
+        (rf"^{LLM}\.lm_head\.", "head."),
+        (rf"^{PROJECTOR}\.layers\.1\.", "projector.norm."),
+        (rf"^{PROJECTOR}\.layers\.2\.", "projector.linear_1."),
         (rf"^{PROJECTOR}\.layers\.4\.", "projector.linear_2."),
     ),
     original=OriginalLayout(
@@ -77,4 +86,4 @@ FAMILY = Family(
         template=lambda _: TEMPLATES["vicuna_v1"],
         folders={"llm_cfg": LLM, "vision_tower_cfg": TOWER, "mm_projector_cfg": PROJECTOR},
     ),
-)  # fmt: skip
+)

@@ -20,6 +20,9 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = Family(
-    model_type="vipllava", architecture="VipLlavaForConditionalGeneration", read=_read, processors=ONE_PIECE,
+    model_type="vipllava",
+    architecture="VipLlavaForConditionalGeneration",
+    read=_read,
+    processors=ONE_PIECE,
     tensors=((r"^(model\.)?multi_modal_projector\.projector_layernorm\.", "projector.norm."),),
-)  # fmt: skip
+)

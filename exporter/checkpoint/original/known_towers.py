@@ -11,13 +11,21 @@ from vtx.runtime.bundle.safetensors import TensorInfo
 CLIP_L_336 = "openai/clip-vit-large-patch14-336"
 # The published configuration of the tower that nearly all of them name; only its weights are read.
 CLIP_L_336_CONFIG: Mapping[str, Any] = {
-    "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
 CLIP_L_336_PROCESSOR: Mapping[str, Any] = {
-    "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336},
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 336},
     "crop_size": {"height": 336, "width": 336},
-}  # fmt: skip
+}
 
 
 INTERNVIT = "intern_vit_6b"  # InternViT-6B's model_type
@@ -44,17 +52,23 @@ def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     sizes = {key: config[key] for key in _SIZES if key in config}
     sizes |= {"model_type": INTERNVIT, "image_size": internvit_side(name), "position_side": config.get("image_size")}
     wanted = {"qk_normalization": True, "qkv_bias": False}
-    return {**sizes, "hidden_act": "gelu", "layer_norm_eps": config.get("layer_norm_eps", 1e-6),
-            "unlike": [key for key, value in wanted.items() if config.get(key, value) is not value]}  # fmt: skip
+    return {
+        **sizes,
+        "hidden_act": "gelu",
+        "layer_norm_eps": config.get("layer_norm_eps", 1e-6),
+        "unlike": [key for key, value in wanted.items() if config.get(key, value) is not value],
+    }
 
 
 def internvit_processor(name: str) -> Mapping[str, Any]:
     side = internvit_side(name)
     return {
-        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side},
-        "crop_size": {"height": side, "width": side}, "image_mean": [0.485, 0.456, 0.406],
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": side},
+        "crop_size": {"height": side, "width": side},
+        "image_mean": [0.485, 0.456, 0.406],
         "image_std": [0.229, 0.224, 0.225],
-    }  # fmt: skip
+    }
 
 
 def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:

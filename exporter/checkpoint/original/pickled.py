@@ -59,9 +59,14 @@ def tensors_of(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
     if not head.startswith(_ZIP):
         raise CheckpointError(f"{path.name} is not a file of torch.save (since PyTorch 1.6), or is damaged; {_FIX}")
     rows = confine(
-        "vtx.exporter.checkpoint.original.saved_child:tensors", path.name, subject=path.name, limits=LIMITS,
-        libraries=("torch",), data=file, cure=f"it is damaged or holds more than tensors; {_FIX}",
-    )  # fmt: skip
+        "vtx.exporter.checkpoint.original.saved_child:tensors",
+        path.name,
+        subject=path.name,
+        limits=LIMITS,
+        libraries=("torch",),
+        data=file,
+        cure=f"it is damaged or holds more than tensors; {_FIX}",
+    )
     return located(rows, path, status)
 
 

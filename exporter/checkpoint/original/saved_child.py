@@ -18,9 +18,17 @@ from vtx.runtime.errors import CheckpointError
 MAX_PICKLE = 16 * 2**20  # bytes; a 13B LLaVA's is 100 kB
 _HEADER = 30  # bytes of a file's local header, before its name
 DTYPES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.bool: "BOOL",
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 def tensors(name: str) -> list[list[Any]]:

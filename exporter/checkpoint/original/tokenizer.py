@@ -34,9 +34,18 @@ USER_DEFINED = 4
 UNUSED = 5
 _SPACE = "\u2581"
 _SAMPLES = (
-    "What is this?", " two  spaces ", "\n", "a\tb\r\n", "½ﬁ Å e\u0301", "猫 ねこ кот قط बिल्ली", "👩\u200d🚀",
-    "123,456.7", "a   b    c       d" + 17 * " " + "e" + 40 * " ", "=" * 37 + "-" * 19, "<0x41>\0",
-)  # fmt: skip
+    "What is this?",
+    " two  spaces ",
+    "\n",
+    "a\tb\r\n",
+    "½ﬁ Å e\u0301",
+    "猫 ねこ кот قط बिल्ली",
+    "👩\u200d🚀",
+    "123,456.7",
+    "a   b    c       d" + 17 * " " + "e" + 40 * " ",
+    "=" * 37 + "-" * 19,
+    "<0x41>\0",
+)
 
 
 def original_tokenizer(folder: Path, name: str, *, own_image_token: bool = False) -> Any:
@@ -154,9 +163,11 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
     """The pairs that make the pieces, by score: of one score the longest first, as in a run from left to right."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL and piece.piece != "\0"}
     cuts = [
-        (-score, -len(piece), -cut, piece) for piece, score in scores.items() for cut in range(1, len(piece))
+        (-score, -len(piece), -cut, piece)
+        for piece, score in scores.items()
+        for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
-    ]  # fmt: skip
+    ]
     return [(piece[:-negative], piece[-negative:]) for _, _, negative, piece in sorted(cuts)]
 
 

@@ -16,8 +16,12 @@ from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 KEY = "quantization_config"
 METHOD = "quant_method"
 METHODS: Mapping[str, QuantisedFormat] = {
-    "awq": AWQ, "gptq": GPTQ, "compressed-tensors": COMPRESSED, "fp8": FP8, "bitsandbytes": BITSANDBYTES,
-}  # fmt: skip
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "compressed-tensors": COMPRESSED,
+    "fp8": FP8,
+    "bitsandbytes": BITSANDBYTES,
+}
 PARTS = ("text_config", "llm_config", "vision_config")
 GPTQ_FILE = "quantize_config.json"  # that older tools wrote beside config.json
 

@@ -77,9 +77,18 @@ class Ort(Dialect):
         return OrtAttention(b, c, kv_type, layers)
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
-    ) -> ir.Value:  # fmt: skip
+        self,
+        b: Builder,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        heads: int,
+        head_dim: int,
+        seen: ir.Value | None = None,
+        *,
+        causal: bool = False,
+        value_dim: int | None = None,
+    ) -> ir.Value:
         """`seen` is given for windows only: merged tokens are removed in these graphs."""
         mask = []
         if seen is not None:
@@ -222,9 +231,20 @@ class OrtAttention:
         # the operator is causal: where all tokens see each other both ways it only fills the cache, by the fewest heads
         fills = c.two_way == "prompt"
         y, key, value = b.ops(
-            "GroupQueryAttention", k if fills else q, k, v, *past, *self._slots, *further, outputs=3, domain=MICROSOFT,
-            num_heads=c.kv_heads if fills else c.heads, kv_num_heads=c.kv_heads, scale=c.scale(layer), **rounding,
-        )  # fmt: skip
+            "GroupQueryAttention",
+            k if fills else q,
+            k,
+            v,
+            *past,
+            *self._slots,
+            *further,
+            outputs=3,
+            domain=MICROSOFT,
+            num_heads=c.kv_heads if fills else c.heads,
+            kv_num_heads=c.kv_heads,
+            scale=c.scale(layer),
+            **rounding,
+        )
         self._presents += [(key, names.present_key(layer), layer), (value, names.present_value(layer), layer)]
         mask = self._seen_both_ways(sliding=c.slides(layer)) if c.two_way else None
 

@@ -55,9 +55,18 @@ class Plain(Dialect):
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
-        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: int, head_dim: int,
-        seen: ir.Value | None = None, *, causal: bool = False, value_dim: int | None = None,
-    ) -> ir.Value:  # fmt: skip
+        self,
+        b: Builder,
+        q: ir.Value,
+        k: ir.Value,
+        v: ir.Value,
+        heads: int,
+        head_dim: int,
+        seen: ir.Value | None = None,
+        *,
+        causal: bool = False,
+        value_dim: int | None = None,
+    ) -> ir.Value:
         value_dim = value_dim or head_dim
         q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
         if causal:

@@ -63,15 +63,22 @@ class TuneSettings:
 @options(
     "data",
     option("--k", str, "K during training: around N, or between LOW and HIGH.", required=True, metavar="N|LOW-HIGH"),
-    "model", "images", "items",
+    "model",
+    "images",
+    "items",
     option("--held-out", 250, "Items to evaluate on, with other images; 0: none."),
-    option("--full-share", 0.2, "Share of images that all layers see; 1: the same training without withdrawal, as a "
-           "control."),
-    option("--reduce", "none", "Token reduction for the student's other images, e.g. divprune.",
-           metavar="SPEC"),
+    option(
+        "--full-share",
+        0.2,
+        "Share of images that all layers see; 1: the same training without withdrawal, as a control.",
+    ),
+    option("--reduce", "none", "Token reduction for the student's other images, e.g. divprune.", metavar="SPEC"),
     option("--gates", bool, "Train gates halfway through, which choose K from then on, and again at the end."),
-    option("--judge-precision judged", PRECISION, "Evaluate with the engines of temporary bundles of this precision "
-           "[default: float32 on the CPU, slower]."),
+    option(
+        "--judge-precision judged",
+        PRECISION,
+        "Evaluate with the engines of temporary bundles of this precision [default: float32 on the CPU, slower].",
+    ),
     option("--kl-weight", 1.0, "Loss weight of the KL divergence to the teacher."),
     option("--ce-weight", 1.0, "Loss weight of the answers in DATA."),
     option("--hidden-weight", 0.0, "Loss weight of the final hidden states."),
@@ -87,16 +94,23 @@ class TuneSettings:
     option("--questions", 8, "Questions per row, about one image."),
     option("--max-tokens", 2048, "Maximum tokens per row."),
     option("--max-new-tokens", 64, "Maximum tokens per answer."),
-    option("--dtype", "auto", "Training arithmetic; auto: bf16 on a "
-           "GPU, else fp32.", type=click.Choice(["auto", "fp32", "bf16"])),
-    option("--gradient-checkpointing/--no-gradient-checkpointing checkpointing", True,
-           "Recompute layers in the backward pass to save memory."),
+    option(
+        "--dtype",
+        "auto",
+        "Training arithmetic; auto: bf16 on a GPU, else fp32.",
+        type=click.Choice(["auto", "fp32", "bf16"]),
+    ),
+    option(
+        "--gradient-checkpointing/--no-gradient-checkpointing checkpointing",
+        True,
+        "Recompute layers in the backward pass to save memory.",
+    ),
     option("--save-every", 50, "Steps between checkpoints."),
     option("--seed", 0, "Seed of sampling, order, K and adapters."),
     option("--out", Path, "Output directory [default: vtx-tuned-MODEL]."),
     "report",
     record=TuneSettings,
-)  # fmt: skip
+)
 def tune(settings: TuneSettings) -> None:
     """Fine-tune a model for an earlier K, distilled from the model itself.
 
@@ -111,11 +125,23 @@ def tune(settings: TuneSettings) -> None:
     s = settings
     layers = Learning.parse_layers(s.layers) if s.layers else None
     options = TuneOptions(
-        Depths.parse(s.k), s.model, s.data, s.images, s.items, s.held_out, s.full_share,
-        LossWeights(s.kl_weight, s.ce_weight, s.hidden_weight), Learning(s.rank, s.alpha, layers, s.full, s.qlora),
+        Depths.parse(s.k),
+        s.model,
+        s.data,
+        s.images,
+        s.items,
+        s.held_out,
+        s.full_share,
+        LossWeights(s.kl_weight, s.ce_weight, s.hidden_weight),
+        Learning(s.rank, s.alpha, layers, s.full, s.qlora),
         Schedule(s.lr, s.epochs, s.batch, s.save_every, s.seed, s.steps),
-        Packing(s.questions, s.max_tokens, s.max_new_tokens), s.dtype, s.checkpointing, s.judged, s.reduce, s.gates,
-    )  # fmt: skip
+        Packing(s.questions, s.max_tokens, s.max_new_tokens),
+        s.dtype,
+        s.checkpointing,
+        s.judged,
+        s.reduce,
+        s.gates,
+    )
     target = settings.out or Path(f"vtx-tuned-{Path(settings.model).expanduser().absolute().name}")
     main = is_main_process()
 
@@ -160,10 +186,16 @@ def _show(report: dict[str, Any]) -> None:
     table(f"{judged['items']} items held out", heads, rows)
     if judged["gates"]:
         gated = [
-            [f"{g['threshold']:g}", f"{g['full_layers']:.1f}", f"{g['right']['share']:.1%}", points(g["gained"]),
-             g["fixed"], points(g["ahead"])]
+            [
+                f"{g['threshold']:g}",
+                f"{g['full_layers']:.1f}",
+                f"{g['right']['share']:.1%}",
+                points(g["gained"]),
+                g["fixed"],
+                points(g["ahead"]),
+            ]
             for g in judged["gates"]
-        ]  # fmt: skip
+        ]
         heads = ["threshold", "full layers", "right", "points gained", "best fixed K", "points ahead of it"]
         table("gates: beside the untuned model at full depth, and the tuned one at a fixed K", heads, gated)
     for name, k in judged["earliest_k"].items():

@@ -28,9 +28,11 @@ from vtx_tune.packing import Row, visible
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER = "default"
 _CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"), "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-}  # fmt: skip
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+}
 
 
 def module_name(canonical: str) -> str:
@@ -52,14 +54,22 @@ def load_text_model(
         raise UnsupportedModelError(f"text family {c.family!r} is not tuned; vtx-tune knows {', '.join(_CLASSES)}")
     config_class, model_class = (getattr(transformers, name) for name in _CLASSES[c.family])
     config = config_class(
-        vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers,
-        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, hidden_act=c.activation,
-        rms_norm_eps=c.eps, max_position_embeddings=c.max_positions, tie_word_embeddings=c.tied,
+        vocab_size=c.vocab,
+        hidden_size=c.hidden,
+        intermediate_size=c.ffn,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        hidden_act=c.activation,
+        rms_norm_eps=c.eps,
+        max_position_embeddings=c.max_positions,
+        tie_word_embeddings=c.tied,
         **({"attention_bias": c.qkv_bias} if c.family in ("llama", "qwen3") else {}),
         **({"mlp_bias": c.mlp_bias} if c.family == "llama" else {}),
         **({"sliding_window": None} if c.family == "mistral" else {}),
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         model = model_class(config)
     model.model.rotary_emb = nn.Identity()  # positions are rotated by the tables of our own configuration
@@ -96,9 +106,13 @@ def hold_in_4_bits(layer: Any, dtype: torch.dtype, device: torch.device) -> None
             if (wide := getattr(block, name, None)) is None:
                 continue
             narrow = Linear4bit(
-                wide.in_features, wide.out_features, wide.bias is not None, compute_dtype=dtype, quant_type="nf4",
+                wide.in_features,
+                wide.out_features,
+                wide.bias is not None,
+                compute_dtype=dtype,
+                quant_type="nf4",
                 device="meta",
-            )  # fmt: skip
+            )
             narrow.weight = Params4bit(wide.weight.data, requires_grad=False, quant_type="nf4")
             narrow.bias = wide.bias
             setattr(block, name, narrow.to(device))
@@ -201,9 +215,14 @@ class WithdrawingDecoder(nn.Module):
 
     @torch.no_grad()
     def greedy(
-        self, prefix: Tensor, image: Tensor, encoded: Encoded, suffixes: Sequence[Tensor], ends: Sequence[int],
+        self,
+        prefix: Tensor,
+        image: Tensor,
+        encoded: Encoded,
+        suffixes: Sequence[Tensor],
+        ends: Sequence[int],
         limit: int,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """The teacher's greedy answers to questions `suffixes` after one `prefix`, at most `limit` ids, the end too.
 
         `image` [prefix] bool says which of the prefix's tokens are the image's.
@@ -231,9 +250,15 @@ class WithdrawingDecoder(nn.Module):
         return answers
 
     def _extend(
-        self, layers: Sequence[nn.Module], x: Tensor, positions: Tensor, filled: int, cache: _Cache,
-        image: Tensor | None = None, maps: Sequence[Tensor] = (),
-    ) -> Tensor:  # fmt: skip
+        self,
+        layers: Sequence[nn.Module],
+        x: Tensor,
+        positions: Tensor,
+        filled: int,
+        cache: _Cache,
+        image: Tensor | None = None,
+        maps: Sequence[Tensor] = (),
+    ) -> Tensor:
         """New tokens [1, n, hidden] at `positions`, after the `filled` ones in `cache`, which they join.
 
         `maps` are added to those numbered `image`, one after each of the first layers.
@@ -272,9 +297,12 @@ def adapter_config(learning: Learning, layers: range) -> Any:
     numbers = "|".join(str(number - 1) for number in layers)
     make: Any = LoraConfig  # its annotation wants a whole alpha, its arithmetic does not
     return make(
-        r=learning.rank, lora_alpha=learning.alpha, lora_dropout=0.0, bias="none",
+        r=learning.rank,
+        lora_alpha=learning.alpha,
+        lora_dropout=0.0,
+        bias="none",
         target_modules=rf".*\.layers\.({numbers})\.(self_attn|mlp)\.({'|'.join(MATRICES)})",
-    )  # fmt: skip
+    )
 
 
 def adapter_layers(model: Any) -> Iterator[Any]:

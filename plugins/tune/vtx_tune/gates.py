@@ -31,7 +31,7 @@ FITTED = FitOptions(alpha=math.inf)  # labels by the answer alone: a cross-entro
 
 def choose(
     source: Source, changed: Changed, items: Sequence[Item], options: TuneOptions, out: Path, report: Progress
-) -> None:  # fmt: skip
+) -> None:
     """Train gates on the model as it is now, and write the K that they choose for each of `items`, None for none."""
     folder = out / HALFWAY
     merged = folder / "merged"
@@ -64,9 +64,15 @@ def chosen(out: Path, count: int) -> list[int | None]:
 
 
 def train(
-    options: TuneOptions, learn: Sequence[Item], data: str, out: Path, report: Progress,
-    model: OpenedModel, held_out: Sequence[Item], folder: Path,
-) -> tuple[HeldOut, list[Item]]:  # fmt: skip
+    options: TuneOptions,
+    learn: Sequence[Item],
+    data: str,
+    out: Path,
+    report: Progress,
+    model: OpenedModel,
+    held_out: Sequence[Item],
+    folder: Path,
+) -> tuple[HeldOut, list[Item]]:
     """Train the gates of the tuned model, measured in `folder`, and write them; the items held out under them."""
     work, gates = gates_of(model, learn, held_out, _measuring(options), FITTED, folder, report)
     measured = len(work.items(held_out=False))

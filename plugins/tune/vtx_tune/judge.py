@@ -64,9 +64,15 @@ class TuningComparison:
 
 
 def judge(
-    before: OpenedModel, merged: Path, items: Sequence[Item], max_new_tokens: int, out: Path, report: Progress,
-    precision: str | None = None, gating: Gating | None = None,
-) -> TuningComparison:  # fmt: skip
+    before: OpenedModel,
+    merged: Path,
+    items: Sequence[Item],
+    max_new_tokens: int,
+    out: Path,
+    report: Progress,
+    precision: str | None = None,
+    gating: Gating | None = None,
+) -> TuningComparison:
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
 
     With a `precision` both are exported to it, cut at every K, and measured by their engines. `gating` trains the tuned
@@ -123,16 +129,23 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> TuningCompa
     made = {"before": before, "after": after}
     earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in made.items()}
     return TuningComparison(
-        items=before.data.items, max_drop_points=MAX_DROP,
+        items=before.data.items,
+        max_drop_points=MAX_DROP,
         earliest_k={name: choice.k for name, choice in earliest.items()},
-        earliest_k_by_own_full_depth={"before": before.k, "after": after.k}, rules=earliest,
+        earliest_k_by_own_full_depth={"before": before.k, "after": after.k},
+        rules=earliest,
         full_depth_lost_points=100 * (full.right.share - now.share) if full.right and now else None,
         curve=tuple(
-            {"k": b.k, "full_layers": b.full_layers, "before": {"right": b.right, "kl": b.kl},
-             "after": {"right": a.right, "kl": a.kl}, "gained": gain}
+            {
+                "k": b.k,
+                "full_layers": b.full_layers,
+                "before": {"right": b.right, "kl": b.kl},
+                "after": {"right": a.right, "kl": a.kl},
+                "gained": gain,
+            }
             for b, a, gain in pairs
         ),
-    )  # fmt: skip
+    )
 
 
 def gained(before: CalibrationReport, after: CalibrationReport) -> list[MeanInterval | None]:
@@ -148,9 +161,7 @@ def gained(before: CalibrationReport, after: CalibrationReport) -> list[MeanInte
     return [*mean_intervals(changes, [image for *_, image in both])]
 
 
-def gated(
-    held: HeldOut, items: Sequence[Item], before: Measurement, after: Measurement
-) -> tuple[GatedAnswers, ...]:  # fmt: skip
+def gated(held: HeldOut, items: Sequence[Item], before: Measurement, after: Measurement) -> tuple[GatedAnswers, ...]:
     """The gates of the tuned model at each threshold, on those of `items` whose right answers are known."""
     full = {digest: r.right[0] for digest, r in zip(before.items, before.results, strict=True) if r.right is not None}
     tuned = {digest: r.right for digest, r in zip(after.items, after.results, strict=True) if r.right is not None}
@@ -160,9 +171,7 @@ def gated(
     at = [n for n, _ in both]
     images = [held.images[n] for n, _ in both]
     right = np.array([[*tuned[digest][1:], tuned[digest][0]] for _, digest in both])
-    kept = replace(
-        held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images
-    )  # fmt: skip
+    kept = replace(held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images)
     untuned = np.array([full[digest] for _, digest in both], float)
     found = list[GatedAnswers]()
     for threshold in THRESHOLDS:
@@ -173,8 +182,12 @@ def gated(
         gain, ahead = mean_intervals(np.column_stack([hits - untuned, hits - rival]), images)
         found.append(
             GatedAnswers(
-                threshold=threshold, full_layers=layers, right=grouped_share(hits.astype(bool).tolist(), images),
-                gained=gain, fixed=fixed, ahead=ahead,
+                threshold=threshold,
+                full_layers=layers,
+                right=grouped_share(hits.astype(bool).tolist(), images),
+                gained=gain,
+                fixed=fixed,
+                ahead=ahead,
             )
-        )  # fmt: skip
+        )
     return tuple(found)

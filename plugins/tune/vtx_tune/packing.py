@@ -107,9 +107,7 @@ def pack(
     return rows
 
 
-def _row(
-    numbers: Sequence[int], questions: Sequence[TuningQuestion], own: Mapping[int, Ids], image_token: int
-) -> Row:  # fmt: skip
+def _row(numbers: Sequence[int], questions: Sequence[TuningQuestion], own: Mapping[int, Ids], image_token: int) -> Row:
     asked = [questions[number] for number in numbers]
     prefix = asked[0].prefix
     ids = [prefix]

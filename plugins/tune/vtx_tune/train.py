@@ -100,9 +100,14 @@ class Trainer:
     """Trains `decoder` on `rows`; `accelerator` (accelerate's) assigns a part of each batch to this process."""
 
     def __init__(
-        self, decoder: WithdrawingDecoder, encoder: ImageEncoder, rows: Sequence[Row], options: TuneOptions,
-        accelerator: Any, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: WithdrawingDecoder,
+        encoder: ImageEncoder,
+        rows: Sequence[Row],
+        options: TuneOptions,
+        accelerator: Any,
+        dtype: torch.dtype,
+    ) -> None:
         batch = options.schedule.batch
         processes = accelerator.num_processes
         if batch % processes:
@@ -143,10 +148,17 @@ class Trainer:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
             if log:
-                log.add({
-                    "step": step + 1, "loss": means[0], **dict(zip(TERMS, means[1:], strict=False)), "k": means[-1],
-                    "lr": self.order.lr(step), "grad_norm": norm, "seconds": time.perf_counter() - began,
-                })  # fmt: skip
+                log.add(
+                    {
+                        "step": step + 1,
+                        "loss": means[0],
+                        **dict(zip(TERMS, means[1:], strict=False)),
+                        "k": means[-1],
+                        "lr": self.order.lr(step),
+                        "grad_norm": norm,
+                        "seconds": time.perf_counter() - began,
+                    }
+                )
                 if (step + 1) % self._options.schedule.save_every == 0 or step + 1 == end:
                     state.save(step + 1, self._parameters, self._optimizer)
             report(step + 1, total)

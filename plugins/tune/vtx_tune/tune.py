@@ -201,9 +201,13 @@ def _shares(options: TuneOptions) -> bool:
 
 
 def _teacher_answers(
-    work: Workspace, decoder: WithdrawingDecoder, encoder: ImageEncoder, options: TuneOptions, out: Path,
+    work: Workspace,
+    decoder: WithdrawingDecoder,
+    encoder: ImageEncoder,
+    options: TuneOptions,
+    out: Path,
     report: Progress,
-) -> dict[int, Ids]:  # fmt: skip
+) -> dict[int, Ids]:
     """The untuned model's greedy answer to every question without one, kept in `out` as they are made."""
     missing = [n for n, question in enumerate(work.questions) if question.answer is None]
     if not missing:
@@ -247,15 +251,21 @@ def _identity(work: Workspace, rows: Sequence[Row], options: TuneOptions) -> str
     for question in work.questions:
         contents.update(question.item.digest().encode())
     parts = [
-        work.source.fingerprint, contents.hexdigest(), asdict(options.depths), asdict(options.weights),
-        asdict(options.learning), schedule, options.full_share, str(work.dtype), options.reduce, options.gates,
-    ]  # fmt: skip
+        work.source.fingerprint,
+        contents.hexdigest(),
+        asdict(options.depths),
+        asdict(options.weights),
+        asdict(options.learning),
+        schedule,
+        options.full_share,
+        str(work.dtype),
+        options.reduce,
+        options.gates,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def predict_memory(
-    model: ModelSize, rows: Sequence[Row], options: TuneOptions, element: int, holders: int = 1
-) -> int:  # fmt: skip
+def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, element: int, holders: int = 1) -> int:
     """Estimated bytes of memory of one process of a training; `element` is the bytes of a base weight.
 
     `holders` processes share the layers' weights, but for those of the layer that runs.
@@ -287,9 +297,14 @@ def learning_weights(model: ModelSize, options: TuneOptions) -> int:
 
 
 def _finish(
-    options: TuneOptions, work: Workspace, decoder: WithdrawingDecoder, rows: Sequence[Row], steps: int, out: Path,
+    options: TuneOptions,
+    work: Workspace,
+    decoder: WithdrawingDecoder,
+    rows: Sequence[Row],
+    steps: int,
+    out: Path,
     report: Progress,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write adapters and checkpoint, judge the checkpoint, and write the results into its card and the report."""
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
@@ -303,9 +318,15 @@ def _finish(
         items = [question.item for question in work.questions]
         gating = functools.partial(gates.train, options, items, work.data, out, report) if options.gates else None
         judged = judge(
-            work.source, out / MERGED, work.held_out, options.packing.max_new_tokens, out / JUDGED, report,
-            options.judged, gating,
-        )  # fmt: skip
+            work.source,
+            out / MERGED,
+            work.held_out,
+            options.packing.max_new_tokens,
+            out / JUDGED,
+            report,
+            options.judged,
+            gating,
+        )
         try:
             with replacing(card) as partial:
                 partial.write_text(model_card(work.source.name, options, record, judged), encoding="utf-8")
@@ -322,7 +343,7 @@ def _finish(
         "skipped": list(work.skipped),
         "versions": write.versions(),
         "judged": json_value(judged),
-    }  # fmt: skip
+    }
     write_json(out / REPORT, result)
     return result
 

@@ -188,13 +188,24 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
     lines = [
-        "---", f"base_model: {base}", "library_name: transformers", "tags:", "- visual-token-withdrawal", "---", "",
-        f"# {base}, tuned for early withdrawal of the image", "",
+        "---",
+        f"base_model: {base}",
+        "library_name: transformers",
+        "tags:",
+        "- visual-token-withdrawal",
+        "---",
+        "",
+        f"# {base}, tuned for early withdrawal of the image",
+        "",
         "Fine-tuned with `vtx-tune` so that image tokens may leave the decoder before layer K (counted from 1) with",
         "the answers that the base model gives with the image in all layers. Without withdrawal it is used like the",
-        "base model, whose license and limits it shares.", "",
-        "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), "",
-    ]  # fmt: skip
+        "base model, whose license and limits it shares.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in facts),
+        "",
+    ]
     if judged is None:
         return "\n".join([*lines, "Not judged on held-out data."]) + "\n"
     k = {name: value or "none" for name, value in judged.earliest_k.items()}

@@ -128,9 +128,13 @@ class OpenvinoBackend(HostBackend):
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
         # an expert's slots are not known yet
         head = partial(
-            self._graph, files.head, graphs.head(m, DIALECT), m.head_precision, None if m.action else first,
+            self._graph,
+            files.head,
+            graphs.head(m, DIALECT),
+            m.head_precision,
+            None if m.action else first,
             settings=head_settings,
-        )  # fmt: skip
+        )
         loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
@@ -189,9 +193,14 @@ class OpenvinoBackend(HostBackend):
             raise load_failure(ENGINE, name, e) from e
 
     def _graph(
-        self, name: str, promised: graphs.GraphIO, precision: str, first: Mapping[str, NDArray[Any]] | None = None,
-        image: ImageSettings | None = None, settings: Mapping[str, str] | None = None,
-    ) -> OpenvinoGraph:  # fmt: skip
+        self,
+        name: str,
+        promised: graphs.GraphIO,
+        precision: str,
+        first: Mapping[str, NDArray[Any]] | None = None,
+        image: ImageSettings | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> OpenvinoGraph:
         """Load a graph. `first`: inputs of a run at once, since the engine packs weights when a free-sized graph runs.
 
         `precision`: of its weights. `image`: a tower is compiled for the size of all images, if they have one: the
@@ -216,9 +225,13 @@ class OpenvinoBackend(HostBackend):
             model = self._read(file, graphs.stage_of(m, spec, DIALECT))
             sliding = m.model.sliding.layers if m.model.sliding else ()
             page_caches(
-                model, spec.cached, m.model.heads, sliding, both_ways=m.model.two_way is not None,
+                model,
+                spec.cached,
+                m.model.heads,
+                sliding,
+                both_ways=m.model.two_way is not None,
                 key_scales=self._context.key_scales,
-            )  # fmt: skip
+            )
             select_outputs(model, whole=spec.last not in spec.cached)
             return model, StateTensors.of(model)
 

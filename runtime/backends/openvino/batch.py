@@ -74,11 +74,16 @@ class OpenvinoStageBatch:
         out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
             **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
-            names.HIDDEN: np.ascontiguousarray(tokens.hidden), names.POSITIONS: positions[None].copy(),
-            names.HIDDEN_OUT: out, PAST: past, BEGINS: np.cumsum([0, *counts], dtype=np.int32),
-            BLOCKS: np.concatenate(blocks), BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            FILLED: np.array((past + counts).max(), np.int32), OUTPUTS: np.arange(len(tokens), dtype=np.int32),
-        }  # fmt: skip
+            names.HIDDEN: np.ascontiguousarray(tokens.hidden),
+            names.POSITIONS: positions[None].copy(),
+            names.HIDDEN_OUT: out,
+            PAST: past,
+            BEGINS: np.cumsum([0, *counts], dtype=np.int32),
+            BLOCKS: np.concatenate(blocks),
+            BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+            FILLED: np.array((past + counts).max(), np.int32),
+            OUTPUTS: np.arange(len(tokens), dtype=np.int32),
+        }
         if self._context.model.sliding is not None:
             inputs[WINDOW] = np.array(window, np.int32)
         if self._context.model.two_way is not None:

@@ -87,9 +87,13 @@ class OpenvinoStageCache(SlotCounter):
     """
 
     def __init__(
-        self, context: OpenvinoCacheContext, stage: StageGraph, spec: StageSpec, capacity: int,
+        self,
+        context: OpenvinoCacheContext,
+        stage: StageGraph,
+        spec: StageSpec,
+        capacity: int,
         pool: BlockPool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sliding = context.model.sliding
         states = StateHistory(spec, context.model) if spec.stateful else None
         super().__init__(capacity, None if sliding is None else sliding.window, states)

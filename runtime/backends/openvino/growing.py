@@ -39,10 +39,12 @@ class OpenvinoGrowingCache(SlotCounter):
         before = self.length
         kinds = (names.past_key, names.past_value)
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None],
-            names.SEEN_SLOTS: seen_slots(tokens, before)[None], **self._context.rope,
+            names.HIDDEN: tokens.hidden,
+            names.POSITIONS: positions[None],
+            names.SEEN_SLOTS: seen_slots(tokens, before)[None],
+            **self._context.rope,
             **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs},
-        }  # fmt: skip
+        }
         for layer, pair in zip(self._spec.cached, self.kv, strict=True):
             inputs |= {name(layer): part[None, :, :before] for name, part in zip(kinds, pair, strict=True)}
         outputs = self._graph.run(inputs)
@@ -72,9 +74,12 @@ class OpenvinoReadingCache(ReadingCounter):
     """
 
     def __init__(
-        self, context: OpenvinoCacheContext, graph: OpenvinoGraph, spec: StageSpec,
+        self,
+        context: OpenvinoCacheContext,
+        graph: OpenvinoGraph,
+        spec: StageSpec,
         sources: Mapping[int, OpenvinoStageCache],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._context = context
         self._graph = graph
@@ -84,9 +89,11 @@ class OpenvinoReadingCache(ReadingCounter):
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         context = self._context
         inputs: dict[str, NDArray[Any]] = {
-            names.HIDDEN: tokens.hidden, names.POSITIONS: positions[None], **context.rope,
+            names.HIDDEN: tokens.hidden,
+            names.POSITIONS: positions[None],
+            **context.rope,
             **{names.token_input(name): tokens.inputs[name] for name in self._spec.inputs},
-        }  # fmt: skip
+        }
         for layer, cache in sorted(self._sources.items(), key=lambda source: context.model.slides(source[0])):
             at = cache.spec.cached.index(layer)
             for part, name in enumerate((names.past_key, names.past_value)):

@@ -39,9 +39,14 @@ _TO_THE_RESIDUAL = ("Convert", "Multiply", "Add", "Divide")  # the factor of a p
 
 
 def page_caches(
-    model: Any, layers: Sequence[int], heads: int, sliding: Collection[int] = (), *, both_ways: bool = False,
+    model: Any,
+    layers: Sequence[int],
+    heads: int,
+    sliding: Collection[int] = (),
+    *,
+    both_ways: bool = False,
     key_scales: Mapping[int, NDArray[np.float32]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Replace each softmax(q k^T * scale + mask) v, and the caches that it grows, by one operator that fills blocks.
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the

@@ -111,8 +111,11 @@ class OrtStageBatch:
             inputs[names.STATE_ENDS] = np.ones(1, np.int64)
             outputs[names.STATE_OUT] = np.empty((layers, count, 1, numbers), np.float32)
         given: dict[str, NDArray[Any]] = {
-            **inputs, names.POSITIONS: positions, names.LAST_SLOT: last, names.TOTAL_SLOTS: total,
-        }  # fmt: skip
+            **inputs,
+            names.POSITIONS: positions,
+            names.LAST_SLOT: last,
+            names.TOTAL_SLOTS: total,
+        }
         seen = np.zeros((count, 1), np.int64) if self._stage.context.model.two_way else None
         if seen is not None:
             given[names.SEEN_SLOTS] = seen

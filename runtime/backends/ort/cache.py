@@ -139,9 +139,13 @@ class OrtStageCache(SlotCounter):
 
     def _bind_row(self, buffers: Sequence[Any]) -> Any:
         inputs: dict[str, NDArray[Any]] = {
-            **self._row, names.POSITIONS: self._row_position, **self._slots, **self._row_first, **self._row_seen,
+            **self._row,
+            names.POSITIONS: self._row_position,
+            **self._slots,
+            **self._row_first,
+            **self._row_seen,
             **self._row_ends,
-        }  # fmt: skip
+        }
         return self.stage.bind(inputs, {names.HIDDEN_OUT: self._row_out}, buffers)
 
     def filled(self) -> list[NDArray[Any]]:

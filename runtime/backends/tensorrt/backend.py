@@ -135,11 +135,18 @@ class TensorrtBackend:
             if self._manifest.model.rope.sections:
                 turned = {n: Buffer(self.cuda, t.nbytes, "the tokens' rotary tables") for n, t in tables.items()}
         self._caches = TensorrtCacheContext(
-            engines=self.engines, cuda=self.cuda, model=self._manifest.model, kv_dtype=np.dtype(kv_type),
-            max_context=self._manifest.max_context, rope=rope, score=self._graphs.score,
+            engines=self.engines,
+            cuda=self.cuda,
+            model=self._manifest.model,
+            kv_dtype=np.dtype(kv_type),
+            max_context=self._manifest.max_context,
+            rope=rope,
+            score=self._graphs.score,
             states=StatesPool(self.cuda, self._manifest.model.hidden, MemoryPool(self.cuda)),
-            token_inputs=self._manifest.token_inputs, tables=tables, turned=turned,
-        )  # fmt: skip
+            token_inputs=self._manifest.token_inputs,
+            tables=tables,
+            turned=turned,
+        )
         self._steps: TokenSteps | None = None  # once a token was decoded
 
     @staticmethod
@@ -233,9 +240,13 @@ class TensorrtBackend:
             return TensorrtStageCache(self._caches, spec, graph, capacity)
 
     def step(
-        self, caches: Sequence[TensorrtStageCache | TensorrtReadingCache], token: int, positions: Sequence[int], *,
+        self,
+        caches: Sequence[TensorrtStageCache | TensorrtReadingCache],
+        token: int,
+        positions: Sequence[int],
+        *,
         logits: bool,
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         contract.embeddable(self._manifest, np.array([token]))
         with self.cuda:
             for cache in caches:

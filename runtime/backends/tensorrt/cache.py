@@ -176,9 +176,16 @@ class DeviceSlots(BoundStage):
         copy_slots(self._shared.cuda, self.at(start), self.new_slots(tokens), tokens)
 
     def bind(
-        self, to: Context, tokens: int, filled: int, new: list[Region], queries: int | None = None, *,
-        turned: bool = False, states: BoundStates | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        to: Context,
+        tokens: int,
+        filled: int,
+        new: list[Region],
+        queries: int | None = None,
+        *,
+        turned: bool = False,
+        states: BoundStates | None = None,
+    ) -> None:
         """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
         shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
         model = self._shared.model

@@ -120,13 +120,17 @@ class LoadedEngines:
             pixels = math.prod(m.image.size)
             seen = tower.tokens
         sizes = {
-            names.IDS: 8 * longest[files.embed], names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
-            names.HIDDEN_OUT: 4 * m.model.hidden * most, names.TOTAL_SLOTS: 4,
+            names.IDS: 8 * longest[files.embed],
+            names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
+            names.HIDDEN_OUT: 4 * m.model.hidden * most,
+            names.TOTAL_SLOTS: 4,
             **dict.fromkeys((names.POSITIONS, *sight_of(m.model)), 8 * most),
             **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4),
-            names.PIXELS: 4 * 3 * pixels, names.LOGITS: 4 * m.model.vocab * longest[files.head],
-            names.BEST: 4 * longest[files.head], names.ODDS: 8,
-        }  # fmt: skip
+            names.PIXELS: 4 * 3 * pixels,
+            names.LOGITS: 4 * m.model.vocab * longest[files.head],
+            names.BEST: 4 * longest[files.head],
+            names.ODDS: 8,
+        }
         given = max(seen, max(longest.values()))
         sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
         if files.vision_merges:

@@ -54,8 +54,9 @@ class TokenSteps:
         # the stages' token inputs that the embedding does not give, which are zeros for text
         self._zeros = {
             names.token_input(each.name): cuda.pinned((1, each.width), np.float32)
-            for each in shared.token_inputs if not each.of_text
-        }  # fmt: skip
+            for each in shared.token_inputs
+            if not each.of_text
+        }
         self._embed, self._head = (engines.new_context(graph, 0, captures=True) for graph in (embed, head))
         for context, name, shape in ((self._embed, names.IDS, (1,)), (self._head, names.HIDDEN, (1, hidden))):
             tensors = (*context.engine.inputs, *context.engine.outputs)

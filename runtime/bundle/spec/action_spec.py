@@ -58,11 +58,15 @@ class ActionSpec:
             require(
                 (mean is None and std is None)
                 or (
-                    mean is not None and std is not None and len(mean) == len(std) and 1 <= len(mean) <= most
-                    and all(map(math.isfinite, mean)) and all(0 <= x < math.inf for x in std)
+                    mean is not None
+                    and std is not None
+                    and len(mean) == len(std)
+                    and 1 <= len(mean) <= most
+                    and all(map(math.isfinite, mean))
+                    and all(0 <= x < math.inf for x in std)
                 ),
                 f"action: the statistics of {what} are not up to {most} means and as many deviations",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,12 @@ class ActionRange:
     def __post_init__(self) -> None:
         lengths = {len(self.low), len(self.high), len(self.mask)}
         require(
-            len(lengths) == 1 and 1 <= len(self.low) <= MAX_NUMBERS
+            len(lengths) == 1
+            and 1 <= len(self.low) <= MAX_NUMBERS
             and all(abs(x) <= WIDEST for x in (*self.low, *self.high)),
             f"bins: a range of {len(self.low)} low and {len(self.high)} high numbers and {len(self.mask)} of its mask; "
             f"they must be as many of each, 1 to {MAX_NUMBERS}, and from -{WIDEST:g} to {WIDEST:g}",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ ENDS = "ends"  # tokens of a run after which states are given out
 DELTA_RUN = 128  # tokens of a run at most, with the gated delta rule in TensorRT's dialects; a power of two
 # Of past and present.
 CACHE_SLOTS = {
-    **dict.fromkeys(names.IN_PLACE, ("capacity", "capacity")), "plain": ("past", "past + tokens"),
+    **dict.fromkeys(names.IN_PLACE, ("capacity", "capacity")),
+    "plain": ("past", "past + tokens"),
     **dict.fromkeys(names.TENSORRT, ("slots", TOKENS)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,13 @@ def _expert(m: Manifest, a: ActionSpec) -> GraphIO:
     table = Tensor("float32", ("max_context", m.model.head_dim // 2))
     change = Tensor("float32", (a.horizon, a.width))
     inputs = {
-        names.ROBOT_STATE: Tensor("float32", (1, a.state)), names.ACTIONS: change,
-        names.TIME: Tensor("float32", (1, 1)), names.POSITIONS: Tensor("int64", (a.horizon + 1,)), names.COS: table,
+        names.ROBOT_STATE: Tensor("float32", (1, a.state)),
+        names.ACTIONS: change,
+        names.TIME: Tensor("float32", (1, 1)),
+        names.POSITIONS: Tensor("int64", (a.horizon + 1,)),
+        names.COS: table,
         names.SIN: table,
-    }  # fmt: skip
+    }
     for layer in range(1, m.model.layers + 1):
         kv = Tensor("float32", (m.model.kv_heads, f"slots.{layer}", m.model.head_dim))
         inputs |= {names.past_key(layer): kv, names.past_value(layer): kv}
@@ -139,8 +143,11 @@ def stage(
         for width in (m.model.head_dim, m.model.sliding.head_dim if m.model.sliding is not None else 0)
     )
     inputs = {
-        names.HIDDEN: hidden(m), names.POSITIONS: Tensor("int64", (1, TOKENS)), names.COS: table, names.SIN: table,
-    }  # fmt: skip
+        names.HIDDEN: hidden(m),
+        names.POSITIONS: Tensor("int64", (1, TOKENS)),
+        names.COS: table,
+        names.SIN: table,
+    }
     if m.model.two_way is not None:
         inputs[names.SEEN_SLOTS] = Tensor("int64", (1, TOKENS))
     if m.model.sliding is not None:

@@ -15,8 +15,10 @@ from vtx.runtime.strict import json_value
 # The form of a stage's K and V: one buffer that a graph reads and writes, one that it reads and the runtime puts new
 # tokens' into, or an output that is the next input.
 CACHES = {
-    **dict.fromkeys(names.IN_PLACE, "in place"), "plain": "grows", **dict.fromkeys(names.TENSORRT, "appended"),
-}  # fmt: skip
+    **dict.fromkeys(names.IN_PLACE, "in place"),
+    "plain": "grows",
+    **dict.fromkeys(names.TENSORRT, "appended"),
+}
 
 
 def declare(m: Manifest) -> dict[str, Any]:
@@ -36,9 +38,13 @@ def declare(m: Manifest) -> dict[str, Any]:
 def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     stage = graphs.stage(m, dialect, query=False)
     entries = {
-        "cache": CACHES[dialect], "kv_dtype": names.kv_type(dialect, m.kv_dtype), "vision": graphs.vision(m, dialect),
-        "embed": graphs.embed(m), "stage": stage, "head": graphs.head(m, dialect),
-    }  # fmt: skip
+        "cache": CACHES[dialect],
+        "kv_dtype": names.kv_type(dialect, m.kv_dtype),
+        "vision": graphs.vision(m, dialect),
+        "embed": graphs.embed(m),
+        "stage": stage,
+        "head": graphs.head(m, dialect),
+    }
     if m.gates:
         entries["gate"] = graphs.gate(m)
     if m.dialects[dialect].video is not None:
@@ -57,8 +63,9 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
     if m.model.conv_layers:
         keeping = graphs.stage(m, dialect, query=False, stateful="layers")
         for side, given, known in (
-            ("inputs", keeping.inputs, stage.inputs), ("outputs", keeping.outputs, stage.outputs),
-        ):  # fmt: skip
+            ("inputs", keeping.inputs, stage.inputs),
+            ("outputs", keeping.outputs, stage.outputs),
+        ):
             entries[f"state_{side}"] = {name: tensor for name, tensor in given.items() if name not in known}
     declared: dict[str, Any] = json_value(entries)
     return declared

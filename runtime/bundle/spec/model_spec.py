@@ -282,11 +282,12 @@ class ModelSpec(ByLayer):
         _check_sizes("model", self)
         convolved = list(self.conv_layers)
         require(
-            all(1 <= layer <= self.layers for layer in convolved) and convolved == sorted({*convolved})
+            all(1 <= layer <= self.layers for layer in convolved)
+            and convolved == sorted({*convolved})
             and (not convolved or 2 <= self.conv_taps <= MAX_TAPS),
             f"convolutions of {self.conv_taps} taps in the layers {convolved!s:.60} do not fit {self.layers} layers; "
             f"they have 2 to {MAX_TAPS} taps",
-        )  # fmt: skip
+        )
         require(self.delta is None or bool(convolved), "model.delta is for layers with a convolution, and none has one")
         require(not convolved or self.state_numbers <= MAX_SIZE, f"a layer's state has more than {MAX_SIZE} numbers")
         require(self.layers <= MAX_LAYERS, f"{self.layers} layers, the limit is {MAX_LAYERS}")

@@ -123,9 +123,12 @@ LAST_SLOT = "last_slot"
 TOTAL_SLOTS = "total_slots"
 SEEN_SLOTS = "seen_slots"
 SLOTS = {  # inputs of a stage, by dialect
-    "ort": (LAST_SLOT, TOTAL_SLOTS), "ort-cuda": (LAST_SLOT, TOTAL_SLOTS), "plain": (), "trt": (TOTAL_SLOTS,),
+    "ort": (LAST_SLOT, TOTAL_SLOTS),
+    "ort-cuda": (LAST_SLOT, TOTAL_SLOTS),
+    "plain": (),
+    "trt": (TOTAL_SLOTS,),
     "trt10": (TOTAL_SLOTS,),
-}  # fmt: skip
+}
 DIALECTS = tuple(SLOTS)
 CUDA = "ort-cuda"  # the dialect without sliding windows
 UNTYPED = ("ort", "plain")  # dialects of float32, whatever type weights have

@@ -132,12 +132,16 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
         traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked), case.rest))
     progress("cases", len(all_cases), len(all_cases))
     traces = files.Traces(
-        format=files.FORMAT, runtime=f"vtx {model.manifest.vtx}",
+        format=files.FORMAT,
+        runtime=f"vtx {model.manifest.vtx}",
         manifest=hashlib.sha256(model.bundle.files.read(MANIFEST, MAX_BYTES, links=False)).hexdigest(),
-        device=model.backend.device, compute=model.backend.compute, steps=STEPS, layers=model.manifest.model.layers,
+        device=model.backend.device,
+        compute=model.backend.compute,
+        steps=STEPS,
+        layers=model.manifest.model.layers,
         images=tuple(files.TracedImage(f"image-{n}.png", image.key) for n, image in enumerate(prepared)),
         cases=tuple(traced),
-    )  # fmt: skip
+    )
     (folder / files.INDEX).write_text(write_json(traces), encoding="utf-8")
     return traces
 

@@ -24,10 +24,14 @@ class ChatObjects(Objects):
             if parts.calls:
                 calls = [_function(call) | {"id": call_id(), "type": "function"} for call in parts.calls]
                 message |= {"content": parts.content or None, "tool_calls": calls}
-            choices.append({
-                "index": index, "message": message, "finish_reason": _finish(answer, parts.calls),
-                "logprobs": None if known is None else {"content": known, "refusal": None},
-            })  # fmt: skip
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "finish_reason": _finish(answer, parts.calls),
+                    "logprobs": None if known is None else {"content": known, "refusal": None},
+                }
+            )
         usage = self.usage(answers)
         return {**self.head("chat.completion"), "choices": choices, "usage": usage, **self.timings(answers)}
 

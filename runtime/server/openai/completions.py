@@ -33,9 +33,11 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     echo = reader.value(bool, fields.pop("echo", False), at("echo"))
     if echo and "logprobs" in fields:
         raise Refusal(
-            400, "echo and logprobs are given, and tokens of prompts have no log probabilities here; leave one out",
-            code="unsupported_value", param="echo",
-        )  # fmt: skip
+            400,
+            "echo and logprobs are given, and tokens of prompts have no log probabilities here; leave one out",
+            code="unsupported_value",
+            param="echo",
+        )
     count = fields.pop("logprobs", None)
     if isinstance(count, bool) or not isinstance(count, int | None):
         raise Refusal(
@@ -106,9 +108,14 @@ class CompletionObjects(Objects):
 
     def _choice(self, index: int, text: str, source: Answer | Progress, finish: str | None) -> Event:
         known = self.logprobs(source, index)
-        logprobs = None if known is None else {
-            "tokens": [one["token"] for one in known], "token_logprobs": [one["logprob"] for one in known],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in known],
-            "text_offset": self.token_texts(index).offsets[-len(known) :] if known else [],
-        }  # fmt: skip
+        logprobs = (
+            None
+            if known is None
+            else {
+                "tokens": [one["token"] for one in known],
+                "token_logprobs": [one["logprob"] for one in known],
+                "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in known],
+                "text_offset": self.token_texts(index).offsets[-len(known) :] if known else [],
+            }
+        )
         return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}

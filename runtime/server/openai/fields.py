@@ -270,9 +270,11 @@ class FieldReader(Strict):
             self.ignored.append(place + shown(name))
             return
         raise Refusal(
-            400, f"there is no field {shown(name)}{f' in {inside}' if inside else ''}; leave it out",
-            code="unknown_parameter", param=f"{place}{name}".replace(": ", ".")[:80],
-        )  # fmt: skip
+            400,
+            f"there is no field {shown(name)}{f' in {inside}' if inside else ''}; leave it out",
+            code="unknown_parameter",
+            param=f"{place}{name}".replace(": ", ".")[:80],
+        )
 
     def missing(self, where: str, name: str) -> VtxError:
         """The Refusal of a missing field."""
@@ -286,9 +288,11 @@ class FieldReader(Strict):
         inside = where.partition(": ")[2]
         value = f"{data!r:.60}" if isinstance(data, str | bool | int | float) else _nouns([type(data)])
         return Refusal(
-            400, f"{inside} is {value}; it must be {_nouns(kinds)}", code="invalid_value",
+            400,
+            f"{inside} is {value}; it must be {_nouns(kinds)}",
+            code="invalid_value",
             param=inside.partition(": ")[0],
-        )  # fmt: skip
+        )
 
 
 def at(name: str) -> str:
@@ -312,9 +316,11 @@ def check_no_thoughts(name: str, value: Any, none: Any) -> None:
     """Raise Refusal for a field that asks for thoughts, whose value for an answer without them is `none`."""
     if value != none:
         raise Refusal(
-            400, f"{name} is {value!r:.40}, and answers have no thoughts of their own; leave it out",
-            code="unsupported_value", param=name,
-        )  # fmt: skip
+            400,
+            f"{name} is {value!r:.40}, and answers have no thoughts of their own; leave it out",
+            code="unsupported_value",
+            param=name,
+        )
 
 
 def _nouns(kinds: Sequence[Any]) -> str:

@@ -127,10 +127,12 @@ class Objects(ABC):
                 one.pop(name, None)
         facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
         return {
-            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(stats.reused_tokens for stats in firsts)},
             "vtx": {**facts, **self.request.notes, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
-        }  # fmt: skip
+        }
 
     def timings(self, answers: Sequence[Answer]) -> Event:
         """The field `timings` of llama-server, of several answers a list; nothing if it was not asked for."""
@@ -170,11 +172,16 @@ def _timings(answer: Answer) -> Event:
     cached, decoded = answer.stats.reused_tokens, max(0, tokens - 1)
     prompt = answer.stats.prompt_tokens - cached
     return {
-        "cache_n": cached, "prompt_n": prompt, "prompt_ms": first,
-        "predicted_n": tokens, "predicted_ms": token * decoded,
-        "prompt_per_token_ms": first / max(1, prompt), "prompt_per_second": 1000 * prompt / max(first, 1e-9),
-        "predicted_per_token_ms": token, "predicted_per_second": 1000 / token if token else 0.0,
-    }  # fmt: skip
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": first,
+        "predicted_n": tokens,
+        "predicted_ms": token * decoded,
+        "prompt_per_token_ms": first / max(1, prompt),
+        "prompt_per_second": 1000 * prompt / max(first, 1e-9),
+        "predicted_per_token_ms": token,
+        "predicted_per_second": 1000 / token if token else 0.0,
+    }
 
 
 def _token(text: bytes, logprob: float) -> dict[str, Any]:

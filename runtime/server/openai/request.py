@@ -41,22 +41,46 @@ from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.vision.video import Video
 
 S = TypeVar("S", Options, Sampling)
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "repetition_penalty", "min_p", "presence_penalty",
-            "frequency_penalty", "logit_bias")  # fmt: skip
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "repetition_penalty",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
 OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes")
 # Fields of OpenAI's responses that the reply repeats.
-REPEATED = ("instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "metadata", "max_output_tokens",
-            "encoding_format")  # fmt: skip
+REPEATED = (
+    "instructions",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "text",
+    "metadata",
+    "max_output_tokens",
+    "encoding_format",
+)
 # Fields of OpenAI's API without a meaning here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 GUIDED = {  # vLLM's fields
-    "guided_json": "schema", "guided_choice": "choices", "guided_regex": "regex", "guided_grammar": "grammar",
-}  # fmt: skip
+    "guided_json": "schema",
+    "guided_choice": "choices",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+}
 # Fields that may be given with the value that changes nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "modalities": (["text"],), "best_of": (1,), "suffix": ("",),
-    "truncation": ("disabled",), "background": (False,), "include": ([],),
-}  # fmt: skip
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "include": ([],),
+}
 NO_THOUGHTS = ("none", "minimal")  # of the field `reasoning_effort`
 STRUCTURED = {"json": "schema", "choice": "choices", "regex": "regex", "grammar": "grammar"}  # of vLLM's newer field
 Translate = Callable[[dict[str, Any], FieldReader], dict[str, Any]]
@@ -126,7 +150,7 @@ def read_request(
     *,
     lenient: bool = False,
     translate: Translate | None = None,
-) -> ChatRequest:  # fmt: skip
+) -> ChatRequest:
     """The request that a body holds; images may be at addresses of `hosts`. Raises Refusal for anything else.
 
     `translate` makes the fields of a chat completion of another address's. A `lenient` server ignores fields and values
@@ -144,9 +168,11 @@ def read_request(
             continue
         if not lenient or name in NEVER_IGNORED:
             raise Refusal(
-                400, f"{name} is {value!r:.40}, which vtx does not support; leave it out", code="unsupported_value",
+                400,
+                f"{name} is {value!r:.40}, which vtx does not support; leave it out",
+                code="unsupported_value",
                 param=name,
-            )  # fmt: skip
+            )
         reader.ignored.append(name)
     present = {name: value for name, value in present.items() if name not in IGNORED}
     fields = reader.read(ChatFields, present, WHERE)
@@ -175,10 +201,25 @@ def read_request(
     notes = {"ignored": reader.ignored, **notes} if reader.ignored else notes
     seconds = None if fields.deadline_ms is None else fields.deadline_ms / 1000
     return ChatRequest(
-        fields.model, messages, tuple(images), fields.k, fields.reduce, options, fields.stream, usage, fields.reuse,
-        fields.n, notes, seconds, form, lenient, {name: given[name] for name in REPEATED if name in given},
-        tuple(more), isinstance(fields.messages, RawPrompts) and fields.messages.echo, fields.timings_per_token,
-    )  # fmt: skip
+        fields.model,
+        messages,
+        tuple(images),
+        fields.k,
+        fields.reduce,
+        options,
+        fields.stream,
+        usage,
+        fields.reuse,
+        fields.n,
+        notes,
+        seconds,
+        form,
+        lenient,
+        {name: given[name] for name in REPEATED if name in given},
+        tuple(more),
+        isinstance(fields.messages, RawPrompts) and fields.messages.echo,
+        fields.timings_per_token,
+    )
 
 
 @contextmanager
@@ -201,9 +242,12 @@ def _options(fields: ChatFields, limits: Limits) -> tuple[Options, dict[str, Any
                 check_whole("the number of tokens", value, 1)
             tokens = value
     options = Options(
-        max_new_tokens=min(tokens, limits.new_tokens), ignore_eos=fields.ignore_eos, logprobs=fields.logprobs,
-        sampling=_changed(Sampling(), fields, SAMPLING), timeout=limits.seconds,
-    )  # fmt: skip
+        max_new_tokens=min(tokens, limits.new_tokens),
+        ignore_eos=fields.ignore_eos,
+        logprobs=fields.logprobs,
+        sampling=_changed(Sampling(), fields, SAMPLING),
+        timeout=limits.seconds,
+    )
     notes = {"max_tokens": limits.new_tokens} if tokens > limits.new_tokens else {}
     return _changed(options, fields, OPTIONS), notes
 
@@ -316,9 +360,11 @@ def _messages(fields: ChatFields, limits: Limits, hosts: Collection[str]) -> tup
             part.setdefault("image_tokens", fields.image_tokens)
     if len(images) > limits.images:
         raise Refusal(
-            413, f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
-            code="too_many_images", param="messages",
-        )  # fmt: skip
+            413,
+            f"{len(images)} images and videos are given, the limit of this server is {limits.images}; send fewer",
+            code="too_many_images",
+            param="messages",
+        )
     return images, [messages]
 
 

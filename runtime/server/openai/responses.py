@@ -26,9 +26,11 @@ from vtx.runtime.vision.layout import Detail
 
 # Fields of a chat completion by their names here, for errors too.
 NAMES = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
     "reasoning_effort": "reasoning",
-}  # fmt: skip
+}
 ABSENT = ("n", "max_tokens", "stream_options", "timings_per_token", *NAMES)
 
 
@@ -290,18 +292,33 @@ class ResponseObjects(Objects):
         if answer is not None:
             usage = self.usage([answer])
             counts = {
-                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-                "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0}, "vtx": usage["vtx"],
-            }  # fmt: skip
+                "input_tokens": usage["prompt_tokens"],
+                "output_tokens": usage["completion_tokens"],
+                "total_tokens": usage["total_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "vtx": usage["vtx"],
+            }
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.request.model, "output": list(self.items) if answer is not None else [],
-            "parallel_tool_calls": fields.get("parallel_tool_calls", True), "instructions": fields.get("instructions"),
-            "tools": fields.get("tools", []), "tool_choice": fields.get("tool_choice", "auto"),
-            "text": fields.get("text", {"format": {"type": "text"}}), "metadata": fields.get("metadata", {}),
-            "max_output_tokens": fields.get("max_output_tokens"), "previous_response_id": None, "store": False,
-            "temperature": self.request.options.sampling.temperature, "top_p": self.request.options.sampling.top_p,
-            "truncation": "disabled", "usage": counts,
-        }  # fmt: skip
+            "model": self.request.model,
+            "output": list(self.items) if answer is not None else [],
+            "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+            "instructions": fields.get("instructions"),
+            "tools": fields.get("tools", []),
+            "tool_choice": fields.get("tool_choice", "auto"),
+            "text": fields.get("text", {"format": {"type": "text"}}),
+            "metadata": fields.get("metadata", {}),
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "previous_response_id": None,
+            "store": False,
+            "temperature": self.request.options.sampling.temperature,
+            "top_p": self.request.options.sampling.top_p,
+            "truncation": "disabled",
+            "usage": counts,
+        }

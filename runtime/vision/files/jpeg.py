@@ -72,9 +72,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
     return Container("JPEG", width, height, (*pieces, *closing), exif or xmp or 1)
 
 
-def _orientation(
-    first: int | None, segment: bytes, head: bytes, read: Callable[[bytes], int | None]
-) -> int | None:  # fmt: skip
+def _orientation(first: int | None, segment: bytes, head: bytes, read: Callable[[bytes], int | None]) -> int | None:
     """The `first` orientation, or that of a segment which begins with `head`."""
     return read(segment) if first is None and segment.startswith(head) else first
 

@@ -118,9 +118,15 @@ class Native(Layout):
 
 
 def fitted_grid(
-    width: int, height: int, unit: int, least: int, most: int, rounded: tuple[int, int], frames: int = 1,
+    width: int,
+    height: int,
+    unit: int,
+    least: int,
+    most: int,
+    rounded: tuple[int, int],
+    frames: int = 1,
     counted: int = 1,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most`.
 
     Else those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.

@@ -103,9 +103,14 @@ class Pairs(VideoLayout):
         return [resized(frame, settings, columns * self.unit, rows * self.unit)]
 
     def arrange(
-        self, views: Sequence[ImageTokens], clip: SampledFrames, width: int, height: int, newline: HiddenStates,
+        self,
+        views: Sequence[ImageTokens],
+        clip: SampledFrames,
+        width: int,
+        height: int,
+        newline: HiddenStates,
         first: int = 0,
-    ) -> ImageTokens:  # fmt: skip
+    ) -> ImageTokens:
         """The tokens of a video from those of its pairs, from number `first` on, row by row; `newline` is not used."""
         columns, rows = self._grid(len(clip.numbers), width, height)
         tokens = joined(views)

@@ -20,8 +20,13 @@ from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import PromptImage
 
 MARKS = WHOLE, WHOLE_END, SLICE, SLICE_END, ID, ID_END = (
-    "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"
-)  # fmt: skip
+    "<image>",
+    "</image>",
+    "<slice>",
+    "</slice>",
+    "<image_id>",
+    "</image_id>",
+)
 
 
 @image_layout("slices")

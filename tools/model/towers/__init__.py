@@ -16,9 +16,14 @@ from vtx.tools.model.towers.tower import Tower
 from vtx.tools.model.vision import VisionModel
 
 TOWERS: Mapping[str, type[Tower]] = {
-    "axial": AxialTower, "convolutional": ConvolutionalTower, "encoder": EncoderTower, "joined": JoinedTower,
-    "naflex": NaflexTower, "native": NativeTower, "paired": PairedTower,
-}  # fmt: skip
+    "axial": AxialTower,
+    "convolutional": ConvolutionalTower,
+    "encoder": EncoderTower,
+    "joined": JoinedTower,
+    "naflex": NaflexTower,
+    "native": NativeTower,
+    "paired": PairedTower,
+}
 
 
 def tower_of(model: VisionModel) -> Tower:

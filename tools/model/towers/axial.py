@@ -30,9 +30,10 @@ class AxialTower(Tower):
                 yield f"{p}.self_attn.{name}.weight", (v.hidden // v.heads,)
             for name, out, into in (
                 *((f"self_attn.{part}_proj", v.hidden, v.hidden) for part in "qkvo"),
-                ("mlp.gate_proj", v.ffn, v.hidden), ("mlp.up_proj", v.ffn, v.hidden),
+                ("mlp.gate_proj", v.ffn, v.hidden),
+                ("mlp.up_proj", v.ffn, v.hidden),
                 ("mlp.down_proj", v.hidden, v.ffn),
-            ):  # fmt: skip
+            ):
                 yield f"{p}.{name}.linear.weight", (out, into)
                 for bound in BOUNDS if v.clipped else ():
                     yield f"{p}.{name}.{bound}", ()

@@ -31,8 +31,10 @@ IMAGE = "<image_soft_token>"
 BEGIN = "<start_of_image>"
 END = "<end_of_image>"
 CROPS = {
-    "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
-}  # fmt: skip
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
 MATRIX = "projector.linear_1.weight"
 
 
@@ -56,10 +58,18 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         )
     vision = replace(tower, post_norm=True, pool=tower.grid // side)
     return ModelConfig(
-        text=text, vision=vision, feature_layers=(vision.layers,), select="full", projector_activation="linear",
-        projector_bias=False, projector_layers=1, projector_norm_eps=vision.eps, projector_rms=True,
-        image_token_id=image_token_of(parsed, text), layout=Single(tokens),
-    )  # fmt: skip
+        text=text,
+        vision=vision,
+        feature_layers=(vision.layers,),
+        select="full",
+        projector_activation="linear",
+        projector_bias=False,
+        projector_layers=1,
+        projector_norm_eps=vision.eps,
+        projector_rms=True,
+        image_token_id=image_token_of(parsed, text),
+        layout=Single(tokens),
+    )
 
 
 def _text(parsed: Any) -> TextConfig:
@@ -82,15 +92,30 @@ def _text(parsed: Any) -> TextConfig:
     )
     window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
     return TextConfig(
-        family="gemma3", layers=layers, hidden=size(config, "hidden_size"), ffn=size(config, "intermediate_size"),
-        heads=heads, kv_heads=kv_heads, head_dim=width, vocab=size(config, "vocab_size"),
-        eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), qkv_bias=False,
-        o_bias=False, mlp_bias=False, tied=bool(parsed.tie_word_embeddings), rope=full, qk_norm=True, post_norms=True,
-        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS), scaled_embedding=True, two_way="images",
+        family="gemma3",
+        layers=layers,
+        hidden=size(config, "hidden_size"),
+        ffn=size(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        vocab=size(config, "vocab_size"),
+        eps=number(vars(config), "rms_norm_eps"),
+        activation=str(config.hidden_activation),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied=bool(parsed.tie_word_embeddings),
+        rope=full,
+        qk_norm=True,
+        post_norms=True,
+        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
+        scaled_embedding=True,
+        two_way="images",
         shifts=((GEMMA_NORMS, 1.0), (r"^projector\.norm\.weight$", 1.0)),
         attention_scale=number(vars(config), "query_pre_attn_scalar") ** -0.5,
         sliding=SlidingSpec(sliding, window, width, local) if sliding else None,
-    )  # fmt: skip
+    )
 
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
@@ -127,10 +152,15 @@ def _template(template: str, config: ModelConfig) -> str:
 
 
 FAMILY = Family(
-    model_type="gemma3", architecture="Gemma3ForConditionalGeneration", read=_read, processors=(PROCESSOR,),
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    read=_read,
+    processors=(PROCESSOR,),
     tensors=(
         (r"^(?:model\.)?multi_modal_projector\.mm_soft_emb_norm\.", "projector.norm."),
         (r"^(?:model\.)?multi_modal_projector\.mm_input_projection_weight$", MATRIX),
     ),
-    adjust=_adjust, template=_template, transposed=(MATRIX,),
-)  # fmt: skip
+    adjust=_adjust,
+    template=_template,
+    transposed=(MATRIX,),
+)

@@ -21,11 +21,16 @@ THETA = 100.0  # of the tower's rotation
 PROCESSOR = ImageProcessor(
     "Gemma4ImageProcessor",
     {
-        "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "resample": 3,
-        "image_mean": [0.0] * 3, "image_std": [1.0] * 3,
+        "do_resize": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": False,
+        "resample": 3,
+        "image_mean": [0.0] * 3,
+        "image_std": [1.0] * 3,
     },
     own_size=True,
-)  # fmt: skip
+)
 IMAGE, BEGIN, END = "<|image|>", "<|image>", "<image|>"  # the placeholder, and the tokens around an image
 
 
@@ -36,19 +41,30 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             "enable_moe_block: Gemma 4's mixture of experts is not supported; use Gemma 4 E2B or E4B"
         )
     check_values(
-        text_part, "a Gemma 4", {
-            "attention_k_eq_v": (None, False), "use_bidirectional_attention": (None,), "attention_bias": (None, False),
+        text_part,
+        "a Gemma 4",
+        {
+            "attention_k_eq_v": (None, False),
+            "use_bidirectional_attention": (None,),
+            "attention_bias": (None, False),
         },
-    )  # fmt: skip
+    )
     parsed = parse_parts("Gemma4Config", config)
     text = _text(parsed)
     vision = _tower(parsed.vision_config)
     layout = _budget(vision, TOKENS)
     return ModelConfig(
-        text=text, vision=replace(vision, image=layout.square), feature_layers=(vision.layers,), select="full",
-        projector_activation="linear", projector_bias=False, projector_layers=1,
-        image_token_id=image_token_of(parsed, text), layout=layout, projector_norm_eps=vision.eps,
-    )  # fmt: skip
+        text=text,
+        vision=replace(vision, image=layout.square),
+        feature_layers=(vision.layers,),
+        select="full",
+        projector_activation="linear",
+        projector_bias=False,
+        projector_layers=1,
+        image_token_id=image_token_of(parsed, text),
+        layout=layout,
+        projector_norm_eps=vision.eps,
+    )
 
 
 def sliding_layers(config: Any, layers: int) -> tuple[int, ...]:
@@ -113,26 +129,46 @@ def _text(parsed: Any) -> TextConfig:
 
     cap = config.final_logit_softcapping
     return TextConfig(
-        family="gemma4", layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=widths[False],
-        vocab=vocab, eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), qkv_bias=False,
-        o_bias=False, mlp_bias=False, tied=bool(parsed.tie_word_embeddings), rope=rope("full_attention"),
-        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS), qk_norm=True, v_norm=True,
-        post_norms=True, layer_scale=True, scaled_embedding=True, attention_scale=1.0, shared=shared,
+        family="gemma4",
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=widths[False],
+        vocab=vocab,
+        eps=number(vars(config), "rms_norm_eps"),
+        activation=str(config.hidden_activation),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tied=bool(parsed.tie_word_embeddings),
+        rope=rope("full_attention"),
+        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
+        qk_norm=True,
+        v_norm=True,
+        post_norms=True,
+        layer_scale=True,
+        scaled_embedding=True,
+        attention_scale=1.0,
+        shared=shared,
         sliding=SlidingSpec(sliding, window, widths[True], rope("sliding_attention")) if sliding else None,
         shared_ffn=2 * ffn if sharing and config.use_double_wide_mlp else None,
         per_layer=None if per_layer is None else size(config, "hidden_size_per_layer_input"),
         padding_id=padding if per_layer is not None else None,
         softcap=None if cap is None else number({"final_logit_softcapping": cap}, "final_logit_softcapping"),
-    )  # fmt: skip
+    )
 
 
 def _tower(config: Any) -> VisionConfig:
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     rope = dict(config.rope_parameters or {})
     found = {
-        "num_key_value_heads": (config.num_key_value_heads, heads), "head_dim": (config.head_dim, hidden // heads),
-        "attention_bias": (bool(config.attention_bias), False), "rope_theta": (rope.get("rope_theta", THETA), THETA),
-    }  # fmt: skip
+        "num_key_value_heads": (config.num_key_value_heads, heads),
+        "head_dim": (config.head_dim, hidden // heads),
+        "attention_bias": (bool(config.attention_bias), False),
+        "rope_theta": (rope.get("rope_theta", THETA), THETA),
+    }
     for name, (value, built) in found.items():
         if value != built:
             raise UnsupportedModelError(
@@ -144,12 +180,22 @@ def _tower(config: Any) -> VisionConfig:
             f"config.json: a tower of hidden size {hidden} with {heads} heads has none of a multiple of 4; correct it"
         )
     return VisionConfig(
-        family="gemma4", layers=size(config, "num_hidden_layers", MAX_LAYERS), hidden=hidden,
-        ffn=size(config, "intermediate_size"), heads=heads, image=1 << 10, patch=size(config, "patch_size", 1 << 10),
-        eps=number(vars(config), "rms_norm_eps"), activation=str(config.hidden_activation), native=True,
-        shuffle=size(config, "pooling_kernel_size", 64), axis_positions=size(config, "position_embedding_size"),
-        qkv_bias=False, clipped=bool(config.use_clipped_linears), standardised=bool(config.standardize),
-    )  # fmt: skip
+        family="gemma4",
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=hidden,
+        ffn=size(config, "intermediate_size"),
+        heads=heads,
+        image=1 << 10,
+        patch=size(config, "patch_size", 1 << 10),
+        eps=number(vars(config), "rms_norm_eps"),
+        activation=str(config.hidden_activation),
+        native=True,
+        shuffle=size(config, "pooling_kernel_size", 64),
+        axis_positions=size(config, "position_embedding_size"),
+        qkv_bias=False,
+        clipped=bool(config.use_clipped_linears),
+        standardised=bool(config.standardize),
+    )
 
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
@@ -185,13 +231,17 @@ def _template(template: str, _: ModelConfig) -> str:
 
 
 FAMILY = Family(
-    model_type="gemma4", architecture="Gemma4ForConditionalGeneration", read=_read, processors=(PROCESSOR,),
+    model_type="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    read=_read,
+    processors=(PROCESSOR,),
     tensors=(
         (r"^(?:model\.)?vision_tower\.patch_embedder\.input_proj\.", "vision.patch_embed."),
         (r"^(?:model\.)?vision_tower\.patch_embedder\.", "vision."),
         (r"^(?:model\.)?embed_vision\.embedding_projection\.", "projector.linear_1."),
         (r"^(?:model\.)?language_model\.per_layer_model_projection\.", "text.embed_projection."),
     ),
-    adjust=_adjust, template=_template,
+    adjust=_adjust,
+    template=_template,
     boxes=BoxForm('"box_2d" : [ # , # , # , # ]', "inside", 1000, rows_first=True),
-)  # fmt: skip
+)

@@ -21,8 +21,12 @@ SIDE = 4  # tiles along the longer side by default
 A_SECOND = 1.0  # frames of a video by default
 _LONGEST = "longest_edge"
 _DEFAULTS = {
-    **SIGLIP_DEFAULTS, "resample": 1, "size": {_LONGEST: 1456}, "max_image_size": {_LONGEST: 364}, "do_pad": True,
-}  # fmt: skip
+    **SIGLIP_DEFAULTS,
+    "resample": 1,
+    "size": {_LONGEST: 1456},
+    "max_image_size": {_LONGEST: 364},
+    "do_pad": True,
+}
 # Transformers' processor takes it for any conversation with a video. Here the image token stands for a video too.
 VIDEO_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -48,10 +52,16 @@ def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
             "exports 26, 27 or a power of two a side"
         )
     return ModelConfig(
-        text=text_config, vision=tower, feature_layers=(tower.layers,), select="full", projector_activation="gelu",
-        projector_bias=False, image_token_id=image_token_of(parsed, text_config), layout=_layout(tower, SIDE),
+        text=text_config,
+        vision=tower,
+        feature_layers=(tower.layers,),
+        select="full",
+        projector_activation="gelu",
+        projector_bias=False,
+        image_token_id=image_token_of(parsed, text_config),
+        layout=_layout(tower, SIDE),
         projector_layers=1,
-    )  # fmt: skip
+    )
 
 
 def _layout(tower: VisionConfig, side: int) -> MarkedTiles:
@@ -111,17 +121,23 @@ def _adjust_video(frames: Frames, processor: Mapping[str, Any]) -> Frames:
 def marked_family(name: str) -> Family:
     """The family whose transformers classes begin with `name`."""
     return Family(
-        model_type=name.lower(), architecture=f"{name}ForConditionalGeneration", read=partial(_read, name),
+        model_type=name.lower(),
+        architecture=f"{name}ForConditionalGeneration",
+        read=partial(_read, name),
         processors=(ImageProcessor(f"{name}ImageProcessor", _DEFAULTS, tiled=True, size="max_image_size"),),
-        adjust=_adjust, tensors=(
+        adjust=_adjust,
+        tensors=(
             (r"^model\.vision_model\.", "vision."),
             (r"^model\.text_model\.", "text."),
             (r"^model\.connector\.modality_projection\.proj\.", "projector.linear_1."),
         ),
-    )  # fmt: skip
+    )
 
 
 FAMILY = replace(
-    marked_family("SmolVLM"), read=_with_videos, adjust_video=_adjust_video, video_template=VIDEO_TEMPLATE,
+    marked_family("SmolVLM"),
+    read=_with_videos,
+    adjust_video=_adjust_video,
+    video_template=VIDEO_TEMPLATE,
     video_processor=ImageProcessor("SmolVLMVideoProcessor", _DEFAULTS, tiled=True, size="max_image_size"),
-)  # fmt: skip
+)

@@ -47,15 +47,22 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             raise UnsupportedModelError(f"{name} is {value!r:.40}, vtx exports InternVL models with {known!r} only")
     first = SimpleNamespace(image_size=vision.image_size[0], patch_size=vision.patch_size[0])
     tower = replace(
-        tower_of(vision, "internvit", SHUFFLE, first), qkv_bias=bool(vision.attention_bias), layer_scale=True,
+        tower_of(vision, "internvit", SHUFFLE, first),
+        qkv_bias=bool(vision.attention_bias),
+        layer_scale=True,
         shuffle=SHUFFLE,
-    )  # fmt: skip
+    )
     return ModelConfig(
-        text=text_config, vision=tower, feature_layers=feature_layers_of(parsed.vision_feature_layer, tower.layers),
-        select="default", projector_activation=parsed.projector_hidden_act, projector_bias=True,
+        text=text_config,
+        vision=tower,
+        feature_layers=feature_layers_of(parsed.vision_feature_layer, tower.layers),
+        select="default",
+        projector_activation=parsed.projector_hidden_act,
+        projector_bias=True,
         image_token_id=image_token_of(parsed, text_config),
-        layout=Tiles(tower.image, (tower.grid // SHUFFLE) ** 2, FEWEST, MOST), projector_norm_eps=NORM_EPS,
-    )  # fmt: skip
+        layout=Tiles(tower.image, (tower.grid // SHUFFLE) ** 2, FEWEST, MOST),
+        projector_norm_eps=NORM_EPS,
+    )
 
 
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
@@ -77,7 +84,9 @@ def _template(source: str, _: ModelConfig) -> str:
 
 
 FAMILY = Family(
-    model_type="internvl", architecture="InternVLForConditionalGeneration", read=_read,
+    model_type="internvl",
+    architecture="InternVLForConditionalGeneration",
+    read=_read,
     processors=(ImageProcessor("GotOcr2ImageProcessor", _DEFAULTS, tiled=True),),
     tensors=(
         (_TOWER + r"embeddings\.cls_token$", "vision.embeddings.class_embedding"),
@@ -90,5 +99,7 @@ FAMILY = Family(
         (_LAYER, r"vision.encoder.layers.\1."),
         (r"^(?:model\.)?multi_modal_projector\.layer_norm\.", "projector.norm."),
     ),
-    adjust=_adjust, template=_template, boxes=BoxForm("[ # , # , # , # ]", "before", 1000, rows_first=False),
-)  # fmt: skip
+    adjust=_adjust,
+    template=_template,
+    boxes=BoxForm("[ # , # , # , # ]", "before", 1000, rows_first=False),
+)

@@ -21,17 +21,26 @@ INTERNLM2 = "InternLM2ForCausalLM"
 _DECODERS = {INTERNLM2: "llama", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 # Settings whose other values are not supported.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "use_thumbnail": (True,), "pad2square": (None, False), "downsample_ratio": (0.5,),
-    "dynamic_image_size": (None, True, False), "ps_version": (None, "v1", "v2"),
-}  # fmt: skip
+    "use_thumbnail": (True,),
+    "pad2square": (None, False),
+    "downsample_ratio": (0.5,),
+    "dynamic_image_size": (None, True, False),
+    "ps_version": (None, "v1", "v2"),
+}
 _TEMPLATES = {"internlm2-chat": "internlm2-chat", "Hermes-2": "internlm2-chat", "internvl2_5": "internvl2_5"}
 MAX_SYSTEM = 4096  # characters
 MEAN = [0.485, 0.456, 0.406]
 STD = [0.229, 0.224, 0.225]
 _TOWER_DEFAULTS: Mapping[str, Any] = {
-    "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48, "num_attention_heads": 25,
-    "patch_size": 14, "layer_norm_eps": 1e-6, "hidden_act": "gelu", "num_channels": 3,
-}  # fmt: skip
+    "hidden_size": 3200,
+    "intermediate_size": 12800,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 25,
+    "patch_size": 14,
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu",
+    "num_channels": 3,
+}
 _LAYER = r"^language_model\.model\.layers\.(\d+)\."
 _BLOCK = r"^vision_model\.encoder\.layers\.(\d+)\."
 
@@ -55,22 +64,29 @@ def _read(config: Config) -> ModelConfig:
         )
     shaped = {
         "text_config": {
-            **{key: text[key] for key in DECODER if text.get(key) is not None}, "model_type": _DECODERS[decoder],
+            **{key: text[key] for key in DECODER if text.get(key) is not None},
+            "model_type": _DECODERS[decoder],
         },
         "vision_config": {
-            **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()}, "model_type": "internvl_vision",
-            "norm_type": "layer_norm", "use_qk_norm": False, "use_mean_pooling": True, "image_size": side,
+            **{key: vision.get(key, usual) for key, usual in _TOWER_DEFAULTS.items()},
+            "model_type": "internvl_vision",
+            "norm_type": "layer_norm",
+            "use_qk_norm": False,
+            "use_mean_pooling": True,
+            "image_size": side,
             "attention_bias": vision.get("qkv_bias", False),
         },
         "vision_feature_layer": config.get("select_layer", -1),
         "image_token_id": config.get("image_token_id", 0),  # from the tokenizer's files
         "tie_word_embeddings": False,  # whatever the file says
-    }  # fmt: skip
+    }
     model = INTERNVL.read(shaped)
     tower = replace(
-        model.vision, rms_norm=vision.get("norm_type", "rms_norm") == "rms_norm",
-        qk_norm=vision.get("qk_normalization", True) is True, shuffle_by_columns=config.get("ps_version", "v1") == "v1",
-    )  # fmt: skip
+        model.vision,
+        rms_norm=vision.get("norm_type", "rms_norm") == "rms_norm",
+        qk_norm=vision.get("qk_normalization", True) is True,
+        shuffle_by_columns=config.get("ps_version", "v1") == "v1",
+    )
     fewest, most = (config.get(f"{name}_dynamic_patch", usual) for name, usual in (("min", 1), ("max", 6)))
     if type(fewest) is not int or type(most) is not int:
         raise CheckpointError(
@@ -126,22 +142,34 @@ def _separate(config: Config, tensors: Mapping[str, TensorInfo]) -> Iterator[tup
         for part, first, count in (("q", 0, group - 2), ("k", group - 2, 1), ("v", group - 1, 1)):
             run = count * head_dim
             row = info.nbytes // rows
-            yield f"{stem}.{part}_proj.{kind}", replace(
-                info, shape=(kv_heads * run, *info.shape[1:]), offset=info.offset + first * head_dim * row,
-                nbytes=kv_heads * run * row, spread=(run, group * head_dim),
-            )  # fmt: skip
+            yield (
+                f"{stem}.{part}_proj.{kind}",
+                replace(
+                    info,
+                    shape=(kv_heads * run, *info.shape[1:]),
+                    offset=info.offset + first * head_dim * row,
+                    nbytes=kv_heads * run * row,
+                    spread=(run, group * head_dim),
+                ),
+            )
 
 
 FAMILY = Family(
-    model_type="internvl_chat", architecture="InternVLChatModel", read=_read, processors=INTERNVL.processors,
+    model_type="internvl_chat",
+    architecture="InternVLChatModel",
+    read=_read,
+    processors=INTERNVL.processors,
     tensors=(
         (r"^vision_model\.embeddings\.position_embedding$", "vision.embeddings.position_embedding.weight"),
         (_BLOCK + r"norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
         (_BLOCK + r"ls([12])$", r"vision.encoder.layers.\1.lambda_\2"),
         (_BLOCK + r"attn\.proj\.", r"vision.encoder.layers.\1.self_attn.out_proj."),
-        (_BLOCK + r"attn\.", r"vision.encoder.layers.\1.self_attn."), (r"^mlp1\.0\.", "projector.norm."),
-        (r"^mlp1\.1\.", "projector.linear_1."), (r"^mlp1\.3\.", "projector.linear_2."),
-        (r"^language_model\.model\.tok_embeddings\.", "text.embed_tokens."), (r"^language_model\.output\.", "head."),
+        (_BLOCK + r"attn\.", r"vision.encoder.layers.\1.self_attn."),
+        (r"^mlp1\.0\.", "projector.norm."),
+        (r"^mlp1\.1\.", "projector.linear_1."),
+        (r"^mlp1\.3\.", "projector.linear_2."),
+        (r"^language_model\.model\.tok_embeddings\.", "text.embed_tokens."),
+        (r"^language_model\.output\.", "head."),
         (_LAYER + r"attention_norm\.", r"text.layers.\1.input_layernorm."),
         (_LAYER + r"ffn_norm\.", r"text.layers.\1.post_attention_layernorm."),
         (_LAYER + r"attention\.wqkv\.", r"text.layers.\1.self_attn.wqkv."),
@@ -151,7 +179,9 @@ FAMILY = Family(
         (_LAYER + r"feed_forward\.w2\.", r"text.layers.\1.mlp.down_proj."),
     ),
     original=OriginalLayout(
-        processor=_processor, template=_template, whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
+        processor=_processor,
+        template=_template,
+        whole=WholeLayout("llm_config", PLACEHOLDER, "<|im_end|>", _separate),
     ),
     boxes=INTERNVL.boxes,
-)  # fmt: skip
+)

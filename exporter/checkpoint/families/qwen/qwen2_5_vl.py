@@ -43,9 +43,13 @@ def _in_time(frames: Pairs, config: Any) -> Pairs:
 
 
 FAMILY = Family(
-    model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration",
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
     read=lambda config: read_qwen(config, "Qwen2_5_VLConfig", _tower, _in_time),
     processors=(replace(PROCESSOR, name="Qwen2_5_VLImageProcessor"), PROCESSOR),  # the first is in its first files
-    tensors=TENSORS, adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
+    tensors=TENSORS,
+    adjust=adjust,
+    video_processor=VIDEO_PROCESSOR,
+    adjust_video=adjust_video,
     boxes=JSON_BOXES,
-)  # fmt: skip
+)

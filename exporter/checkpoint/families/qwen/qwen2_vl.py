@@ -42,9 +42,11 @@ TENSORS = (  # Qwen3-VL has other names for the parts of blocks and mergers
 
 
 def read_qwen(
-    config: Mapping[str, Any], kind: str, tower: Callable[[Any, TextConfig], VisionConfig],
+    config: Mapping[str, Any],
+    kind: str,
+    tower: Callable[[Any, TextConfig], VisionConfig],
     in_time: Callable[[Pairs, Any], Pairs] = lambda frames, _: frames,
-) -> ModelConfig:  # fmt: skip
+) -> ModelConfig:
     """Read `config.json` with transformers' class `kind`; `tower` reads its vision_config.
 
     `in_time` sets the place in time of the frames of videos, also by vision_config.
@@ -57,11 +59,17 @@ def read_qwen(
     least, most = (count * each for count in FRAME_TOKENS)
     frames = Pairs(vision.patch, vision.shuffle, least, most, MAX_SAMPLED_FRAMES, A_SECOND, FEWEST_FRAMES)
     return ModelConfig(
-        text=text, vision=vision, feature_layers=(vision.layers,), select="full", projector_activation="gelu",
-        projector_bias=True, image_token_id=image_token_of(parsed, text),
-        layout=Native(vision.patch, vision.shuffle, FEWEST, MOST), projector_norm_eps=NORM_EPS,
+        text=text,
+        vision=vision,
+        feature_layers=(vision.layers,),
+        select="full",
+        projector_activation="gelu",
+        projector_bias=True,
+        image_token_id=image_token_of(parsed, text),
+        layout=Native(vision.patch, vision.shuffle, FEWEST, MOST),
+        projector_norm_eps=NORM_EPS,
         video=VideoConfig(image_token_of(parsed, text, "video"), in_time(frames, parsed.vision_config), "full"),
-    )  # fmt: skip
+    )
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:
@@ -81,10 +89,18 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
             f"a text model of hidden size {text.hidden}; correct config.json"
         )
     return VisionConfig(
-        family=family, layers=size(config, "depth", MAX_LAYERS), hidden=hidden, ffn=ffn, heads=heads,
-        image=_side(MOST, patch * config.spatial_merge_size), patch=patch, eps=NORM_EPS,
-        activation=str(config.hidden_act), shuffle=config.spatial_merge_size, native=True,
-    )  # fmt: skip
+        family=family,
+        layers=size(config, "depth", MAX_LAYERS),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        image=_side(MOST, patch * config.spatial_merge_size),
+        patch=patch,
+        eps=NORM_EPS,
+        activation=str(config.hidden_act),
+        shuffle=config.spatial_merge_size,
+        native=True,
+    )
 
 
 def _side(pixels: int, unit: int) -> int:
@@ -133,9 +149,14 @@ def adjust_video(frames: Pairs, processor: Mapping[str, Any]) -> Pairs:
     more = counts["max_frames"] or MAX_SAMPLED_FRAMES
     try:
         return replace(
-            frames, min_pixels=least, max_pixels=most, frames=min(more, frames.frames), fewest=fewest,
-            a_second=float(rate), capped=cap,
-        )  # fmt: skip
+            frames,
+            min_pixels=least,
+            max_pixels=most,
+            frames=min(more, frames.frames),
+            fewest=fewest,
+            a_second=float(rate),
+            capped=cap,
+        )
     except BundleError as e:
         raise CheckpointError(f"the video processor's settings: {e}") from e
 
@@ -157,8 +178,13 @@ def _pixels(processor: Mapping[str, Any], limit: str, edge: str, default: int) -
 # Of Qwen2.5-VL, whose boxes are in pixels of the picture as the model sees it.
 JSON_BOXES = BoxForm('"bbox_2d" : [ # , # , # , # ]', "inside", None, rows_first=False)
 FAMILY = Family(
-    model_type="qwen2_vl", architecture="Qwen2VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower), processors=(PROCESSOR,), tensors=TENSORS,
-    adjust=adjust, video_processor=VIDEO_PROCESSOR, adjust_video=adjust_video,
+    model_type="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen2VLConfig", _tower),
+    processors=(PROCESSOR,),
+    tensors=TENSORS,
+    adjust=adjust,
+    video_processor=VIDEO_PROCESSOR,
+    adjust_video=adjust_video,
     boxes=BoxForm("( # , # ) , ( # , # )", "before", 1000, rows_first=False),
-)  # fmt: skip
+)

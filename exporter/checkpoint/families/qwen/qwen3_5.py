@@ -27,8 +27,14 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 
 
 FAMILY = Family(
-    model_type="qwen3_5", architecture="Qwen3_5ForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3_5Config", _tower, frames_in_time), processors=(PROCESSOR,),
-    tensors=TENSORS, adjust=adjust, template=template_without_marks, adjust_video=adjust_video,
-    video_processor=VIDEO_PROCESSOR, boxes=BOXES,
-)  # fmt: skip
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen3_5Config", _tower, frames_in_time),
+    processors=(PROCESSOR,),
+    tensors=TENSORS,
+    adjust=adjust,
+    template=template_without_marks,
+    adjust_video=adjust_video,
+    video_processor=VIDEO_PROCESSOR,
+    boxes=BOXES,
+)

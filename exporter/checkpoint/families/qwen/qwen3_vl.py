@@ -61,8 +61,14 @@ def template_without_marks(template: str, _: ModelConfig) -> str:
 
 BOXES = replace(JSON_BOXES, scale=1000)
 FAMILY = Family(
-    model_type="qwen3_vl", architecture="Qwen3VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, frames_in_time), processors=(PROCESSOR,),
-    tensors=TENSORS, adjust=adjust, template=template_without_marks, adjust_video=adjust_video,
-    video_processor=VIDEO_PROCESSOR, boxes=BOXES,
-)  # fmt: skip
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, frames_in_time),
+    processors=(PROCESSOR,),
+    tensors=TENSORS,
+    adjust=adjust,
+    template=template_without_marks,
+    adjust_video=adjust_video,
+    video_processor=VIDEO_PROCESSOR,
+    boxes=BOXES,
+)

@@ -11,9 +11,12 @@ from vtx.tools.model.towers.tower import Tower
 from vtx.tools.model.vision import VisionConfig
 
 PARTS: Mapping[str, Callable[[VisionConfig], Placed]] = {
-    "clip": clip.placed, "convnext": convnext.placed, "sam": sam.placed, "eva02": eva02.placed,
+    "clip": clip.placed,
+    "convnext": convnext.placed,
+    "sam": sam.placed,
+    "eva02": eva02.placed,
     "pix2struct": pix2struct.placed,
-}  # fmt: skip
+}
 
 
 class JoinedTower(Tower):
