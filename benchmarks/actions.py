@@ -48,7 +48,8 @@ def checkpoint(folder: Path, layers: int, tower_layers: int) -> Path:
     named = {"bos_token": "<bos>", "eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     config = PI0Config().to_dict() | {"architectures": ["PI0ForConditionalGeneration"]}
-    vlm, image = config["vlm_config"], tokenizer.get_vocab_size() - 1
+    vlm = config["vlm_config"]
+    image = tokenizer.get_vocab_size() - 1
     vlm["text_config"] |= {"num_hidden_layers": layers, "vocab_size": image}
     vlm |= {"image_token_id": image, "image_token_index": image}
     vlm["vision_config"]["num_hidden_layers"] = tower_layers
@@ -84,7 +85,8 @@ def measure(model: Model, ks: list[int | None], rounds: int, cameras: int) -> di
 
 
 def main(arguments: argparse.Namespace) -> None:
-    rows, figures = [["device", "K", "step, s", "tower", "prompt", "expert", "CPU s"]], list[dict[str, Any]]()
+    rows = [["device", "K", "step, s", "tower", "prompt", "expert", "CPU s"]]
+    figures = list[dict[str, Any]]()
     with scratch(arguments.scratch) as folder:
         bundle = arguments.bundle or folder / "bundle"
         if not bundle.exists():

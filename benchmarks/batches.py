@@ -79,7 +79,8 @@ def main() -> None:
             for installation, (python, more) in sorted(sides.items(), reverse=bool(number % 2)):
                 found.setdefault((installation, name), []).append(took(python, [*words, *more], out))
     amounts = {"vtx-batch": len(lines), "vtx-eval": len(lines) * len(given.k.split(","))}
-    rows, table = [], [["", "answers", "answers/s", "CPU s per answer"]]
+    rows = []
+    table = [["", "answers", "answers/s", "CPU s per answer"]]
     for (installation, name), values in found.items():
         if name == "one":
             continue
@@ -106,7 +107,8 @@ def main() -> None:
 def took(python: Path, words: list[str], out: Path) -> tuple[float, float]:
     """Seconds, and seconds of processor time, of a command whose output is removed before."""
     shutil.rmtree(out, ignore_errors=True) if out.is_dir() else out.unlink(missing_ok=True)
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.monotonic()
     subprocess.run(
         [str(python), "-c", PROGRAM.format(words[0]), *words[1:]],
         check=True,

@@ -31,7 +31,8 @@ QUESTION = "What happens in the video?"
 
 def film(frames: int, side: int, seed: int) -> Any:
     """Frames [frames, side, side, 3] of a still, over which a square of a quarter of the side moves."""
-    random, square = np.random.default_rng(seed), side // 4
+    random = np.random.default_rng(seed)
+    square = side // 4
     clip = np.repeat(random.integers(0, 256, (1, side, side, 3), dtype=np.uint8), frames, 0)
     for number, frame in enumerate(clip):
         left = number * (side - square) // max(1, frames - 1)
@@ -71,7 +72,8 @@ def main() -> None:
     rows = list[list[Any]]()
     for (spec, k), of in seconds.items():
         names = [*([f"`{spec}`"] if spec != "none" else []), *([f"K = {k}"] if k != "none" else [])]
-        middle, work = spread(of).median, flops[spec, k]
+        middle = spread(of).median
+        work = flops[spec, k]
         rows.append(
             [
                 " + ".join(names) or "none",

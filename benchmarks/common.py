@@ -103,12 +103,14 @@ def write_random(
     deviation_and_mean: Callable[[str, tuple[int, ...]], tuple[float, float]] = of_kept_size,
 ) -> None:
     """A safetensors file of random weights, F16 or F32, a block at a time."""
-    rng, stored = np.random.default_rng(0), {"F16": "<f2", "F32": "<f4"}[kind]
+    rng = np.random.default_rng(0)
+    stored = {"F16": "<f2", "F32": "<f4"}[kind]
     header, _ = layout(file, [(name, kind, shape) for name, shape in needed])
     with file.open("wb") as out:
         out.write(header)
         for name, shape in needed:
-            left, (deviation, mean) = int(np.prod(shape)), deviation_and_mean(name, shape)
+            left = int(np.prod(shape))
+            deviation, mean = deviation_and_mean(name, shape)
             while left:
                 block = rng.standard_normal(min(left, BLOCK), dtype=np.float32)
                 out.write((block * np.float32(deviation) + np.float32(mean)).astype(stored).tobytes())

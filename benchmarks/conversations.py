@@ -31,13 +31,20 @@ QUESTION = "What is in this picture? Describe each thing, where it is, and how i
 def measure(given: Any, k: int | None) -> dict[str, Any]:
     """Bytes of one conversation, mean of all but the first; runs in a process of its own."""
     options = vtx.Options(max_new_tokens=given.tokens, ignore_eos=True)
-    rng, before, opened, used, encoded = np.random.default_rng(0), 0, list[vtx.Conversation](), 0, 0
+    rng = np.random.default_rng(0)
+    before = 0
+    opened = list[vtx.Conversation]()
+    used = 0
+    encoded = 0
     with vtx.load(given.bundle, device=given.device, threads=given.threads) as model:
-        slot, stages, process = model.backend.kv_slot_bytes, model.manifest.stages, psutil.Process()
+        slot = model.backend.kv_slot_bytes
+        stages = model.manifest.stages
+        process = psutil.Process()
         if given.one_picture:
             assert isinstance(model.backend, BatchBackend)
             model.backend.share_caches(given.conversations)
-        picture, first = Image.fromarray(rng.integers(0, 256, (336, 336, 3), np.uint8)), 0
+        picture = Image.fromarray(rng.integers(0, 256, (336, 336, 3), np.uint8))
+        first = 0
         for number in range(given.conversations):
             if not given.one_picture:
                 picture = Image.fromarray(rng.integers(0, 256, (336, 336, 3), np.uint8))
@@ -48,7 +55,8 @@ def measure(given: Any, k: int | None) -> dict[str, Any]:
             opened.append(conversation)
             used = slot * (sum(answer.stats.kv_slots) + given.tokens * sum(len(stage.cached) for stage in stages))
             if number == 0:
-                before, first = process.memory_full_info().uss, held_slots(conversation)
+                before = process.memory_full_info().uss
+                first = held_slots(conversation)
                 encoded = 0 if given.one_picture else 4 * answer.stats.vision_tokens * model.manifest.model.hidden
         more = given.conversations - 1
         held = slot * (sum(map(held_slots, opened)) - first) / more
@@ -75,7 +83,8 @@ def main() -> None:
     if given.measure:
         print(json.dumps(measure(given, None if given.measure == "none" else int(given.measure))))
         return
-    rows, table = [], [["K", "used, MB", "held, MB", "process, MB", "whole context, MB", "conversations per GB"]]
+    rows = []
+    table = [["K", "used, MB", "held, MB", "process, MB", "whole context, MB", "conversations per GB"]]
     for k in ("none", *map(str, sorted(Bundle.open(given.bundle).manifest.variants, reverse=True))):
         command = [sys.executable, "-m", "benchmarks.conversations", *sys.argv[1:], "--measure", k]
         found = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)

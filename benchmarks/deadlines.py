@@ -43,7 +43,8 @@ def main() -> None:
     common = [sys.executable, "-c", SERVE, "--bundle", f"model={given.bundle}", "--port", "0", "--device", given.device]
     common += ["--threads", str(given.threads), "--parallel", "8", "--queue", "64"]
     about = {"model": given.bundle.name, "precision": Bundle.open(given.bundle).manifest.precision}
-    rows, rates = list[dict[str, Any]](), [float(rate) for rate in given.rates.split(",")]
+    rows = list[dict[str, Any]]()
+    rates = [float(rate) for rate in given.rates.split(",")]
     for name, words in {
         "chosen by load": ["--adapt", str(given.report), "--max-accuracy-drop", given.drop],
         "none": [],

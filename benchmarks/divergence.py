@@ -51,7 +51,8 @@ RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"
 POSITIONS = 144  # of a text
 PREFILLED = 8  # tokens before the first position that a bundle is judged at
 HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8"}
-SCALE_BITS, ZERO_BITS = 16, 8
+SCALE_BITS = 16
+ZERO_BITS = 8
 COLUMNS = ["form", "bits", "KL", "median KL", "same top-1", "perplexity"]
 ALIGN = ["---", *["---:"] * 5]
 CAPTION = (
@@ -80,7 +81,9 @@ class Rounded:
     """A checkpoint's weights, those of the decoder's matrices rounded to a form."""
 
     def __init__(self, weights: WeightSource, form: str, layers: int) -> None:
-        self._weights, self._form, self._layers = weights, form, layers
+        self._weights = weights
+        self._form = form
+        self._layers = layers
         self.bits = self.numbers = 0.0
 
     def holds(self, name: str) -> bool:
@@ -94,7 +97,8 @@ class Rounded:
         is_head = name == HEAD or (name == EMBEDDING and isinstance(rows, slice))  # embedded tokens are read by index
         if not is_head and not (name.startswith("text.layers") and multiplied(name, tuple(values.shape))):
             return values
-        form, width = self._form, values.shape[1]
+        form = self._form
+        width = values.shape[1]
         if form.startswith("Q"):
             rounded, bits = rivals.rounded(
                 values.numpy(), rivals.type_of(form, name, width, self._layers, is_head=is_head)
@@ -132,7 +136,8 @@ def texts_of(checkpoint: Path) -> Texts:
 
 def forward(plan: Plan, texts: Texts, weights: WeightSource) -> Logits:
     """The reference's logits at every position of each text."""
-    reference, nothing = Reference(plan.checkpoint, plan.config, weights), torch.zeros((0, plan.config.text.hidden))
+    reference = Reference(plan.checkpoint, plan.config, weights)
+    nothing = torch.zeros((0, plan.config.text.hidden))
     with torch.inference_mode():
         samples = [Sample(ids[:-1], Encoded(nothing), len(ids) - 1) for ids in texts.values()]
         states = [state[None] for state in reference.hidden(samples, [None])]
@@ -146,9 +151,11 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
     parts = dict[str, StoredTensor]()
     for file in sorted((folder / "weights").iterdir()):
         for name, info in read_header(file).tensors.items():
-            kind, shape = info.dtype, info.shape
+            kind = info.dtype
+            shape = info.shape
             if kind == "U8":
-                kind, shape = "I4", (shape[0], 2 * shape[1])
+                kind = "I4"
+                shape = (shape[0], 2 * shape[1])
             parts[name] = StoredTensor(f"weights/{file.name}", info.offset, info.nbytes, kind, shape)
     return {
         name: replace(part, scales=parts.get(name + SCALES), zeros=parts.get(name + ZEROS))
@@ -170,7 +177,8 @@ def bits_of(stored: Mapping[str, StoredTensor]) -> float:
 
 def answered(model: Model, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     """A bundle's logits at the positions from `PREFILLED` on."""
-    session, first = Session(model.backend, model.manifest), ids[:PREFILLED]
+    session = Session(model.backend, model.manifest)
+    first = ids[:PREFILLED]
     policy = make_policy(None, model.manifest, model.backend.gate)
     logits = session.prefill(Prompt(first, np.zeros(len(first), bool), ()), policy).logits.copy()
     return np.stack([logits, *(session.decode(int(token)).copy() for token in ids[PREFILLED:-1])])
@@ -179,11 +187,14 @@ def answered(model: Model, ids: NDArray[np.int64]) -> NDArray[np.float32]:
 def row(
     decoder: str, form: str, bits: float | None, truth: Mapping[str, NDArray[np.float32]], texts: Texts, logits: Logits
 ) -> Row:
-    kl, same, losses = list[float](), list[bool](), list[float]()
+    kl = list[float]()
+    same = list[bool]()
+    losses = list[float]()
     for kind, judged in logits.items():
         targets = texts[kind][-len(judged) :]
         for wanted, found, target in zip(truth[kind][-len(judged) :], judged, targets, strict=True):
-            p, q = log_softmax(wanted), log_softmax(found)
+            p = log_softmax(wanted)
+            q = log_softmax(found)
             kl.append(float(np.exp(p) @ (p - q)))
             same.append(bool(p.argmax() == q.argmax()))
             losses.append(-float(q[target]))
@@ -200,8 +211,10 @@ def row(
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
-    plan, texts = plan_export(ExportOptions(str(options.checkpoint), (), "fp32")), texts_of(options.checkpoint)
-    name, truth = options.checkpoint.name, Logits()
+    plan = plan_export(ExportOptions(str(options.checkpoint), (), "fp32"))
+    texts = texts_of(options.checkpoint)
+    name = options.checkpoint.name
+    truth = Logits()
     if options.truth is not None and options.truth.exists():
         truth = dict(np.load(options.truth))
     else:
@@ -234,7 +247,8 @@ def write_results(file: Path) -> None:
     rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
     lines = list[dict[str, Any]]()
     for decoder in dict.fromkeys(row.decoder for row in rows):
-        table, own = decoder.replace(".", "-"), [row for row in rows if row.decoder == decoder]
+        table = decoder.replace(".", "-")
+        own = [row for row in rows if row.decoder == decoder]
         caption = CAPTION.format(decoder=decoder, positions=max(row.positions for row in own))
         lines.append({"table": table, "columns": COLUMNS, "align": ALIGN, "caption": caption})
         for row in sorted(own, key=lambda row: -(row.bits or 0)):

@@ -36,7 +36,8 @@ def type_of(form: str, name: str, width: int, layers: int, *, is_head: bool) -> 
     """GGUF's type of a matrix in a form, which is a type or a mix as `llama-quantize` makes it without measuring."""
     if form not in MIXES:
         return "Q8_0" if is_head else form
-    kind, match = MIXES[form], SENSITIVE.match(name)
+    kind = MIXES[form]
+    match = SENSITIVE.match(name)
     if is_head or (match and _has_more_bits(int(match[1]), layers)):
         kind = LARGER
     return NARROW[kind] if width % SUPER_BLOCK else kind

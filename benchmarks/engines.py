@@ -64,7 +64,9 @@ HEAD = {
 
 def exported(work: Path, name: str, precision: str) -> Bundle:
     """The bundle of a shape at a precision, made once."""
-    model, checkpoint, out = MODELS[name], work / name, work / f"{name}-{precision}"
+    model = MODELS[name]
+    checkpoint = work / name
+    out = work / f"{name}-{precision}"
     if not (out / "vtx.json").exists():
         if not (checkpoint / "model.safetensors.index.json").exists():
             shutil.rmtree(checkpoint, ignore_errors=True)

@@ -101,7 +101,8 @@ def prefill(model: Model, tokens: TokenStates, *, whole: bool) -> float:
         if stage.first <= layer <= stage.last
     }
     behind = model.backend.stage(len(first), 0, of)
-    begun, count = time.process_time(), len(tokens)
+    begun = time.process_time()
+    count = len(tokens)
     states = tokens
     for cache in caches:
         states = tokens.after(cache.append(states, positions).copy())
@@ -112,10 +113,12 @@ def prefill(model: Model, tokens: TokenStates, *, whole: bool) -> float:
 
 def main(arguments: argparse.Namespace) -> None:
     rows: list[list[str]] = [["device", "exit, s", "whole, s", "of the time", "of the FLOPs"]]
-    figures, rng = list[dict[str, Any]](), np.random.default_rng(1)
+    figures = list[dict[str, Any]]()
+    rng = np.random.default_rng(1)
     with scratch(arguments.scratch) as folder:
         if (bundle := arguments.bundle) is None:
-            bundle, made = folder / "bundle", checkpoint(folder / "checkpoint", arguments.layers)
+            bundle = folder / "bundle"
+            made = checkpoint(folder / "checkpoint", arguments.layers)
             options = ExportOptions(
                 str(made), (), arguments.precision, 1024, dialects=("ort", "plain"), template=TEMPLATE
             )
@@ -126,7 +129,8 @@ def main(arguments: argparse.Namespace) -> None:
             raise SystemExit(f"{bundle} is not a model whose last stage shares keys and values, as Gemma 4 E2B does")
         for device in arguments.device.split(","):
             with load(bundle, device=device, threads=arguments.threads) as model:
-                size, inputs = bundle_size(model.bundle).decoder, model.manifest.token_inputs
+                size = bundle_size(model.bundle).decoder
+                inputs = model.manifest.token_inputs
                 drawn = {e.name: rng.standard_normal((arguments.tokens, e.width), np.float32) for e in inputs}
                 tokens = TokenStates(rng.standard_normal((arguments.tokens, size.hidden), np.float32), drawn)
                 ran: dict[bool, list[float]] = {False: [], True: []}

@@ -32,7 +32,9 @@ from vtx.tools.fleet.routing import order
 REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = (4, 64)  # of these in the table
 TRAFFIC = ("zipf", "camera")
-QUESTIONS, GAP, PERIOD = 4, 2.0, 20.0  # of a frame; the times between them and between frames, in times of a miss
+QUESTIONS = 4  # of a frame; the times between them and between frames, in times of a miss
+GAP = 2.0
+PERIOD = 20.0
 WARM = 0.2  # the part of all requests that is not judged
 REPEATS = 5  # of a measurement
 
@@ -128,7 +130,8 @@ class Server:
 
 def zipf(rate: float, number: int, pictures: int, draw: random.Random) -> Iterator[Question]:
     """Questions at random times about pictures whose popularity falls as 1 / rank."""
-    weights, now = [*accumulate(1 / rank for rank in range(1, pictures + 1))], 0.0
+    weights = [*accumulate(1 / rank for rank in range(1, pictures + 1))]
+    now = 0.0
     for _ in range(number):
         now += draw.expovariate(rate)
         [rank] = draw.choices(range(pictures), cum_weights=weights)
@@ -190,7 +193,9 @@ def measured(bundle: Path, tokens: int) -> Times:
 
     from vtx.runtime.api.load import load
 
-    misses, hits, per_token = list[float](), list[float](), list[float]()
+    misses = list[float]()
+    hits = list[float]()
+    per_token = list[float]()
     with load(bundle) as model:
         for seed in range(REPEATS + 1):  # the first one warms up
             picture = np.random.default_rng(seed).integers(0, 256, (336, 336, 3), np.uint8)
@@ -210,7 +215,8 @@ def rows_of(times: Times, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for affinity in (True, False):
                     for seed in range(args.seeds):
                         draw = random.Random(seed)
-                        rate, number = args.load * replicas * times.capacity, max(args.least, args.each * replicas)
+                        rate = args.load * replicas * times.capacity
+                        number = max(args.least, args.each * replicas)
                         if traffic == "zipf":
                             questions = [*zipf(rate, number, args.pictures, draw)]
                         else:

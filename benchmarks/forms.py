@@ -44,10 +44,12 @@ def items_of(scene: Scene, rng: random.Random) -> Iterator[Item]:
     if single:
         thing = rng.choice(single)
         yield Item("choice", f"What color is the {thing.shape}?", {"enum": list(colors)}, colors, thing.color)
-    color, shape = rng.choice(list(COLORS)), rng.choice(list(SHAPES))
+    color = rng.choice(list(COLORS))
+    shape = rng.choice(list(SHAPES))
     if rng.random() < 0.5:
         chosen = rng.choice(scene.things)
-        color, shape = chosen.color, chosen.shape
+        color = chosen.color
+        shape = chosen.shape
     there = any(thing.color == color and thing.shape == shape for thing in scene.things)
     answer = "yes" if there else "no"
     yield Item("yes or no", f"Is there a {color} {shape}?", {"type": "boolean"}, {"yes": True, "no": False}, answer)

@@ -48,7 +48,8 @@ def ours(model: Model, picture: Any, tokens: int) -> Times:
     Of each K also the megabytes of K and V that the conversation holds.
     """
     found = {"vision": timed(lambda: model.backend.vision(picture.pixels[None]))}
-    asked, second = prompt_of(model, picture), prompt_of(model, picture, SECOND)
+    asked = prompt_of(model, picture)
+    second = prompt_of(model, picture, SECOND)
     for k in (None, *model.manifest.variants):
         session = Session(model.backend, model.manifest)
         policy = make_policy(k, model.manifest, model.backend.gate)
@@ -67,12 +68,14 @@ class Theirs:
         import torch
         from transformers import LlavaForConditionalGeneration
 
-        self.torch, self.device = torch, device
+        self.torch = torch
+        self.device = device
         kind = torch.float16 if device == "cuda" else torch.float32
         self.model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=kind).to(device).eval()
 
     def run(self, ids: Any, pixels: Any, tokens: int) -> Times:
-        torch, model = self.torch, self.model
+        torch = self.torch
+        model = self.model
         pixels = torch.from_numpy(pixels).to(self.device, model.dtype)
         ids = torch.from_numpy(ids)[None].to(self.device)
         state: dict[str, Any] = {}
@@ -83,7 +86,8 @@ class Theirs:
 
         def decode() -> None:
             for _ in range(tokens):
-                past, token = state["out"].past_key_values, torch.ones((1, 1), dtype=torch.long, device=self.device)
+                past = state["out"].past_key_values
+                token = torch.ones((1, 1), dtype=torch.long, device=self.device)
                 state["out"] = model(input_ids=token, past_key_values=past, use_cache=True)
                 self._wait()
 
@@ -108,7 +112,8 @@ class Genai:
     def __init__(self, folder: Path) -> None:
         import onnxruntime_genai
 
-        self.genai, self.model = onnxruntime_genai, onnxruntime_genai.Model(str(folder))
+        self.genai = onnxruntime_genai
+        self.model = onnxruntime_genai.Model(str(folder))
 
     def run(self, ids: Any, image_token: int, question: int, tokens: int) -> Times:
         """`ids` with text in the image's place; the second question is the last `question` of them again."""
@@ -155,7 +160,8 @@ def main() -> None:
         "transformers": lambda: theirs.run(prompt.ids, picture.pixels[None], given.tokens),
     }
     if given.genai is not None:
-        genai, question = Genai(given.genai), len(prompt.ids) - prompt.prefix_length
+        genai = Genai(given.genai)
+        question = len(prompt.ids) - prompt.prefix_length
         image_token = model.manifest.text.image_token_id
         runs["onnxruntime-genai"] = lambda: genai.run(prompt.ids, image_token, question, given.tokens)
     sides: dict[str, list[Times]] = {name: [] for name in runs}

@@ -55,7 +55,8 @@ MB = 1e6
 
 def exported(work: Path, name: str, shape: Shape | None, ks: tuple[int, ...]) -> Path:
     """A bundle of this shape, or of a tiny model, with engines for the stand-in."""
-    out, checkpoint = work / name, work / f"checkpoint-{name}"
+    out = work / name
+    checkpoint = work / f"checkpoint-{name}"
     if (out / "vtx.json").exists():
         return out
     shutil.rmtree(checkpoint, ignore_errors=True)
@@ -76,7 +77,8 @@ def exported(work: Path, name: str, shape: Shape | None, ks: tuple[int, ...]) ->
 @contextmanager
 def opened(folder: Path, path: str) -> Iterator[tuple[Model, Gpu]]:
     """A bundle on the stand-in of a path."""
-    bundle, target = Bundle.open(folder), PATHS[path]
+    bundle = Bundle.open(folder)
+    target = PATHS[path]
     with pytest.MonkeyPatch.context() as patch:
         if target is None:
             machine = Ort(Gpu(1 << 36))
@@ -86,7 +88,8 @@ def opened(folder: Path, path: str) -> Iterator[tuple[Model, Gpu]]:
             with Model(bundle, ort_cuda.OrtCudaBackend(bundle), 0.0, "") as model:
                 yield model, machine.gpu
             return
-        gpu, made = Gpu(1 << 36), gpu_standin.module
+        gpu = Gpu(1 << 36)
+        made = gpu_standin.module
         patch.setattr(tensorrt, "load_driver", lambda: gpu)
         patch.setattr(tensorrt, "load_flavour", lambda flavour: made(gpu, gpu_standin.VERSION, flavour))
         patch.setattr(tensorrt, "find_gpu", lambda *_: CARD if target == "sm89" else ORIN)
@@ -99,10 +102,13 @@ class Count:
 
     def __init__(self, gpu: Gpu) -> None:
         gc.collect()
-        self._gpu, self._before, self._copies = gpu, gpu.calls.copy(), len(gpu.copies)
+        self._gpu = gpu
+        self._before = gpu.calls.copy()
+        self._copies = len(gpu.copies)
 
     def now(self) -> dict[str, int]:
-        calls, copies = self._gpu.calls - self._before, self._gpu.copies[self._copies :]
+        calls = self._gpu.calls - self._before
+        copies = self._gpu.copies[self._copies :]
         sides = [side for side, _ in copies]
         figures = (
             calls["cuMemAlloc_v2"] + calls["cuMemHostAlloc"],
@@ -152,14 +158,16 @@ def memory(folder: Path, path: str, k: int | None) -> tuple[int, int, int]:
     with opened(folder, path) as (model, _), model.open(picture(0)) as image:
         answer = image.ask(QUESTION, k or "none", options(TOKENS))
         assert answer.stats.prompt_tokens == 641, answer.stats.prompt_tokens
-        slot, layers = model.backend.kv_slot_bytes, model.manifest.model.layers
+        slot = model.backend.kv_slot_bytes
+        layers = model.manifest.model.layers
         filled = slot * (sum(answer.stats.kv_slots) + (TOKENS - 1) * layers)
         return slot * layers * model.manifest.max_context, filled, int(slot * held_slots(image))
 
 
 def frames(folder: Path, path: str, count: int) -> list[str]:
     """An application that opens a conversation for each of `count` frames and asks two questions."""
-    process, seen = psutil.Process(), dict[int, tuple[int, int, int]]()
+    process = psutil.Process()
+    seen = dict[int, tuple[int, int, int]]()
     with opened(folder, path) as (model, gpu):
         for number in range(1, count + 1):
             with model.open(picture(number, 64)) as image:
@@ -181,7 +189,8 @@ def main() -> None:
     args.add_argument("--frames", type=int, default=1000, help="10 at least")
     args.add_argument("--write", action="store_true", help=f"write {RESULTS}")
     given = args.parse_args()
-    cuts, lines = tuple(k for k in KS if k), list[str]()
+    cuts = tuple(k for k in KS if k)
+    lines = list[str]()
 
     def show(table: str, columns: list[str], left: int, rows: Iterator[list[str]]) -> None:
         align = [*["---"] * left, *["---:"] * (len(columns) - left)]

@@ -47,7 +47,8 @@ def main() -> None:
     args.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize")
     args.add_argument("--no-amx", action="store_true", help="keep vtx from AMX")
     given = args.parse_args()
-    bundle, rates = given_bundle(given), [float(rate) for rate in given.rates.split(",")]
+    bundle = given_bundle(given)
+    rates = [float(rate) for rate in given.rates.split(",")]
     if given.no_amx:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
     serve = [sys.executable, "-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", str(PARALLEL)]
@@ -81,8 +82,10 @@ def llama(given: Any) -> list[str]:
     """Continuous batching over as many conversations as vtx has, the vision tower in float16."""
     from benchmarks.peers import gguf_files
 
-    checkpoint, port = given.work / f"checkpoint-{given.shape}", free_port()
-    model, tower = made_gguf(given, checkpoint), given.work / f"{given.shape}-mmproj.gguf"
+    checkpoint = given.work / f"checkpoint-{given.shape}"
+    port = free_port()
+    model = made_gguf(given, checkpoint)
+    tower = given.work / f"{given.shape}-mmproj.gguf"
     if not tower.exists():
         gguf_files.write_mmproj(checkpoint, tower, full=False)
     words = ["--model", model, "--mmproj", tower, "--host", "127.0.0.1", "--port", port, "--parallel", PARALLEL]
@@ -120,7 +123,8 @@ def asked(port: int, image: str, tokens: int, extra: dict[str, Any]) -> tuple[fl
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     with suppress(OSError, http.client.HTTPException), closing(connection):
-        start, first = time.perf_counter(), 0.0
+        start = time.perf_counter()
+        first = 0.0
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         while response.status == 200 and (line := response.readline()):

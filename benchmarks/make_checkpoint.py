@@ -134,7 +134,8 @@ def blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Itera
     count = int(np.prod(shape))
     norm = "norm" in name and name.endswith("weight")
     scale = 0.05 if len(shape) == 1 else float(np.prod(shape[1:])) ** -0.5
-    embedding, head = name.endswith("embed_tokens.weight"), name == "language_model.lm_head.weight"
+    embedding = name.endswith("embed_tokens.weight")
+    head = name == "language_model.lm_head.weight"
     for number, start in enumerate(range(0, count, BLOCK)):
         if embedding or head:  # the head's block has the values of the embedding's block before it
             rng = np.random.default_rng((number - head) % -(-count // BLOCK))
@@ -157,7 +158,8 @@ def shards(tensors: list[tuple[str, tuple[int, ...]]]) -> list[list[tuple[str, t
 
 def write_weights(folder: Path, s: Shape) -> None:
     parts = shards([*vision_tensors(s), *text_tensors(s)] if s.family == "llava" else canonical_tensors(folder))
-    rng, weight_map = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    weight_map = {}
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         header, _ = layout(folder / name, [(n, "F16", shape) for n, shape in part])

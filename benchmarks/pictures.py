@@ -91,7 +91,10 @@ T = TypeVar("T")
 
 def arriving(rate: float, seconds: float, seed: int, send: Callable[[str], T]) -> list[T]:
     """What `send` gives for new pictures that arrive at random at this rate (Poisson), each sent by a thread."""
-    rng, found, threads, at = np.random.default_rng(seed), list[T](), list[threading.Thread](), time.monotonic()
+    rng = np.random.default_rng(seed)
+    found = list[T]()
+    threads = list[threading.Thread]()
+    at = time.monotonic()
     for n in range(max(1, round(rate * seconds))):
         image = picture(100_000 * seed + n)
         at += float(rng.exponential(1 / rate))

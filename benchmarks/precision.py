@@ -52,12 +52,14 @@ def export(folder: Path, precision: str, vision: str | None, kv: str | None, mea
 
 def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
     """The image tokens; at each K the log-probabilities of the first token and whether the greedy answer is right."""
-    manifest, picture = model.manifest, model.loaded.prepare(item.images[0])
+    manifest = model.manifest
+    picture = model.loaded.prepare(item.images[0])
     tokens = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
     ids = model.loaded.text.prompt([{"role": "user", "content": content}], picture.tokens)
     prompt = Prompt(ids, ids == manifest.text.image_token_id, ((picture.key, lambda: tokens),))
-    session, found = Session(model.backend, manifest), []
+    session = Session(model.backend, manifest)
+    found = []
     for k in KS:
         logits = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits.copy()
         ends = manifest.text.end_ids

@@ -29,7 +29,8 @@ from vtx.tools.data.items import SCENES, read_data
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/measurements"
-MODEL, BUNDLE = ROOT / "build/llava-1b", ROOT / "build/llava-1b-methods"
+MODEL = ROOT / "build/llava-1b"
+BUNDLE = ROOT / "build/llava-1b-methods"
 SPECS = (
     "none", "cls:keep=0.5", "cdpruner:keep=0.5,text=none", "divprune:keep=0.5", "random:keep=0.5",
     "visionzip:dominant=244,contextual=44", "hiprune:keep=0.5", "cdpruner:keep=0.5", "dart:keep=0.5,k=0",

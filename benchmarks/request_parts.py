@@ -78,7 +78,9 @@ def measured(engine: Engine, requests: int, pictures: list[str], tokens: int) ->
 @contextmanager
 def counted(model: vtx.Model) -> Iterator[Counter[str]]:
     """The seconds that calls of the engine take within the block, by part; a call within another is a part of that."""
-    spent, inside, backend = Counter[str](), threading.local(), model.backend
+    spent = Counter[str]()
+    inside = threading.local()
+    backend = model.backend
 
     def counting(owner: Any, name: str, part: Callable[..., str]) -> Any:
         original = getattr(owner, name)

@@ -73,7 +73,8 @@ class Decoder:
         from transformers import AutoModelForImageTextToText
 
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, local_files_only=True)
-        self.head, self.text = model.lm_head.train(False), model.model.language_model.train(False)
+        self.head = model.lm_head.train(False)
+        self.text = model.model.language_model.train(False)
         self.layers = list(self.text.layers)
 
     def run(self, number: int, hidden: Tensor, positions: Tensor, seen: Tensor, cache: Any = None) -> Tensor:
@@ -128,13 +129,19 @@ def run_full(decoder: Decoder, prompts: Prompts, new_tokens: int, end: int) -> F
     """Greedy answers of at most `new_tokens`, the token `end` included."""
     from transformers import DynamicCache
 
-    cache, groups, questions = DynamicCache(), prompts.groups, torch.arange(prompts.questions)
+    cache = DynamicCache()
+    groups = prompts.groups
+    questions = torch.arange(prompts.questions)
     after = [prompts.stop + torch.arange(len(prompts.rows(question))) for question in questions.tolist()]
     positions = torch.cat([torch.arange(prompts.stop), *after])
     last = torch.tensor([prompts.rows(question)[-1] for question in questions.tolist()])
-    parts, hidden, logits = list[list[Tensor]](), prompts.embeddings, list[Tensor]()
+    parts = list[list[Tensor]]()
+    hidden = prompts.embeddings
+    logits = list[Tensor]()
     while True:
-        count, seen, part = len(hidden), visible(groups, len(hidden)), [hidden]
+        count = len(hidden)
+        seen = visible(groups, len(hidden))
+        part = [hidden]
         for number in range(1, len(decoder.layers) + 1):
             hidden = decoder.run(number, hidden, positions[-count:], seen, cache)
             part.append(hidden)
@@ -145,7 +152,8 @@ def run_full(decoder: Decoder, prompts: Prompts, new_tokens: int, end: int) -> F
             break
         hidden = decoder.text.embed_tokens(logits[-1].argmax(-1))
         later = positions[last] + len(logits)
-        groups, positions = torch.cat([groups, questions]), torch.cat([positions, later])
+        groups = torch.cat([groups, questions])
+        positions = torch.cat([positions, later])
     ids = torch.stack([each.argmax(-1) for each in logits], 1).tolist()
     answers = [answer[: answer.index(end) + 1] if end in answer else answer for answer in ids]
     states = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
@@ -155,9 +163,12 @@ def run_full(decoder: Decoder, prompts: Prompts, new_tokens: int, end: int) -> F
 
 def chosen(decoder: Decoder, full: Full, k: int, count: int, choice: str, seed: int) -> list[list[int]]:
     """For each question the `count` places of the image's tokens that stay from layer `k` on, in their order."""
-    prompts, picks = full.prompts, list[list[int]]()
-    places, length = range(prompts.start, prompts.stop), full.length
-    states, positions = full.states[k - 2][:length], full.positions[:length]
+    prompts = full.prompts
+    picks = list[list[int]]()
+    places = range(prompts.start, prompts.stop)
+    length = full.length
+    states = full.states[k - 2][:length]
+    positions = full.positions[:length]
     seen = visible(prompts.groups, length)
     for question in range(prompts.questions):
         if choice == "random":
@@ -173,14 +184,18 @@ def chosen(decoder: Decoder, full: Full, k: int, count: int, choice: str, seed: 
 def run_withdrawn(decoder: Decoder, full: Full, k: int, rest: list[list[int]]) -> list[Tensor]:
     """The logits of each answer where layers from `k` on see no tokens of the image but the question's `rest`."""
     prompts = full.prompts
-    places, groups, choosing = [*range(prompts.start)], [SHARED] * prompts.start, list[int]()
+    places = [*range(prompts.start)]
+    groups = [SHARED] * prompts.start
+    choosing = list[int]()
     for question, answer in enumerate(full.answers):
         first = full.length + question
         answered = [first + step * prompts.questions for step in range(len(answer) - 1)]
         own = rest[question] + prompts.rows(question) + answered
-        places, groups = places + own, groups + [question] * len(own)
+        places = places + own
+        groups = groups + [question] * len(own)
         choosing += range(len(places) - len(answer), len(places))
-    hidden, positions = full.states[k - 1][places], full.positions[places]
+    hidden = full.states[k - 1][places]
+    positions = full.positions[places]
     seen = visible(torch.tensor(groups), len(groups))
     for number in range(k, len(decoder.layers) + 1):
         hidden = decoder.run(number, hidden, positions, seen)
@@ -223,14 +238,16 @@ def cells(layers: int, ks: Sequence[int], rests: Sequence[float]) -> Iterator[tu
 @torch.inference_mode()
 def measure(reader: Reader, number: int, passage: Passage, ks: Sequence[int], rests: Sequence[float]) -> list[Row]:
     """The rows of a passage's questions; K = 0 is the answer without withdrawal."""
-    decoder, rows = reader.decoder, list[Row]()
+    decoder = reader.decoder
+    rows = list[Row]()
     layers = len(decoder.layers)
     full = run_full(decoder, reader.prompts(passage), NEW_TOKENS, reader.end)
     image = full.prompts.stop - full.prompts.start
 
     def note(k: int, rest: float, choice: str, count: int, logits: list[Tensor]) -> None:
         for place, question in enumerate(passage.questions):
-            answer, length = full.answers[place], full.prompts.stop + len(full.prompts.rows(place))
+            answer = full.answers[place]
+            length = full.prompts.stop + len(full.prompts.rows(place))
             likeliest = logits[place].argmax(-1).tolist()
             same = likeliest == answer
             if question.kind == "yes-no":
@@ -253,7 +270,8 @@ def measure(reader: Reader, number: int, passage: Passage, ks: Sequence[int], re
 
 def extend(args: argparse.Namespace, done: int) -> None:
     """Append the rows of the passages that follow the first `done`, until the time is up."""
-    began, reader = time.monotonic(), Reader(args.checkpoint, getattr(torch, args.dtype))
+    began = time.monotonic()
+    reader = Reader(args.checkpoint, getattr(torch, args.dtype))
     for number, passage in list(enumerate(passages(args.passages)))[done:]:
         if time.monotonic() - began > 60 * args.minutes:
             return
@@ -279,7 +297,8 @@ def main() -> None:
     done = len(args.rows.read_text(encoding="utf-8").splitlines()) if args.rows.exists() else 0
     if done < args.passages:
         extend(args, done)
-    rows, name = read_rows(args.rows), args.checkpoint.name.replace(".", "-")
+    rows = read_rows(args.rows)
+    name = args.checkpoint.name.replace(".", "-")
     caption = f"{args.checkpoint.name} in {args.dtype}, questions about passages of text in the image's place"
     cells = [*table(name, rows, caption)]
     if args.write:

@@ -108,10 +108,8 @@ def main() -> None:
         deepest = measured[-1][0]
         sides = [choosing(model, picture, deepest, number) for number in range(options.rounds)] if deepest else []
         compute = model.backend.compute
-    table, figures = (
-        [["K", "rest", "first token, ms", "token, ms", "second question, ms", "K and V, MB"]],
-        list[object](),
-    )
+    table = [["K", "rest", "first token, ms", "token, ms", "second question, ms", "K and V, MB"]]
+    figures = list[object]()
     for place, (k, rest) in enumerate(measured):
         times = [each[place] for each in rounds]
         spreads = [spread([getattr(one, name) for one in times]) for name in ("first", "token", "second")]

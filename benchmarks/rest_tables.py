@@ -17,7 +17,8 @@ RESULTS = Path(__file__).parents[1] / "docs/measurements/results/rest.jsonl"
 
 
 KEPT = "kept"
-SAME, RIGHT = 6, 7  # columns of a model's table
+SAME = 6  # columns of a model's table
+RIGHT = 7
 KEPT_COLUMNS = (  # the title, the rest, how it is chosen, the kind of question, the share
     ("no rest", "0%", "last", "fact", SAME), ("5%", "5%", "last", "fact", SAME), ("10%", "10%", "last", "fact", SAME),
     ("20%", "20%", "last", "fact", SAME), ("10% at random", "10%", "random", "fact", SAME),

@@ -28,7 +28,9 @@ KEYS = ("a", "shape", "count", "is_red", "Größe", 'quo"te', "k")
 WORDS = ("red", "circle", "", "é", "a b", "\n", 'x"y', "\\", "日本")
 SIMPLE = ("string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format", "bounds", "types")
 NESTED = ("array", "tuple", "object", "object", "map", "anyOf", "allOf", "ref")
-QUESTION, TOKENS, CHUNK = "Describe the shapes.", 96, 100
+QUESTION = "Describe the shapes."
+TOKENS = 96
+CHUNK = 100
 
 
 class Case(NamedTuple):
@@ -140,7 +142,8 @@ def by_server(chat: Callable[[Any], Any], message: Mapping[str, Any], clients: i
         reply = chat({**body, "temperature": case.temperature, "seed": case.number})
         if reply.status != 200:
             return Said((), "refused" if reply.status == 400 else f"status {reply.status}", "")
-        choice, usage = reply.json["choices"][0], reply.json["usage"]["vtx"]
+        choice = reply.json["choices"][0]
+        usage = reply.json["usage"]["vtx"]
         stopped = {"stop": "end"}.get(choice["finish_reason"], choice["finish_reason"])
         return Said(tuple(usage["token_ids"]), stopped, choice["message"]["content"])
 
@@ -170,7 +173,8 @@ def compared(asked: Sequence[Case], ways: Mapping[str, Way]) -> tuple[Counter[st
     """Counts of the first way's answers; and faults: another way's differs, or a complete one does not validate."""
     import jsonschema
 
-    counts, faults = Counter[str](), list[str]()
+    counts = Counter[str]()
+    faults = list[str]()
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for case, *answers in zip(asked, *(way(asked) for way in ways.values()), strict=True):
         first = answers[0]
@@ -219,13 +223,16 @@ def main() -> None:
     os.environ["VTX_LLGUIDANCE"] = str(Path(llguidance.__file__).parent / "_lib.abi3.so")
     files = sorted(given.suite.rglob("*.json")) if given.suite else []
     fixed = [group["schema"] for file in files for group in json.loads(file.read_text(encoding="utf-8"))]
-    picture, counts, faults = tiny.random_image(1), Counter[str](), list[str]()
+    picture = tiny.random_image(1)
+    counts = Counter[str]()
+    faults = list[str]()
     about = {"question": QUESTION, "tokens": TOKENS, "model": list(bundles), "llguidance": llguidance.__version__}
     with ExitStack() as stack:
         journal = stack.enter_context(ResultJournal(given.work / "schemas.jsonl", about))
         models = {name: stack.enter_context(load(folder, device="cpu", threads=1)) for name, folder in bundles.items()}
         images = {name: stack.enter_context(model.open(picture)) for name, model in models.items()}
-        served, message = stack.enter_context(serving.serving(bundles)), serving.user(QUESTION, picture)
+        served = stack.enter_context(serving.serving(bundles))
+        message = serving.user(QUESTION, picture)
         libvtx = {name: cabi.Loaded(folder, "cpu").opened(picture) for name, folder in bundles.items()}
         ways = {"python": by_python(images), "server": by_server(served.chat, message, given.clients)}
         ways["libvtx"] = by_libvtx(libvtx)

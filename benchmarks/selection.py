@@ -29,13 +29,15 @@ from vtx.runtime.vision.tokens import ImageTokens, Patches, TowerTokens
 from vtx.tools.bench.series import shown, spread
 
 PROBE = Path(__file__).parents[1] / "build/cpp/vtx-cpp-probe"
-CLIP, QUESTIONS = 768, 3
+CLIP = 768
+QUESTIONS = 3
 SPECS = ("cdpruner:keep={keep}", "cdpruner:keep={keep},text=tower", "dart:keep={keep},k=0", "divprune:keep={keep}",
          "random:keep={keep}", "visionzip:dominant={keep},contextual=20", "hiprune:keep={keep}")  # fmt: skip
 PER_VIEW = ("cdpruner", "hiprune", "visionzip")
 NAMES = {spec.partition(":")[0] for spec in SPECS}
 Found = list[tuple[list[int], float]]  # what is kept and the milliseconds, question after question
-MERGING, HEAD = "visionzip", 64  # of the tower's tokens, by keys of so many numbers
+MERGING = "visionzip"  # of the tower's tokens, by keys of so many numbers
+HEAD = 64
 
 
 def drawn(seed: int, tokens: int, hidden: int) -> list[Any]:
@@ -81,7 +83,8 @@ def python(spec: str, arrays: list[Any]) -> Found:
     image = ImageTokens(rows, where)
     image = replace(image, key=hashlib.sha256(rows.tobytes()).hexdigest())
     [method] = parse(spec)
-    entry, found = method.entry(), list[tuple[list[int], float]]()
+    entry = method.entry()
+    found = list[tuple[list[int], float]]()
     if method.name == MERGING:
         image = replace(image, tower=tower_of(rows))
         start = time.process_time()
@@ -106,14 +109,16 @@ def main() -> None:
     args.add_argument("--rounds", type=int, default=5)
     given = args.parse_args()
     sides = {"libvtx": libvtx, "Python": python}
-    table, figures = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]], []
+    table = [["tokens", "", "runtime", "first question, ms", "later ones, ms"]]
+    figures = []
     for tokens in map(int, given.tokens.split(",")):
         views = 1 if views_of(tokens) is None else 5  # of each view as many, as CDPruner counts
         kept = {name: round(given.share * tokens / (views if name in PER_VIEW else 1)) for name in NAMES}
         for spec in (spec.format(keep=kept[spec.partition(":")[0]]) for spec in SPECS):
             times: dict[str, list[list[float]]] = {name: [] for name in sides}
             for number in range(given.rounds):
-                arrays, chosen = drawn(number, tokens, given.hidden), []
+                arrays = drawn(number, tokens, given.hidden)
+                chosen = []
                 for name in sorted(sides, reverse=number % 2 == 1):
                     found = sides[name](spec, arrays)
                     chosen.append([which for which, _ in found])
@@ -121,7 +126,8 @@ def main() -> None:
                 if chosen[0] != chosen[1]:
                     raise SystemExit(f"{spec}: the runtimes keep other tokens of image {number}")
             for name, rounds in times.items():
-                first, later = spread([ms[0] for ms in rounds]), spread([t for ms in rounds for t in ms[1:] or ms])
+                first = spread([ms[0] for ms in rounds])
+                later = spread([t for ms in rounds for t in ms[1:] or ms])
                 table.append([f"{tokens:,}", spec, name, shown(first), shown(later)])
                 figures.append({"tokens": tokens, "spec": spec, "runtime": name, "first_ms": first, "later_ms": later})
     report({"hidden": given.hidden, "rounds": given.rounds, "selection": figures}, table, given.json)

@@ -37,7 +37,9 @@ CONTEXT = 1024  # slots of a conversation
 WAIT_SECONDS = 600.0  # for a server to load
 ANSWER_SECONDS = 1200.0  # other work on the machine does not change processor time
 GGUF = {"int8": "q8_0", "int4": "q4_0"}
-TOGETHER, IN_TURN, LLAMA = "vtx-serve, together", "vtx-serve, in turn", "llama.cpp's server"
+TOGETHER = "vtx-serve, together"
+IN_TURN = "vtx-serve, in turn"
+LLAMA = "llama.cpp's server"
 SERVE = "from vtx.cli import serve; serve()"
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' + message['content'] + ' ' }}{% endfor %}ASSISTANT:"
@@ -158,7 +160,8 @@ def vtx_commands(given: argparse.Namespace, bundle: Path) -> dict[str, list[str]
 
 def llama_command(given: argparse.Namespace, model: Path) -> list[str]:
     """Continuous batching over as many conversations; its default is one slot's cache for each of them."""
-    most, port = max(CLIENTS), free_port()
+    most = max(CLIENTS)
+    port = free_port()
     words = ["--model", model, "--host", "127.0.0.1", "--port", port, "--parallel", most, "--ctx-size", most * CONTEXT]
     words += ["--threads", given.threads, "--threads-batch", given.threads, "--jinja"]
     return [str(given.llama / "llama-server"), *map(str, words)]
@@ -226,7 +229,9 @@ def ask(port: int, question: str, tokens: int) -> tuple[float, float]:
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)
     try:
-        start, first, usage = time.perf_counter(), 0.0, None
+        start = time.perf_counter()
+        first = 0.0
+        usage = None
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:

@@ -102,7 +102,8 @@ def bodies(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fuzz(client: Client, whole: bytes, count: int, seed: int) -> Counter[int]:
     """How often mutilated bodies ended in which status."""
-    dice, statuses = random.Random(seed), Counter[int]()
+    dice = random.Random(seed)
+    statuses = Counter[int]()
     for _ in range(count):
         body = bytearray(whole)
         for _ in range(dice.randint(1, 6)):
@@ -124,7 +125,9 @@ def soak(
     client: Client, process: psutil.Process, wanted: Sequence[tuple[dict[str, Any], list[int]]], given: Any
 ) -> tuple[Counter[str], list[list[float]]]:
     """What became of the requests, and [seconds, RSS in MiB] along the way."""
-    dice, counts, curve = random.Random(given.seed), Counter[str](), list[list[float]]()
+    dice = random.Random(given.seed)
+    counts = Counter[str]()
+    curve = list[list[float]]()
     start = time.monotonic()
 
     def ask(number: int) -> str:

@@ -29,7 +29,8 @@ from benchmarks.pictures import picture
 from benchmarks.serving import given_bundle, made_checkpoint, model_options
 from benchmarks.serving_results import QUIET_PERCENT, write
 
-DEMO, KV_OF_7B = Path("build/demo"), "kv-of-7b"
+DEMO = Path("build/demo")
+KV_OF_7B = "kv-of-7b"
 KS_OF_7B = "17,9"
 PROGRAM = "from vtx.cli import {0}; {0}()"
 
@@ -55,7 +56,9 @@ def main() -> None:
     busy = psutil.cpu_percent(2)
     if busy > QUIET_PERCENT and not given.trial:
         print(f"the machine is {busy:g}% busy with other work; each table will say so", file=sys.stderr)
-    started, failed, left = time.monotonic(), list[str](), list[str]()
+    started = time.monotonic()
+    failed = list[str]()
+    left = list[str]()
     for name, words, trial in measurements(given, bundle, wide, judged):
         target = given.out / f"{name}.json"
         if target.exists():
@@ -97,7 +100,8 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
     machine = ["--threads", str(given.threads)]
     model = ["--bundle", str(bundle), "--shape", given.shape, "--precision", given.precision, "--work", str(given.work)]
     model += [*machine, *(["--compute", given.compute] if given.compute else [])]
-    engine, rounds = ["--device", given.device], ["--rounds", str(given.rounds)]
+    engine = ["--device", given.device]
+    rounds = ["--rounds", str(given.rounds)]
     other = ["--other", str(given.other), "--other-name", given.other_name] if given.other else []
     other += ["--other-bundle", str(given.other_bundle)] if given.other_bundle else []
     yield Measurement("pictures", ["benchmarks.pictures", *model, *engine, *rounds], [])
@@ -164,7 +168,9 @@ def made_report(bundle: Path, given: argparse.Namespace) -> Path:
     if judged.exists():
         return judged
     folder.mkdir(parents=True, exist_ok=True)
-    questions, answers, lines = folder / "questions.jsonl", folder / "answers.jsonl", list[dict[str, Any]]()
+    questions = folder / "questions.jsonl"
+    answers = folder / "answers.jsonl"
+    lines = list[dict[str, Any]]()
     for number in range(2 if given.trial else 6):
         (folder / f"{number}.png").write_bytes(base64.b64decode(picture(number).partition(",")[2]))
         lines += [{"image": f"{number}.png", "question": f"question {n}: what is there?"} for n in range(4)]

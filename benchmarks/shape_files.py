@@ -389,7 +389,8 @@ def write_checkpoint(folder: Path, shape: Shape, shard_bytes: int = SHARD_BYTES)
     (folder / "chat_template.jinja").write_text(shape.template, encoding="utf-8")
     write_tokenizer(folder, shape)
     parts = shards(tensors(folder), shard_bytes)
-    weight_map, rng = dict[str, str](), np.random.default_rng(0)
+    weight_map = dict[str, str]()
+    rng = np.random.default_rng(0)
     for number, part in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         header, _ = layout(folder / name, [(n, "BF16", dims) for n, dims in part], {"format": "pt"})

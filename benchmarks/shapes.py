@@ -106,7 +106,8 @@ def rivals(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
     """Convert the checkpoint for OpenVINO GenAI; who cannot take part, and why."""
     if not records.of("rival", name):
         said(f"{name}: preparing {GENAI.name}")
-        where, failed = places(args, name), ""
+        where = places(args, name)
+        failed = ""
         before = os.environ.get("PYTHONPATH")
         try:
             install(GENAI, where)
@@ -142,7 +143,8 @@ def export(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
     """The bundle in int4 with K, the questions to be asked of it, and what vtx-plan says of it."""
     if records.of("export", name):
         return
-    source, target = checkpoint(args.work, name), places(args, name).model(Contender(US, "int4"))
+    source = checkpoint(args.work, name)
+    target = places(args, name).model(Contender(US, "int4"))
     if not (source / INDEX).exists():
         raise SystemExit(f"{name}: no checkpoint in {source}; run: python -m benchmarks.shapes make {name}")
     target.mkdir(parents=True, exist_ok=True)
@@ -265,7 +267,8 @@ ANSWERS = ["model", "engine", "K", "computed", "first token, s", "second questio
 
 def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[Any]]]:
     """The rows of each table, its columns first; a table without rows is left out."""
-    exports, answers = list[list[Any]](), list[list[Any]]()
+    exports = list[list[Any]]()
+    answers = list[list[Any]]()
     for name, shape in shapes.items():
         for made in records.of("export", name)[-1:]:
             (sized,) = records.of("make", name)[-1:]
@@ -291,7 +294,8 @@ def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[An
 
 
 def answer_row(records: Records, name: str, shape: Shape, contender: Contender) -> list[list[Any]]:
-    engine, k = "OpenVINO GenAI", "" if contender.k is None else str(contender.k)
+    engine = "OpenVINO GenAI"
+    k = "" if contender.k is None else str(contender.k)
     if contender.rival == US:
         engine = f"vtx, {ENGINES[contender.precision.partition('@')[2].partition('+')[0]]}"
         k = k or "none"

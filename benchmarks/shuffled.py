@@ -30,7 +30,8 @@ class Order:
 
     def __init__(self, text: dict[str, int]) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        heads, groups = text["num_attention_heads"], text["num_key_value_heads"]
+        heads = text["num_attention_heads"]
+        groups = text["num_key_value_heads"]
         size = text["hidden_size"] // heads
         self.hidden, self.inner = self._drawn(text["hidden_size"]), self._drawn(text["intermediate_size"])
         values = torch.stack([self._drawn(size) + size * group for group in range(groups)])

@@ -40,7 +40,8 @@ def main() -> None:
                 for first in range(0, max(NUMBERS), number):
                     model.backend.vision(pixels[first : first + number])
                 found[number].append((time.process_time() - started) / max(NUMBERS))
-        device, compute = models[1].backend.device, models[1].backend.compute
+        device = models[1].backend.device
+        compute = models[1].backend.compute
         about = {"model": given.bundle.name, "precision": models[1].manifest.vision_precision}
     rows: list[dict[str, Any]] = [
         {

@@ -127,7 +127,9 @@ def _named(word: str, every: Sequence[Contender]) -> list[Contender]:
 def prepare(contender: Contender, checkpoint: Path, places: Places, ks: Iterable[int] = ()) -> None:
     """See that environment and conversion are there, prebuilt for all `ks`; what is ready stays. Raises PeerError."""
     install(contender, places)
-    folder, source, needed = places.model(contender), str(checkpoint.resolve()), sorted(map(str, ks))
+    folder = places.model(contender)
+    source = str(checkpoint.resolve())
+    needed = sorted(map(str, ks))
     marker = folder / READY
     lines = marker.read_text().splitlines() if marker.exists() else []
     if lines[:1] == [source] and set(needed) <= set(lines[1:]):
@@ -148,7 +150,8 @@ def prebuilt(contender: Contender, places: Places) -> list[str]:
 def install(contender: Contender, places: Places) -> None:
     steps = contender.module.REQUIREMENTS
     python = places.python(contender)
-    marker, wanted = python.parent.parent / READY, f"{places.torch}\n{steps}\n"
+    marker = python.parent.parent / READY
+    wanted = f"{places.torch}\n{steps}\n"
     if not steps or (marker.exists() and marker.read_text() == wanted):
         return
     if not python.exists():

@@ -125,7 +125,8 @@ def write_mmproj(checkpoint: Path, target: Path, *, full: bool) -> None:
     import gguf
 
     whole = tensors.config(checkpoint)
-    c, feature = whole["vision_config"], whole["vision_feature_layer"]
+    c = whole["vision_config"]
+    feature = whole["vision_feature_layer"]
     layers = feature if feature >= 0 else c["num_hidden_layers"] + 1 + feature
     out = gguf.GGUFWriter(target, "clip", use_temp_file=False)
     out.add_bool("clip.has_vision_encoder", True)

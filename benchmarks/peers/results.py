@@ -64,7 +64,8 @@ def _headline(rounds: Rounds) -> list[list[str]]:
     for name in HEADLINE:
         head, factor, digits = FIGURES[name]
         for kind in dict.fromkeys(c.kind for c in rounds):
-            cells, values = [], []
+            cells = []
+            values = []
             for rival, k in sides:
                 contender = next((c for c in rounds if (c.rival, c.kind, c.k) == (rival, kind, k)), None)
                 if contender is None:

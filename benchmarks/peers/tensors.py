@@ -26,7 +26,8 @@ def read(checkpoint: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if entry["dtype"] not in TYPES:
                 raise ValueError(f"{name} is {entry['dtype']}; this reader knows {', '.join(TYPES)}")
-            dtype, start = np.dtype(TYPES[entry["dtype"]]), 8 + size + entry["data_offsets"][0]
+            dtype = np.dtype(TYPES[entry["dtype"]])
+            start = 8 + size + entry["data_offsets"][0]
             values = np.memmap(path, dtype, "r", start, tuple(entry["shape"]))
             yield name.removeprefix("model."), values
 
@@ -56,7 +57,8 @@ def write_text_model(checkpoint: Path, folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(checkpoint / name, folder)
     tensors = [(name.removeprefix(TEXT), values) for name, values in read(checkpoint) if name.startswith(TEXT)]
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, values in tensors:
         dtype = next(key for key, code in TYPES.items() if code == values.dtype.str)
         header[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": (at, at + values.nbytes)}

@@ -62,7 +62,8 @@ class Asker:
         from vtx.runtime.prompt.tokenizer import parse_tokenizer
 
         self._text = Text(parse_tokenizer(plan.tokenizer, RequestError), plan.template, plan.text)
-        self._renderer, self._settings = ShapingTemplate(plan.template, plan.text), plan.text
+        self._renderer = ShapingTemplate(plan.template, plan.text)
+        self._settings = plan.text
         self._layout = plan.config.layout
 
     def __call__(self, image: Path, start: str, tokens: int) -> Question:
@@ -81,7 +82,8 @@ class Asker:
         if least > tokens:
             raise ValueError(f"{tokens} tokens do not hold an image and a question, which take {least}; ask for more")
         whole = start + SENTENCE * (tokens // 4)
-        fits, beyond = len(start), len(whole)
+        fits = len(start)
+        beyond = len(whole)
         while beyond - fits > 1:
             middle = (fits + beyond) // 2
             taken = len(self._ids(whole[:middle].strip(), picture))

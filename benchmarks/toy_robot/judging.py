@@ -24,7 +24,8 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.tools.data.intervals import wilson
 
-TABLES, NOISE = 7_000_000, 8_000_000  # seeds of the episodes that models are judged by
+TABLES = 7_000_000  # seeds of the episodes that models are judged by
+NOISE = 8_000_000
 
 
 def export(checkpoint: Path, out: Path, ks: Sequence[int]) -> Path:
@@ -64,23 +65,27 @@ def success(model: Model, count: int, k: int | None, *, elsewhere: bool = False)
 def reuse(bundle: Path, count: int) -> dict[str, Any]:
     """Actions with the tokens of pictures that did not change, beside those for which every picture is encoded."""
     tables, starts = episodes(count)
-    steps, encoded = [], 0
+    steps = []
+    encoded = 0
     with load(bundle, device="cpu", threads=1) as model, load(bundle, device="cpu", threads=1) as fresh:
 
         def act(number: int, chunk: int, pictures: Pictures, text: str, hand: Numbers) -> Numbers:
             nonlocal encoded
-            given, seed = dict(zip(CAMERAS, pictures, strict=True)), NOISE + CHUNKS * number + chunk
+            given = dict(zip(CAMERAS, pictures, strict=True))
+            seed = NOISE + CHUNKS * number + chunk
             actions = model.act(given, text, hand, k=None, seed=seed)
             encoded += model.actor.encoded
             steps.append((chunk, given, text, hand, seed, actions, model.actor.encoded))
             return actions
 
         drive(tables, starts, act)
-        largest, compared = 0.0, 0
+        largest = 0.0
+        compared = 0
         for _, given, text, hand, seed, actions, before in sorted(steps, key=lambda step: step[0]):
             again = fresh.act(given, text, hand, k=None, seed=seed)
             if before < len(CAMERAS) == fresh.actor.encoded:
-                largest, compared = max(largest, float(np.abs(again - actions).max())), compared + 1
+                largest = max(largest, float(np.abs(again - actions).max()))
+                compared = compared + 1
     pictures = len(CAMERAS) * len(steps)
     return {"pictures": pictures, "encoded": encoded, "compared": compared, "largest_difference": largest}
 

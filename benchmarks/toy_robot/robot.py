@@ -165,7 +165,9 @@ class Robot(nn.Module):
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
-        self.shape, self.tokenizer, self.units = shape, make_tokenizer(), measure_units()
+        self.shape = shape
+        self.tokenizer = make_tokenizer()
+        self.units = measure_units()
         self.ids = instruction_ids(self.tokenizer)
         self.pi0 = make_model(shape, self.tokenizer.get_vocab_size(), seed)
         self.named = nn.Linear(shape.hidden, len(COLORS) + len(FORMS) + 4)
@@ -180,11 +182,14 @@ class Robot(nn.Module):
         """K and V of the prompt in every layer, without image tokens from layer `k` on; and the prompt's length."""
         decoder = self.pi0.model.vlm.language_model
         rows = torch.cat((tokens, decoder.embed_tokens(ids)), 1)
-        length, images, cache = rows.shape[1], tokens.shape[1], DynamicCache()
+        length = rows.shape[1]
+        images = tokens.shape[1]
+        cache = DynamicCache()
         rope = decoder.rotary_emb(rows, position_ids=torch.arange(length)[None])
         for number, layer in enumerate(decoder.layers, 1):
             if number == k:
-                rows, rope = rows[:, images:], tuple(table[:, images:] for table in rope)
+                rows = rows[:, images:]
+                rope = tuple(table[:, images:] for table in rope)
             mask = rows.new_zeros(1, 1, rows.shape[1], rows.shape[1])
             rows = layer(rows, attention_mask=mask, position_embeddings=rope, past_key_values=cache)
         return cache, length
@@ -237,7 +242,8 @@ class Robot(nn.Module):
     @torch.inference_mode()
     def act(self, pictures: Pictures, ids: Tensor, hand: Numbers, noise: Numbers, k: int | None) -> Numbers:
         """Normalised actions [horizon, 2], as `model.act` gives them, by the forward pass of training."""
-        actions, state = torch.from_numpy(noise)[None, None], self.normalized(hand[None], "state")
+        actions = torch.from_numpy(noise)[None, None]
+        state = self.normalized(hand[None], "state")
         for step in range(self.shape.steps):
             cache, length = self.prompt(self.tokens(pictures[None]), ids[None], k)
             time = torch.tensor([[1 - step / self.shape.steps]])
@@ -262,7 +268,9 @@ class Robot(nn.Module):
 
 def train(robot: Robot, schedule: Schedule, seed: int, log: int = 100) -> dict[str, Any]:
     """Train in place; the seed decides scenes, noise and each batch's K. What is recorded of it."""
-    rng, depths, begun = np.random.default_rng(seed), np.random.default_rng((seed, 1)), time.process_time()
+    rng = np.random.default_rng(seed)
+    depths = np.random.default_rng((seed, 1))
+    begun = time.process_time()
     optimizer = torch.optim.AdamW(robot.parameters(), lr=schedule.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     mean = np.zeros(2)
     for step in range(schedule.steps):

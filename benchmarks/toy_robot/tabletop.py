@@ -20,9 +20,11 @@ FORMS = ("circle", "triangle", "cross")
 CAMERAS = {"left": (255, 255, 255), "right": (225, 220, 205)}  # and the colour of the half that each sees
 SIDE = 48  # pixels of a picture
 SHAPES = 3  # on a table
-RADIUS, HAND = 0.13, 0.05  # of a shape and of the hand
+RADIUS = 0.13  # of a shape and of the hand
+HAND = 0.05
 REACHED = RADIUS  # the hand is on the shape
-HORIZON, GAIN = 5, 1 / 3  # each action covers this share of what is left
+HORIZON = 5  # each action covers this share of what is left
+GAIN = 1 / 3
 CHUNKS = 3  # of actions in an episode
 _CENTRES = (np.arange(SIDE, dtype=np.float32) + 0.5) / SIDE
 
@@ -89,7 +91,8 @@ def draw_shapes(tables: Tables) -> Numbers:
     for shape in range(SHAPES):
         for form in range(len(FORMS)):
             chosen = np.flatnonzero(tables.forms[:, shape] == form)
-            camera, place = tables.places[chosen, shape, 0].astype(int), tables.places[chosen, shape]
+            camera = tables.places[chosen, shape, 0].astype(int)
+            place = tables.places[chosen, shape]
             x = _CENTRES[None, None, :] - (place[:, 0] - camera)[:, None, None]
             inside = _inside(form, x, _CENTRES[None, :, None] - place[:, 1, None, None])
             _paint(pictures, (chosen, camera), inside, paints[tables.colors[chosen, shape]])

@@ -48,8 +48,10 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
 
     source = plan.source()
     questions, skipped = prepare(source, data, 0)
-    reference, layers = Reference(plan.checkpoint, plan.config), plan.config.text.layers
-    count, done = counter(report, "activations", layers), 0
+    reference = Reference(plan.checkpoint, plan.config)
+    layers = plan.config.text.layers
+    count = counter(report, "activations", layers)
+    done = 0
     count(0)
     with torch.inference_mode(), returning_memory():
         samples = list[Sample]()
@@ -78,11 +80,14 @@ class _FactorSearch:
     """Finds the factors of one layer after the other, while the reference passes through them."""
 
     def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
-        self._config, self._stored, self._read = plan.config.text, plan.weights.stored, read
+        self._config = plan.config.text
+        self._stored = plan.weights.stored
+        self._read = read
         self._precision = plan.precisions.decoder
         self._block = plan.precisions.blocks.get(self._precision)
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
-        self._shares, self._drawn = shares(is_vision), drawn(is_vision)
+        self._shares = shares(is_vision)
+        self._drawn = drawn(is_vision)
         self._sizes: dict[str, Tensor] = {}  # by matrix, mean magnitudes of its inputs [in]
         self._inputs: dict[str, list[Floats]] = {}  # by matrix, a sample of its inputs [tokens, in]
         self.factors: dict[str, NDArray[Any]] = {}
@@ -90,7 +95,8 @@ class _FactorSearch:
 
     def add(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
         """Accumulate the `inputs` [n, in] that sample `number` brings to the matrix `name` of `layer`."""
-        matrix, sizes = f"text.layers.{layer - 1}.{name}.weight", self._shares[number] @ inputs.abs()
+        matrix = f"text.layers.{layer - 1}.{name}.weight"
+        sizes = self._shares[number] @ inputs.abs()
         self._sizes[matrix] = self._sizes[matrix] + sizes if matrix in self._sizes else sizes
         self._inputs.setdefault(matrix, []).append(inputs[self._drawn[number]].numpy())
 
@@ -147,7 +153,8 @@ def shares(is_vision: Sequence[NDArray[np.bool_]]) -> list[Tensor]:
 
 def drawn(is_vision: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.int64]]:
     """The tokens of each sample to compute products of: `TOKENS` in total, half of them text if there is enough."""
-    whole, rng = np.concatenate(is_vision), np.random.default_rng(0)
+    whole = np.concatenate(is_vision)
+    rng = np.random.default_rng(0)
     text = rng.permutation(np.flatnonzero(~whole))[: TOKENS // 2]
     kept = np.sort(np.concatenate([text, rng.permutation(np.flatnonzero(whole))[: TOKENS - len(text)]]))
     ends = np.cumsum([len(kinds) for kinds in is_vision])

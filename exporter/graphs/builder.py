@@ -36,7 +36,10 @@ class Builder:
     """
 
     def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path, dialect: Dialect) -> None:
-        self.name, self.dialect, self._weights, self._folder = name, dialect, weights, folder
+        self.name = name
+        self.dialect = dialect
+        self._weights = weights
+        self._folder = folder
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
@@ -60,7 +63,8 @@ class Builder:
         self, kind: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
         node = ir.node(kind, list(inputs), attributes or None, domain=domain, num_outputs=outputs)
-        node.name, self._count = f"{kind}_{self._count}", self._count + 1
+        node.name = f"{kind}_{self._count}"
+        self._count = self._count + 1
         for number, value in enumerate(node.outputs):
             value.name = f"{node.name}.{number}"
         self._nodes.append(node)
@@ -73,7 +77,8 @@ class Builder:
 
         A weight that both read is read before, since its cast belongs to where it is read first.
         """
-        first, second = self._inner([], chosen), self._inner([], otherwise)
+        first = self._inner([], chosen)
+        second = self._inner([], otherwise)
         return self.ops("If", condition, outputs=len(first.outputs), then_branch=first, else_branch=second)
 
     def scan(
@@ -92,7 +97,8 @@ class Builder:
 
     def _inner(self, inputs: Sequence[ir.Value], make: Callable[[], Sequence[ir.Value]]) -> ir.Graph:
         """A graph within this one, of the operators that `make` adds."""
-        outside, self._nodes = self._nodes, []
+        outside = self._nodes
+        self._nodes = []
         outputs = make()
         graph = ir.Graph(inputs, outputs, nodes=self._nodes, name=f"{outputs[0].name}.inner")
         self._nodes = outside
@@ -119,7 +125,8 @@ class Builder:
         To gather a row whose number is in the graph, engines read the whole table while they load, and hold it twice.
         """
         table = self._weights[name]
-        row, shape = table.nbytes // table.shape[0], (count, *table.shape[1:])
+        row = table.nbytes // table.shape[0]
+        shape = (count, *table.shape[1:])
         rows = replace(table, offset=table.offset + first * row, nbytes=count * row, shape=shape)
         return self._external(f"{name}.{first}", rows, ELEMENT_TYPES[table.dtype], shape)
 
@@ -186,7 +193,8 @@ class Builder:
 
         Its zero points are counted only in a dialect that has them.
         """
-        location, compute = self._weights[name], self.dialect.compute
+        location = self._weights[name]
+        compute = self.dialect.compute
         assert location.scales is not None, name
         rows, blocks = location.scales.shape
         shape = (rows,) if blocks == 1 else (rows, blocks)
@@ -320,7 +328,8 @@ class Dialect(ABC):
 
     def layer_norm(self, b: Builder, x: ir.Value, name: str, eps: float) -> ir.Value:
         """Layer norm over the last axis with `name`.weight and `name`.bias, computed in float32."""
-        scale, bias = b.weight(f"{name}.weight", FLOAT), b.weight(f"{name}.bias", FLOAT)
+        scale = b.weight(f"{name}.weight", FLOAT)
+        bias = b.weight(f"{name}.bias", FLOAT)
         return b.from_float32(b.op("LayerNormalization", b.to_float32(x), scale, bias, axis=-1, epsilon=eps))
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:

@@ -64,7 +64,8 @@ def quantise(rows: Floats, scheme: Scheme, name: str, feedback: Feedback | None 
 
     Scales and zero points are [n, blocks]; a symmetric `scheme` has no zero points. Raises ExportError.
     """
-    blocks, levels = rows.reshape(len(rows), -1, scheme.block), 7 if scheme.bits == 4 else 127
+    blocks = rows.reshape(len(rows), -1, scheme.block)
+    levels = 7 if scheme.bits == 4 else 127
     peak = np.abs(blocks).max(-1)
     if peak.size and float(peak.max()) > LARGEST * levels:
         raise ExportError(
@@ -84,14 +85,17 @@ def quantise(rows: Floats, scheme: Scheme, name: str, feedback: Feedback | None 
 
 def _fed_back(rows: Floats, scheme: Scheme, feedback: Feedback) -> Quantised:
     """As `quantise` to 4 bits, where each weight's error is made up for by the weights that follow."""
-    rest, width = rows.copy(), scheme.block
+    rest = rows.copy()
+    width = scheme.block
     count = rows.shape[1] // width
     integers = np.empty(rows.shape, np.int8)
     scales = np.empty((len(rows), count), np.float16)
     zeros = np.zeros((len(rows), count), np.int8)
     for number in range(count):
         span = slice(number * width, (number + 1) * width)
-        block, shares, weights = rest[:, span], feedback.shares[span], feedback.squares[span]
+        block = rest[:, span]
+        shares = feedback.shares[span]
+        weights = feedback.squares[span]
         if scheme.zeroed:
             _, step, zero = _search_with_zeros(block[:, None], weights)
             zeros[:, number] = zero[:, 0]
@@ -99,7 +103,8 @@ def _fed_back(rows: Floats, scheme: Scheme, feedback: Feedback) -> Quantised:
             peak = np.abs(block).max(-1, keepdims=True)
             _, step = _search(block[:, None], peak / 7, -8, 7, RATIOS[4], weights)
         scales[:, number] = step[:, 0]
-        wide, point = step[:, 0].astype(np.float32), zeros[:, number].astype(np.float32)
+        wide = step[:, 0].astype(np.float32)
+        point = zeros[:, number].astype(np.float32)
         errors = np.empty_like(block)
         for column in range(width):
             rounded = np.clip(np.rint(block[:, column] / wide) + point, -8, 7)
@@ -117,9 +122,11 @@ def _search_with_zeros(
 
     `weights` [block] of the squares, None for equal ones.
     """
-    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    low = np.minimum(blocks.min(-1), 0)
+    high = np.maximum(blocks.max(-1), 0)
     best = np.full(low.shape, np.inf, np.float32)
-    scales, zeros = np.empty(low.shape, np.float16), np.empty(low.shape, np.int8)
+    scales = np.empty(low.shape, np.float16)
+    zeros = np.empty(low.shape, np.int8)
     for ratio in RANGES:
         exact = (high - low) * np.float32(ratio / 15)
         steps = np.maximum(exact, LEAST).astype(np.float16)
@@ -143,8 +150,10 @@ def _search(
     blocks: Floats, reach: Floats, low: int, high: int, ratios: tuple[float, ...], weights: Floats | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """For each block the integers and the scale of the least squared error among `ratios` of `reach` [n, blocks]."""
-    best, chosen = np.full(reach.shape, np.inf, np.float32), np.empty(reach.shape, np.float16)
-    integers, error = np.empty_like(blocks), np.empty_like(blocks)
+    best = np.full(reach.shape, np.inf, np.float32)
+    chosen = np.empty(reach.shape, np.float16)
+    integers = np.empty_like(blocks)
+    error = np.empty_like(blocks)
     for ratio in ratios:
         exact = reach * np.float32(ratio)
         scales = np.maximum(exact, LEAST).astype(np.float16)

@@ -46,7 +46,8 @@ class TextOutput:
         for token in begun:
             detokenizer.push(token)
         self._continues = bool(begun)
-        self._detokenizer, self._stops = detokenizer, tuple(stops)
+        self._detokenizer = detokenizer
+        self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
         self._waiting = ""
         self.text = ""  # the pieces so far
@@ -91,8 +92,14 @@ class AnswerInProgress(Request):
         completed: Callable[[Answer, Selection | None], None] | None = None,
     ) -> None:
         super().__init__(options.timeout, options.priority)
-        self._loaded, self._messages, self._prompt_ids, self._policy = loaded, messages, ids, policy
-        self._options, self._lease, self._after, self._completed = options, lease, after, completed
+        self._loaded = loaded
+        self._messages = messages
+        self._prompt_ids = ids
+        self._policy = policy
+        self._options = options
+        self._lease = lease
+        self._after = after
+        self._completed = completed
         self.answer: Answer | None = None
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self._vision_seconds = 0.0
@@ -121,10 +128,13 @@ class AnswerInProgress(Request):
         """
         self._start = self._prefilled = self._first_token = self._last_token = perf_counter()
         self.start()
-        loaded, policy, token = self._loaded, self._policy, self._loaded.manifest.text.image_token_id
+        loaded = self._loaded
+        policy = self._policy
+        token = self._loaded.manifest.text.image_token_id
         try:
             with self._lease(self) as (session, images):
-                before, self._images = images.seconds, images.images
+                before = images.seconds
+                self._images = images.images
                 try:
                     text = self._selecting_text() if policy.uses_question else None
                     expand = partial(loaded.text.asked, self._messages)
@@ -158,9 +168,13 @@ class AnswerInProgress(Request):
 
     def _selecting_text(self) -> PromptText | None:
         """The text by which image tokens are chosen: the question, or what `about` says."""
-        loaded, messages, ids, after = self._loaded, self._messages, self._prompt_ids, self._after
+        loaded = self._loaded
+        messages = self._messages
+        ids = self._prompt_ids
+        after = self._after
         if self._options.about is not None:
-            messages, after = asking_about(messages, self._options.about), None
+            messages = asking_about(messages, self._options.about)
+            after = None
             try:
                 ids = loaded.prompt_ids(messages)
             except ContextError as e:
@@ -180,8 +194,11 @@ class AnswerInProgress(Request):
         options = self._options
         logprobs = tuple(self._logprobs) if options.logprobs else None
         likely = tuple(self._likely) if options.top_logprobs else None
-        manifest, backend, policy = self._loaded.manifest, self._loaded.backend, self._policy
-        result, report = self._result or NOTHING, None
+        manifest = self._loaded.manifest
+        backend = self._loaded.backend
+        policy = self._policy
+        result = self._result or NOTHING
+        report = None
         decoding = self._last_token - self._first_token
         seconds = {
             "load": self._loaded.load_ms / 1000,
@@ -220,11 +237,14 @@ class AnswerInProgress(Request):
             rest=result.rest,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
         )
-        text, ids, choices = self._output.text, tuple(self._ids), self._choices
+        text = self._output.text
+        ids = tuple(self._ids)
+        choices = self._choices
         calls = None
         if options.guide is not None and options.guide.tools is not None:
             calls = tuple(c for c in self._loaded.text.call_form.split(text, complete=True)[1] if c.is_complete)
-        mass, unsure = self._choices_mass, None
+        mass = self._choices_mass
+        unsure = None
         if self._threshold is not None:
             unsure = doubt(text, choices or {}, mass or 0.0, self._threshold)
         self.answer = Answer(
@@ -251,10 +271,12 @@ class AnswerInProgress(Request):
 
     def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""
-        text, scores = self._loaded.text, list[float]()
+        text = self._loaded.text
+        scores = list[float]()
         for choice in choices:
             self.check()
-            ids, logits = text.answer_ids(choice), result.logits[None]
+            ids = text.answer_ids(choice)
+            logits = result.logits[None]
             logits = np.concatenate([logits, session.try_tokens(ids)]) if ids else logits
             known = log_softmax(logits)
             end = np.logaddexp.reduce(known[-1, list(text.settings.end_ids)])
@@ -266,7 +288,10 @@ class AnswerInProgress(Request):
 
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""
-        options, output, ids, text = self._options, self._output, self._ids, self._loaded.manifest.text
+        options = self._options
+        output = self._output
+        ids = self._ids
+        text = self._loaded.manifest.text
         guided = self._guided
         end_ids = () if options.ignore_eos else text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
@@ -289,7 +314,8 @@ class AnswerInProgress(Request):
             self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
         if guided is not None:
             guided.lookup = self._lookup
-        limit, drafts = options.max_new_tokens, guided or self._lookup
+        limit = options.max_new_tokens
+        drafts = guided or self._lookup
         reads_logits = guided is not None or options.logprobs or options.top_logprobs or text.seg_token_id is not None
         tokens = generate(
             session,

@@ -44,7 +44,8 @@ def check_boxes(manifest: Manifest, images: Sequence[PreparedImage] | None = Non
 
 def read_boxes(text: str, form: BoxForm, image: PreparedImage) -> tuple[Box, ...]:
     """The boxes in the text of an answer about an image; what is not in the model's form is none."""
-    (left, top, right, bottom), (width, height) = image.region, image.size
+    left, top, right, bottom = image.region
+    width, height = image.size
     _, rows, columns = image.pixels.shape
     across, down = (columns, rows) if form.scale is None else (form.scale, form.scale)
     boxes = list[Box]()
@@ -59,7 +60,9 @@ def read_boxes(text: str, form: BoxForm, image: PreparedImage) -> tuple[Box, ...
 
 def _occurrences(text: str, form: BoxForm) -> Iterator[tuple[str, list[float]]]:
     """The label and the numbers of each box; one without a label has that of the box before it."""
-    matches, end, label = list(_pattern(form).finditer(text)), 0, ""
+    matches = list(_pattern(form).finditer(text))
+    end = 0
+    label = ""
     for number, match in enumerate(matches):
         following = matches[number + 1].start() if number + 1 < len(matches) else len(text)
         if form.label == "inside":
@@ -79,7 +82,8 @@ def _pattern(form: BoxForm) -> re.Pattern[str]:
 
 def _label_inside(text: str, match: re.Match[str]) -> str:
     """The label of the JSON object around a box; empty if it has none, or is cut."""
-    begin, end = text.rfind("{", 0, match.start()), text.find("}", match.end())
+    begin = text.rfind("{", 0, match.start())
+    end = text.find("}", match.end())
     if min(begin, end) < 0:
         return ""
     try:

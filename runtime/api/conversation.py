@@ -69,9 +69,12 @@ class Conversation:
             )
         if system is not None:
             check_text("system", system)
-        self.loaded, self.images, self.system = loaded, images, system
+        self.loaded = loaded
+        self.images = images
+        self.system = system
         self.tenant = tenant
-        self._shares_images, self._prefix_file = shares_images, prefix_file
+        self._shares_images = shares_images
+        self._prefix_file = prefix_file
         self._turns = Turns()
         self._forget()
         loaded.register(self)
@@ -177,7 +180,8 @@ class Conversation:
         With `resume` it starts from the part of these messages that the caches hold, and is the same answer as without;
         if the question decides which image tokens stay, only the images' part is reused.
         """
-        loaded, images = self.loaded, self.images
+        loaded = self.loaded
+        images = self.images
         loaded.check_open()
         guide = settings.options.guide
         if guide is not None and guide.fill:
@@ -245,7 +249,8 @@ class Conversation:
             self.loaded.check_open()
             if images is not self.images:  # they were replaced before the answer began
                 raise Ended("cancelled")
-            session, unread = self._session, self._prefix_file is not None and not self._session.caches.full
+            session = self._session
+            unread = self._prefix_file is not None and not self._session.caches.full
             if unread:
                 self._read_prefix(session.caches)
             yield session, self._encoded
@@ -290,7 +295,9 @@ class Chat:
     """
 
     def __init__(self, conversation: Conversation, k: K, reduce: str | None) -> None:
-        self._conversation, self._k, self._reduce = conversation, k, reduce
+        self._conversation = conversation
+        self._k = k
+        self._reduce = reduce
         self._images = conversation.images
         self.messages: list[Message] = []
         self._about: str | None = None
@@ -323,7 +330,9 @@ class Chat:
 
         def completed(answer: Answer, selection: Selection | None) -> None:
             reply: Message = {"role": "assistant", "content": [{"type": "text", "text": answer.text}]}
-            self.messages, self._selection, self._about = [*messages, reply], selection, about
+            self.messages = [*messages, reply]
+            self._selection = selection
+            self._about = about
 
         return self._conversation.stream_messages(messages, settings, after=self._selection, completed=completed)
 

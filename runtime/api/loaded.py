@@ -133,17 +133,25 @@ class LoadedBundle:
         max_pixels: int | None = None,
         image_formats: Sequence[str] = DEFAULT_FORMATS,
     ) -> None:
-        self.bundle, self.backend, self.load_ms, self.why = bundle, backend, load_ms, why
-        self.fit, self.image_formats = fit, image_formats
+        self.bundle = bundle
+        self.backend = backend
+        self.load_ms = load_ms
+        self.why = why
+        self.fit = fit
+        self.image_formats = image_formats
         self.manifest = manifest = bundle.manifest
         self.card = card
-        self.default_k, self.default_reduce = manifest.default_k, next(iter(manifest.reductions), None)
+        self.default_k = manifest.default_k
+        self.default_reduce = next(iter(manifest.reductions), None)
         self.default_rest: str | int | None = None
         if card is not None:
             fitted = card.chosen.configuration
-            self.default_k, self.default_reduce, self.default_rest = fitted.k, fitted.reduce, fitted.rest
+            self.default_k = fitted.k
+            self.default_reduce = fitted.reduce
+            self.default_rest = fitted.rest
             if max_tiles is None and max_pixels is None and fit != "released":
-                max_tiles, max_pixels = fitted.max_tiles, fitted.max_pixels
+                max_tiles = fitted.max_tiles
+                max_pixels = fitted.max_pixels
         self.text = Text(
             *text_files(bundle.read),
             manifest.text,
@@ -152,7 +160,8 @@ class LoadedBundle:
             vocab=max(manifest.model.vocab, manifest.text.image_token_id + 1),  # which may be in no table
         )
         self.layout = limited_layout(read_layout(manifest.layout, manifest.model.tower), max_tiles, max_pixels)
-        self._max_tiles, self._max_pixels = max_tiles, max_pixels
+        self._max_tiles = max_tiles
+        self._max_pixels = max_pixels
         self._newline = (
             read_newline(bundle) if self.layout.newline else np.zeros((0, manifest.model.hidden), np.float32)
         )
@@ -206,7 +215,8 @@ class LoadedBundle:
         """
         if reduce is not None and not isinstance(reduce, str):
             raise RequestError(f"reduce is {reduce!r:.40}; it must be a spec such as 'fastv:k=3', or 'none'")
-        manifest, options = self.manifest, options or Options()
+        manifest = self.manifest
+        options = options or Options()
         k, rest = self._depth(k, options)
         policy = make_policy(
             k,
@@ -260,7 +270,9 @@ class LoadedBundle:
         `messages` is the prompt, a first question if left out, whose parts have the `image_tokens` of their images;
         `stopped` ends reading a video; `check` and `tenant` are as for `prepare`.
         """
-        given, number, images = list[Picture](), 0, list[PreparedImage]()
+        given = list[Picture]()
+        number = 0
+        images = list[PreparedImage]()
         for source in sources:
             given.append(as_video(source) or source)
             number += not isinstance(given[-1], Video)
@@ -285,9 +297,12 @@ class LoadedBundle:
         from vtx.runtime.vision.frame_file import FrameFile
 
         layout = self.frames_layout()
-        settings, fit = self.manifest.video.image, self.fit if fit is None else fit
+        settings = self.manifest.video.image
+        fit = self.fit if fit is None else fit
         settings = settings_for(self.layout, settings, fit) if settings.own_size else fitted(settings, fit)
-        sizes, clips, held = list[tuple[int, int]](), list[SampledFrames](), list[NDArray[np.float32]]()
+        sizes = list[tuple[int, int]]()
+        clips = list[SampledFrames]()
+        held = list[NDArray[np.float32]]()
         files = list[FrameFile]()  # one, if there are too many frames for memory
 
         def begun(clip: SampledFrames) -> None:
@@ -305,7 +320,9 @@ class LoadedBundle:
             return [*range(len(held) - len(views), len(held))]
 
         frames = load_frames(video, layout.sampling, prepared, stopped, begun=begun)
-        size, clip, order = sizes[0], clips[-1], [number for numbers in frames for number in numbers]
+        size = sizes[0]
+        clip = clips[-1]
+        order = [number for numbers in frames for number in numbers]
         views: Views | FrameFile
         if files:
             views, files[0].order = files[0], order
@@ -320,7 +337,8 @@ class LoadedBundle:
         digest = hashlib.sha256()
         for view in views:
             digest.update(view.tobytes())
-        key, form = f"{digest.hexdigest()} of a video", layout.prompt_image(clip, *size)
+        key = f"{digest.hexdigest()} of a video"
+        form = layout.prompt_image(clip, *size)
         key += f" {size} {clip}" * settings.own_size  # their shape and times are not in the pixels
 
         def refitted(frames: int, max_pixels: int | None = None, max_views: int | None = None) -> PromptImage:

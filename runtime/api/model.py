@@ -60,7 +60,9 @@ class Model:
         **images: Unpack[ImageKeywords],
     ) -> None:
         self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
-        self.bundle, self.backend, self.manifest = bundle, backend, bundle.manifest
+        self.bundle = bundle
+        self.backend = backend
+        self.manifest = bundle.manifest
         self._actor: Actor | TokenActor | None = None
 
     def __enter__(self) -> Model:
@@ -70,7 +72,8 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        manifest, state = self.manifest, ", closed" if self.loaded.closed else ""
+        manifest = self.manifest
+        state = ", closed" if self.loaded.closed else ""
         ks = ", ".join(map(str, manifest.variants)) or "none"
         device = f"{self.backend.device} in {self.backend.compute}"
         return f"<vtx.Model {manifest.model.name}, {manifest.precision} weights, K {ks}, on {device}{state}>"

@@ -32,15 +32,19 @@ class AccessLog:
         *,
         as_json: bool = False,
     ) -> None:
-        self._app, self._write, self._as_json = app, write, as_json
+        self._app = app
+        self._write = write
+        self._as_json = as_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given, started = header(scope, b"x-request-id"), time.monotonic()
+        given = header(scope, b"x-request-id")
+        started = time.monotonic()
         id = given if GIVEN.fullmatch(given) else uuid.uuid4().hex
-        status, sent = 499, 0
+        status = 499
+        sent = 0
 
         async def sending(message: MutableMapping[str, Any]) -> None:
             nonlocal status, sent

@@ -65,7 +65,8 @@ def make_app(
     sees of it. `access` gets a line of each request, with `access_json` as JSON. `tracing` gets its spans. `figures`
     are further ones for /metrics.
     """
-    metrics, traffic = Metrics(), traffic or Traffic()
+    metrics = Metrics()
+    traffic = traffic or Traffic()
     keys = Keys.of(api_keys)
     endpoints = Endpoints(
         engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing, keys=keys
@@ -179,7 +180,9 @@ class Guard:
         local_hosts: bool,
         unguarded: Collection[str] = OPEN,
     ) -> None:
-        self._app, self._keys, self._local_hosts = app, keys, local_hosts
+        self._app = app
+        self._keys = keys
+        self._local_hosts = local_hosts
         self._unguarded = frozenset(unguarded)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

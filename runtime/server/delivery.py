@@ -26,7 +26,9 @@ class Output:
         self, name: str, deliver: Callable[[bytes], None], most: int = QUEUE, end: Callable[[], None] = lambda: None
     ) -> None:
         """`end` is called after the last event."""
-        self.name, self._deliver, self._end = name, deliver, end
+        self.name = name
+        self._deliver = deliver
+        self._end = end
         self.sent = self.dropped = self.failed = 0
         self.gone = False
         self._waiting = queue.Queue[bytes | None](most)

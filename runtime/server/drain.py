@@ -23,7 +23,9 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, traffic: Traffic, close: Callable[[], None], grace: float) -> None:
         super().__init__(config)
-        self._traffic, self._close, self._grace = traffic, close, grace
+        self._traffic = traffic
+        self._close = close
+        self._grace = grace
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain first; called by uvicorn for SIGINT and SIGTERM."""

@@ -191,7 +191,8 @@ class _Admitted:
 
     def slot(self) -> dict[str, Any]:
         """Its object of /slots, without anything that was asked or answered."""
-        chat, tokens = self.chat, [job.emitted for job in self.place.jobs]
+        chat = self.chat
+        tokens = [job.emitted for job in self.place.jobs]
         return {
             "model": chat.model,
             "key": self.tenant.name,
@@ -226,9 +227,15 @@ class Endpoints:
         self._keys = keys or Keys({})
         self._admitted = list[_Admitted]()
         self._sent = SentImages(limits.sent)
-        self._uploads, self._places = Uploads(limits), Places(limits.parallel + limits.queue)
-        self._lenient, self._traffic, self._tracing = lenient, traffic or Traffic(), tracing
-        self._engines, self._limits, self._metrics, self._hosts = engines, limits, metrics, hosts
+        self._uploads = Uploads(limits)
+        self._places = Places(limits.parallel + limits.queue)
+        self._lenient = lenient
+        self._traffic = traffic or Traffic()
+        self._tracing = tracing
+        self._engines = engines
+        self._limits = limits
+        self._metrics = metrics
+        self._hosts = hosts
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
         self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")
@@ -239,7 +246,8 @@ class Endpoints:
         endpoint = ENDPOINTS[scope["path"]]
         reply = Reply(send, self._limits, lines=endpoint.lines)
         tenant: Tenant = scope.get(SCOPE, ANYBODY)
-        started, answered = time.monotonic(), None
+        started = time.monotonic()
+        answered = None
         try:
             answered = await self._answer(scope, receive, reply, endpoint)
         except ClientLeft:
@@ -278,7 +286,8 @@ class Endpoints:
 
     async def _answer(self, scope: Scope, receive: Receive, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request; None at an address that gives no answer of the model."""
-        started, tenant = time.monotonic(), scope.get(SCOPE, ANYBODY)
+        started = time.monotonic()
+        tenant = scope.get(SCOPE, ANYBODY)
         if self._traffic.draining:
             raise shutting_down()
         self._keys.admit(tenant)
@@ -320,7 +329,10 @@ class Endpoints:
 
     async def _compute(self, request: _Admitted, reply: Reply, endpoint: Endpoint) -> Answered | None:
         """Answer a request that has its place."""
-        loop, chat, place, started = asyncio.get_running_loop(), request.chat, request.place, request.started
+        loop = asyncio.get_running_loop()
+        chat = request.chat
+        place = request.place
+        started = request.started
         if any(isinstance(image, NamedImage) for image in chat.images):
             chat = request.chat = named_images(chat, self._sent, request.tenant.share)
         if any(isinstance(image, RemoteImage) for image in chat.images):
@@ -331,7 +343,8 @@ class Endpoints:
             engine = await asyncio.shield(loop.run_in_executor(self._loader, self._engines.acquire, chat.model))
         with self._engines.use(engine):
             videos = any(isinstance(image, Video) for image in chat.images)
-            readers, stopping = self._video_readers if videos else self._readers, threading.Event()
+            readers = self._video_readers if videos else self._readers
+            stopping = threading.Event()
             given = engine, chat, self._limits, stopping.is_set, request.tenant.share
             if endpoint.reply is not None:
                 whole = loop.run_in_executor(readers, endpoint.reply, *given)
@@ -352,7 +365,8 @@ class Endpoints:
             "answer": time.monotonic() - started,
         }
         for answer in answers:
-            stats, times = answer.stats, answer.stats.timings_ms
+            stats = answer.stats
+            times = answer.stats.timings_ms
             kept = stats.vision_tokens_kept
             totals = {
                 "prompt_tokens": stats.prompt_tokens,
@@ -460,13 +474,16 @@ async def _events(
     place, or could not be answered. The place gets its jobs and the time of the first token, `notes` how K and
     reductions were chosen.
     """
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+    loop = asyncio.get_running_loop()
+    queue = asyncio.Queue[tuple[int, Event]]()
 
     def emit(number: int, event: Event) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody listens
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-    chat, place, unfinished = prepared.chat, request.place, prepared.chat.answers
+    chat = prepared.chat
+    place = request.place
+    unfinished = prepared.chat.answers
 
     def choosing(chosen: Chosen) -> None:
         figures = {"figure": chosen.method.figure, "best_figure": chosen.best}
@@ -540,7 +557,9 @@ async def _send_answer(
 
     A stream without an event for `pause` seconds gets a comment, which keeps its connection open.
     """
-    answers, begun, stream = dict[int, Answer](), set[int](), objects.request.stream
+    answers = dict[int, Answer]()
+    begun = set[int]()
+    stream = objects.request.stream
     getting = asyncio.ensure_future(anext(events, None))
     try:
         while True:

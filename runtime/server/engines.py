@@ -68,20 +68,27 @@ class Engines:
         verify: Callable[[Model], None] = lambda _: None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self._load, self._limits, self._memory, self._fit = load, limits, memory, fit
-        self._key, self._forecast, self._verify = key, needed, verify
+        self._load = load
+        self._limits = limits
+        self._memory = memory
+        self._fit = fit
+        self._key = key
+        self._forecast = needed
+        self._verify = verify
         self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
         self._needed = {name: self._needs(name, bundle) for name, bundle in self._bundles.items()}
         self._loaded: dict[str, Engine] = {}
         self._replaced: list[Engine] = []  # whose last answers run
         self._counted = Counter[str]()  # by engines that are closed
-        self._choosers, self._aliases = choosers or {}, aliases or {}
+        self._choosers = choosers or {}
+        self._aliases = aliases or {}
         for alias, name in self._aliases.items():
             if alias in self._bundles or name not in self._bundles:
                 raise RequestError(
                     f"the alias {alias}={name} is a bundle's name, or names none; there is {', '.join(self._bundles)}"
                 )
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
         self.closed = False
 
     @property
@@ -167,7 +174,9 @@ class Engines:
                     if bundle.manifest == old.manifest and not refitted:
                         told.append(f"{name} is unchanged")
                         continue
-                    needed, engine, replaced = self._needs(name, bundle), None, self._loaded.get(name)
+                    needed = self._needs(name, bundle)
+                    engine = None
+                    replaced = self._loaded.get(name)
                     if replaced is not None:
                         self._make_room(name, needed)
                         model = self._load(Path(bundle.folder))
@@ -261,7 +270,8 @@ class Engines:
     def figures(self) -> dict[str, float]:
         """The current state for the metrics, and the counts (`_total`) of all engines since the start."""
         with self._lock:
-            engines, counted = [*self._loaded.values(), *self._replaced], self._counted.copy()
+            engines = [*self._loaded.values(), *self._replaced]
+            counted = self._counted.copy()
         figures = {name: sum(map(of, engines)) + counted[name] for name, of in FIGURES.items()}
         return {"models_loaded": len(engines), **figures}
 
@@ -271,10 +281,13 @@ class Engines:
 
     def describe(self) -> list[dict[str, Any]]:
         """The objects of /v1/models."""
-        batching, objects = {engine.name: engine.batching for engine in self.loaded}, list[dict[str, Any]]()
+        batching = {engine.name: engine.batching for engine in self.loaded}
+        objects = list[dict[str, Any]]()
         depths = {engine.name: engine.model.loaded.default_k for engine in self.loaded}  # a card's, where there is one
         for name, bundle in self._bundles.items():
-            m, loaded, batch = bundle.manifest, batching.get(name), None
+            m = bundle.manifest
+            loaded = batching.get(name)
+            batch = None
             if loaded is not None:  # the number of answers decoded in one pass, and the reason if it is 1
                 one = {"most": 1, "reason": loaded.obstacle}
                 batch = {"most": loaded.most} if loaded.obstacle is None else one

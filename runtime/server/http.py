@@ -36,12 +36,15 @@ async def read_json_body(
     body = bytearray()
 
     async def read() -> None:
-        size, more, room = 0, True, True
+        size = 0
+        more = True
+        room = True
         while more and size <= 2 * limits.body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            piece, more = message.get("body", b""), message.get("more_body", False)
+            piece = message.get("body", b"")
+            more = message.get("more_body", False)
             size += len(piece)
             room = room and hold(size if size <= limits.body else 0)
             if room and size <= limits.body:
@@ -83,7 +86,9 @@ class Reply:
     """
 
     def __init__(self, send: Send, limits: Limits, *, lines: bool = False) -> None:
-        self._send, self._seconds, self._lines = send, limits.write_seconds, lines
+        self._send = send
+        self._seconds = limits.write_seconds
+        self._lines = lines
         self.status = 0
 
     async def json(self, status: int, value: Mapping[str, Any], headers: dict[str, str] | None = None) -> None:

@@ -19,7 +19,8 @@ from vtx.runtime.server.refusal import Refusal
 
 SCOPE = "vtx.tenant"  # of a request, in its ASGI scope
 MAX_KEY = 4096  # characters of an API key
-MINUTE, DAY = 60.0, 86400.0  # seconds
+MINUTE = 60.0  # seconds
+DAY = 86400.0
 RETRY_SECONDS = 2  # until one of a key's answers may have ended
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _OPTION = re.compile(r"(share|requests|answers|tokens|priority)=([\w.-]{1,64})|metrics", re.ASCII)
@@ -57,7 +58,8 @@ class Usage:
     def begin_day(self, day: int) -> None:
         """Count from 0 if another day has begun."""
         if day != self.day:
-            self.day, self.today = day, 0
+            self.day = day
+            self.today = 0
 
 
 ANYBODY = Tenant(metrics=True)  # of a server without keys
@@ -72,7 +74,9 @@ class Keys:
         clock: Callable[[], float] = time.monotonic,
         date: Callable[[], float] = time.time,
     ) -> None:
-        self._clock, self._date, self._lock = clock, date, threading.Lock()
+        self._clock = clock
+        self._date = date
+        self._lock = threading.Lock()
         self._used = defaultdict[str, Usage](Usage)  # by tenants' names
         self._requests = defaultdict[str, deque[float]](deque)  # their times in the last minute
         self._answers = Counter[str]()
@@ -108,7 +112,8 @@ class Keys:
     def admit(self, tenant: Tenant) -> None:
         """Count a request. Raises Refusal (429) for one beyond the tenant's requests a minute or tokens a day."""
         with self._lock:
-            usage, date = self._used[tenant.name], self._date()
+            usage = self._used[tenant.name]
+            date = self._date()
             usage.begin_day(int(date // DAY))
             if tenant.tokens is not None and usage.today >= tenant.tokens:
                 message = f"this key has used {usage.today:,} tokens today, the limit is {tenant.tokens:,}"
@@ -116,7 +121,8 @@ class Keys:
             usage.requests += 1
             if tenant.requests is None:
                 return
-            times, now = self._requests[tenant.name], self._clock()
+            times = self._requests[tenant.name]
+            now = self._clock()
             while times and times[0] <= now - MINUTE:
                 times.popleft()
             if len(times) >= tenant.requests:

@@ -45,7 +45,8 @@ class Limits(Capacity):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            name, value = field.name.replace("_", " "), getattr(self, field.name)
+            name = field.name.replace("_", " ")
+            value = getattr(self, field.name)
             if field.name == "stall_seconds":
                 check_number(name, value, f"at least {MIN_STALL:g} seconds", least=MIN_STALL, most=1e6)
             elif "seconds" in field.name:

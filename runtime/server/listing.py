@@ -23,7 +23,9 @@ class Listing:
     """Addresses about a server, for its clients."""
 
     def __init__(self, engines: Engines, keys: Keys, limits: Limits) -> None:
-        self._engines, self._keys, self._limits = engines, keys, limits
+        self._engines = engines
+        self._keys = keys
+        self._limits = limits
         self.routes = [
             Route("/v1/models", endpoint=self._models),
             Route("/v1/models/{name:path}", endpoint=self._model),

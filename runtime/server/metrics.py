@@ -65,7 +65,8 @@ class Histogram:
         self._sum += value
 
     def lines(self, name: str) -> list[str]:
-        lines, total = [], 0
+        lines = []
+        total = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             lines.append(f'{name}_bucket{{le="{bound}"}} {total}')

@@ -128,7 +128,8 @@ def refused(refusal: Refusal) -> Event:
 
 def described(facts: Mapping[str, Any]) -> Event:
     """An object of /v1/models as one of /api/tags."""
-    name, precision = facts["id"], facts["vtx"]["precision"]
+    name = facts["id"]
+    precision = facts["vtx"]["precision"]
     details = {"format": "vtx", "family": "vtx", "families": ["vtx"], "quantization_level": precision}
     moment = _moment(facts["created"])
     return {"name": name, "model": name, "modified_at": moment, "size": 0, "digest": "", "details": details}
@@ -218,7 +219,8 @@ class OllamaObjects(Objects):
 
     def _counts(self, answer: Answer) -> Event:
         """The end of an answer; times are nanoseconds."""
-        times, tokens = answer.stats.timings_ms, len(answer.token_ids)
+        times = answer.stats.timings_ms
+        tokens = len(answer.token_ids)
         first = times.get("first_token", 0.0)
         rest = times.get("decode_per_token", 0.0) * max(0, tokens - 1)
         return {

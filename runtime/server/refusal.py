@@ -40,7 +40,11 @@ class Refusal(VtxError):
         final: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.kind, self.retry_after = status, code, param, kind, retry_after
+        self.status = status
+        self.code = code
+        self.param = param
+        self.kind = kind
+        self.retry_after = retry_after
         self.final = final
         self.counts: dict[str, int] = {}
 

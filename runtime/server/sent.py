@@ -32,7 +32,8 @@ class SentImages:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._lock = most, threading.Lock()
+        self._most = most
+        self._lock = threading.Lock()
         self._urls = OrderedDict[tuple[str, str], str]()  # by tenant and name
         self._bytes = Counter[str]()  # of each tenant
 

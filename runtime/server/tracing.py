@@ -93,8 +93,10 @@ class Tracing:
             return
         span("queue", started, min(answered.begun), root, {})
         for answer, begun in zip(answered.answers, answered.begun, strict=True):
-            stats, seconds = answer.stats, {name: ms / 1000 for name, ms in answer.stats.timings_ms.items()}
-            first, tokens = begun + seconds["first_token"], len(answer.token_ids)
+            stats = answer.stats
+            seconds = {name: ms / 1000 for name, ms in answer.stats.timings_ms.items()}
+            first = begun + seconds["first_token"]
+            tokens = len(answer.token_ids)
             last = first + seconds["decode_per_token"] * max(0, tokens - 1)
             own = span(
                 "answer",

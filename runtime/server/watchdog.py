@@ -34,7 +34,10 @@ class Watchdog:
         *,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        self._silences, self._limit, self._end, self._notify = silences, limit, end, notify
+        self._silences = silences
+        self._limit = limit
+        self._end = end
+        self._notify = notify
         self._every = min(look_seconds, limit / 4)
         self.connections = Heartbeat()
         self._silent = False
@@ -86,7 +89,8 @@ def systemd(environ: Mapping[str, str] = os.environ) -> tuple[Notify, float]:
 
     Raises RequestError if $NOTIFY_SOCKET or $WATCHDOG_USEC has a value that systemd does not set.
     """
-    address, limit = environ.get("NOTIFY_SOCKET", ""), environ.get("WATCHDOG_USEC", "")
+    address = environ.get("NOTIFY_SOCKET", "")
+    limit = environ.get("WATCHDOG_USEC", "")
     if limit and not (limit.isascii() and limit.isdigit() and int(limit)):
         raise RequestError(f"WATCHDOG_USEC is {limit!r:.40}; it must be a whole number of microseconds above 0")
     if not address:

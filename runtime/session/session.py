@@ -96,11 +96,14 @@ class Session:
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         if manifest.action is not None:
             raise RequestError(f"{manifest.model.name} outputs actions, not text; use act, or vtx-run --act")
-        self._backend, self._stages, self._image_token = backend, manifest.stages, manifest.text.image_token_id
+        self._backend = backend
+        self._stages = manifest.stages
+        self._image_token = manifest.text.image_token_id
         self._manifest = manifest
         self._run_step: Callable[..., Step] | None = getattr(backend, "step", None)  # of a `SteppingBackend`
         self.chooses = self._run_step is not None  # so that `choose` can run a token
-        self.caches, self.capacity = PrefixCaches(backend, manifest), manifest.max_context
+        self.caches = PrefixCaches(backend, manifest)
+        self.capacity = manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self.selection: Selection | None = None  # the question that selected the cached image tokens
         self._reused_stages = 0  # from the first on, in which the last prefill ran no image token
@@ -155,9 +158,11 @@ class Session:
 
         Image tokens count as in the prompt, even if some left before the decoder.
         """
-        prefix, is_vision = self.caches.prefix, ids == self._image_token
+        prefix = self.caches.prefix
+        is_vision = ids == self._image_token
         before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
-        held, text = np.concatenate([before, np.array(self._suffix, np.int64)]), np.flatnonzero(~is_vision)
+        held = np.concatenate([before, np.array(self._suffix, np.int64)])
+        text = np.flatnonzero(~is_vision)
         if not len(held):
             return 0, 0
         count = min(len(held), len(text))
@@ -195,14 +200,19 @@ class Session:
                 "the prompt ends with an image and leaves no token to answer from; "
                 "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
             )
-        self._check, self.next_token, self._ahead, self.waiting, self._embedded = check, None, None, [], None
+        self._check = check
+        self.next_token = None
+        self._ahead = None
+        self.waiting = []
+        self._embedded = None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
             known = key == self.caches.prefix.key
             reused = known and length > 0 and self.caches.prefix.depth > 0
             if not known:
                 self.caches.enter(prompt, key, check)
-                self._suffix, self.selection = [], None
+                self._suffix = []
+                self.selection = None
             agreed = 0  # tokens of the suffix that the caches hold
             if after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
                 self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
@@ -226,7 +236,8 @@ class Session:
 
     def finish(self, *, check: Check = no_check) -> PrefillResult:
         """The result of the prompt that has begun; what is `waiting` of it runs now, unless it has run ahead."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if self.waiting:
             self._run_waiting(check)
         for cache in self.decoding_caches if self.caches.stateful else ():
@@ -235,8 +246,10 @@ class Session:
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
-        ids, tokens = self.waiting, self._embedded
-        self.waiting, self._embedded = [], None
+        ids = self.waiting
+        tokens = self._embedded
+        self.waiting = []
+        self._embedded = None
         if tokens is None:
             tokens = self.caches.embed_text(np.array(ids, np.int64))
         for number in range(len(self._stages)):
@@ -244,7 +257,8 @@ class Session:
             first = self.next_position(number)
             positions = np.arange(first, first + len(ids), dtype=np.int64)
             if not self.caches.keeping[number]:
-                tokens, positions = tokens.part(len(tokens) - 1, len(tokens)), positions[-1:]
+                tokens = tokens.part(len(tokens) - 1, len(tokens))
+                positions = positions[-1:]
             tokens = tokens.after(self.caches.cache(number).append(tokens, positions))
         self._suffix, self._state = [*self._suffix, *ids], tokens.hidden[-1:].copy()
 
@@ -253,7 +267,8 @@ class Session:
 
         The tokens of a `draft` run behind it in the same pass, on trial: `accept` has the logits after them.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is not None:
             assert token == self._suffix[-1], "another token ran ahead"
             return ahead
@@ -264,7 +279,8 @@ class Session:
             return stepped
         hidden = self._append([token, *draft])
         self._suffix.append(token)
-        logits, self._state = self._backend.head(hidden), hidden[:1]
+        logits = self._backend.head(hidden)
+        self._state = hidden[:1]
         states = (hidden[number : number + 1] for number in range(1, len(hidden)))
         self._drafts.extend(zip(draft, logits[1:], states, strict=True))
         first_logits: NDArray[np.float32] = logits[0]
@@ -359,7 +375,11 @@ class Session:
     def ran(self, logits: NDArray[np.float32], state: HiddenStates) -> None:
         """Take over the logits [vocab] after `to_run`, which is in the caches now, and the last state [hidden]."""
         self._suffix += self.to_run
-        self.next_token, self.waiting, self._embedded, self._ahead, self._state = None, [], None, logits, state[None]
+        self.next_token = None
+        self.waiting = []
+        self._embedded = None
+        self._ahead = logits
+        self._state = state[None]
 
     def _check_room(self, tokens: int, vision: int = 0) -> None:
         if tokens + 1 > self.capacity:
@@ -377,11 +397,15 @@ class Session:
         If it `waits` and the policy asks for nothing of the question, and all of the prefix is in the caches already,
         it does not run, and is left `waiting`.
         """
-        self.selection, self._suffix = None, []
-        policy, ids, caches = selection.policy, np.array(selection.ids, np.int64), self.caches
+        self.selection = None
+        self._suffix = []
+        policy = selection.policy
+        ids = np.array(selection.ids, np.int64)
+        caches = self.caches
         needs = policy.needs
         caches.prepare(policy)
-        self._cuts, self._layouts = [], []
+        self._cuts = []
+        self._layouts = []
         depth = caches.depth
         survivors: Mask | None = None
         tokens = caches.embed_text(ids, of_prompt=True)
@@ -411,7 +435,8 @@ class Session:
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
         self.selection, self._reused_stages = selection, min(depth, caches.first_pruned)
         if waits:
-            self.waiting, self._embedded = [*selection.ids], tokens
+            self.waiting = [*selection.ids]
+            self._embedded = tokens
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
 
@@ -427,16 +452,21 @@ class Session:
 
     def _result(self, logits: NDArray[np.float32], reused: bool, reused_suffix: int) -> PrefillResult:
         """`reused`: the prefix was known; `reused_suffix`: tokens of the suffix that the caches held."""
-        prefix, stages, first_run = self.caches.prefix, self._stages, self._reused_stages
+        prefix = self.caches.prefix
+        stages = self._stages
+        first_run = self._reused_stages
         kept = [self._image_count(number) for number in range(len(stages))]
         exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
-        k, rest = None if exit_stage is None else stages[exit_stage].first, self._rest_cut()
+        k = None if exit_stage is None else stages[exit_stage].first
+        rest = self._rest_cut()
         if rest is not None:
             k = rest.layer
         image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
-        slots, vision_kept = list[int](), list[int]()
+        slots = list[int]()
+        vision_kept = list[int]()
         for number, stage in enumerate(stages):
-            length, cached = self.caches.cache(number).length, stage.cached
+            length = self.caches.cache(number).length
+            cached = stage.cached
             slots += [length * (layer in cached) for layer in range(stage.first, stage.last + 1)]
             vision_kept += [kept[number]] * stage.layers
         return PrefillResult(

@@ -180,13 +180,18 @@ def shown_region(width: int, height: int, settings: ImageSettings) -> tuple[floa
 
     With bars it is larger than the picture.
     """
-    left, top, across, down = 0, 0, width, height
+    left = 0
+    top = 0
+    across = width
+    down = height
     if settings.pad:
         across = down = max(width, height)
-        left, top = -((across - width) // 2), -((down - height) // 2)
+        left = -((across - width) // 2)
+        top = -((down - height) // 2)
     columns, rows = resized_size(across, down, settings.resize)
     shown_height, shown_width = settings.size
-    scale_x, scale_y = across / columns, down / rows
+    scale_x = across / columns
+    scale_y = down / rows
     first_x = left + (columns - shown_width) // 2 * scale_x
     first_y = top + (rows - shown_height) // 2 * scale_y
     return first_x, first_y, first_x + shown_width * scale_x, first_y + shown_height * scale_y

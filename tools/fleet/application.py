@@ -80,7 +80,8 @@ class Replica:
 
     async def forward(self, scope: dict[str, Any], body: bytes, key: str) -> AsyncGenerator[MutableMapping[str, Any]]:
         """The parts of the reply to a request, as ASGI has them. Left early, the request is cancelled."""
-        parts, arrived = asyncio.Queue[MutableMapping[str, Any] | None](AHEAD), asyncio.Event()
+        parts = asyncio.Queue[MutableMapping[str, Any] | None](AHEAD)
+        arrived = asyncio.Event()
 
         async def receive() -> MutableMapping[str, Any]:
             if arrived.is_set():
@@ -119,7 +120,8 @@ class Gateway:
 
     def __init__(self, replicas: Any, fleet: Fleet) -> None:
         self._replicas = replicas.options(method_name="forward", stream=True)
-        self._limits, self._keys = fleet.limits, fleet.keys()
+        self._limits = fleet.limits
+        self._keys = fleet.keys()
 
     async def __call__(self, request: Request) -> Response:
         """The reply of a replica, or a refusal."""
@@ -179,7 +181,8 @@ async def _content(parts: Any) -> AsyncGenerator[bytes]:
 def app(arguments: dict[str, Any]) -> Any:
     """The application that `serve run` deploys, by its arguments, which `Fleet` describes. Raises VtxError."""
     fleet = Fleet.read(arguments)
-    limits, most = fleet.limits, fleet.max_replicas or fleet.replicas
+    limits = fleet.limits
+    most = fleet.max_replicas or fleet.replicas
     digests = {name: sha256(path / "vtx.json") for name, path in fleet.bundles.items()}
     gpus = Cluster("auto", None if fleet.gpus < 0 else fleet.gpus).gpus_of(fleet.device)
     scaling = AutoscalingConfig(

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-METRICS, SLOTS = "/metrics", "/slots"
+METRICS = "/metrics"
+SLOTS = "/slots"
 OWN = (METRICS, SLOTS, "/v1/usage", "/usage")  # of one server's requests
 
 

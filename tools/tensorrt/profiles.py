@@ -29,8 +29,12 @@ from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
-TOKENS, IMAGES, CAPACITY, MAX_CONTEXT = "tokens", "images", "capacity", "max_context"
-HEIGHT, WIDTH = graph_sizes.HEIGHT, graph_sizes.WIDTH
+TOKENS = "tokens"
+IMAGES = "images"
+CAPACITY = "capacity"
+MAX_CONTEXT = "max_context"
+HEIGHT = graph_sizes.HEIGHT
+WIDTH = graph_sizes.WIDTH
 SLOTS = "slots"  # of a cache
 PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
@@ -41,11 +45,13 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
-    slots, model = m.max_context, m.model
+    slots = m.max_context
+    model = m.model
     most = PREFILL_TOKENS if model.delta is None else graph_sizes.DELTA_RUN
     longest = slots if model.two_way == "prompt" else min(most, slots)
     usual = _usual_tokens(m) + 64
-    filled, likely = min(slots - 1, usual), min(longest, usual)
+    filled = min(slots - 1, usual)
+    likely = min(longest, usual)
     sources = model.sources(model.shared or 1, model.layers)  # whose slots a later stage reads
     table: dict[str, Range] = {MAX_CONTEXT: (slots,) * 3}
     table |= {f"{SLOTS}.{source}": (1, filled, slots) for source in sources}
@@ -92,7 +98,8 @@ def _usual_tokens(m: Manifest) -> int:
 
 
 def _own_size(m: Manifest) -> Profile:
-    unit, sizes = m.model.tower.patch * m.model.tower.square, m.layout.parameters
+    unit = m.model.tower.patch * m.model.tower.square
+    sizes = m.layout.parameters
     if "max_pixels" in sizes:
         most = int(sizes["max_pixels"])
     else:

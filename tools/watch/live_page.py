@@ -31,9 +31,11 @@ from vtx.runtime.server.uploads import network_of
 from vtx.runtime.vision.image import load_image
 from vtx.tools.watch.watch import Watched
 
-SIDE, QUALITY = 1280, 80  # of the JPEG pictures
+SIDE = 1280  # of the JPEG pictures
+QUALITY = 80
 RECENT = 256  # events that are kept for pages that read slowly
-STREAMS, STREAMS_PER_CLIENT = 64, 16  # of events; further ones get 503
+STREAMS = 64  # of events; further ones get 503
+STREAMS_PER_CLIENT = 16
 LOOK_SECONDS = 0.1  # between two looks for new events
 RETRY_SECONDS = 15  # until a page may have been closed
 QUIET_SECONDS = 15.0  # after which a stream without events gets a comment
@@ -54,8 +56,10 @@ class Page:
         self._formats = formats
         self._answers = dict[tuple[str, str], dict[str, Any]]()
         self._status = dict[str, Any]()
-        self._recent, self._count = deque[dict[str, Any]](maxlen=RECENT), 0
-        self._lock, self._drawing = threading.Lock(), threading.Lock()
+        self._recent = deque[dict[str, Any]](maxlen=RECENT)
+        self._count = 0
+        self._lock = threading.Lock()
+        self._drawing = threading.Lock()
         self._pictures = dict[str, tuple[str, bytes]]()  # the last JPEG of each source, with its tag
 
     def tell(self, line: bytes) -> None:
@@ -107,7 +111,8 @@ class Page:
         with self._drawing:
             if (known := self._pictures.get(name)) is not None and known[0] == tag:
                 return known
-            image, file = load_image(frame.read(), self._formats), io.BytesIO()
+            image = load_image(frame.read(), self._formats)
+            file = io.BytesIO()
             if max(image.size) > SIDE:
                 image = ImageOps.contain(image, (SIDE, SIDE))
             image.save(file, "jpeg", quality=QUALITY)
@@ -124,13 +129,15 @@ class _Events:
         self._clients = Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, client = Reply(send, Limits()), network_of((scope.get("client") or ("",))[0])
+        reply = Reply(send, Limits())
+        client = network_of((scope.get("client") or ("",))[0])
         if self._clients.total() >= STREAMS or self._clients[client] >= STREAMS_PER_CLIENT:
             refusal = Refusal(503, "too many pages are open; close one", kind="server_error", retry_after=RETRY_SECONDS)
             await reply.json(refusal.status, refusal.body(), refusal.headers)
             return
         left = asyncio.ensure_future(until_left(receive))
-        number, quiet = None, 0.0
+        number = None
+        quiet = 0.0
         self._clients[client] += 1
         try:
             await reply.begin_events()

@@ -24,7 +24,9 @@ REQUIREMENTS = (
 PACKAGES = ("transformers", "onnxscript", "onnxruntime", "torch")
 NOTE = ""
 PARTS = {"image_encoder", "multi_modal_projector", "language_model", "lm_head"}
-GRAPHS, TABLE, SETTINGS = "graphs", "embedding.npy", "preprocessor_config.json"
+GRAPHS = "graphs"
+TABLE = "embedding.npy"
+SETTINGS = "preprocessor_config.json"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
@@ -84,8 +86,10 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 class Loaded:
     def __init__(self, exported: Any, table: Any, folder: Path) -> None:
-        self._runners, self._config = exported.runners, exported.config
-        self._table, self._folder = table, folder
+        self._runners = exported.runners
+        self._config = exported.config
+        self._table = table
+        self._folder = folder
         self._known: tuple[str, tuple[int, ...]] | None = None
         self._cache: Any = None
 

@@ -25,9 +25,12 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     asked = Precision.parse(precision)
     device, compute = python.engine_of(asked)
-    library, model, options = cabi.load_library(), ctypes.c_void_p(), cabi.LoadOptions()
+    library = cabi.load_library()
+    model = ctypes.c_void_p()
+    options = cabi.LoadOptions()
     library.vtx_load_options_init(ctypes.byref(options), ctypes.sizeof(options))
-    options.device, options.threads = device.encode(), threads
+    options.device = device.encode()
+    options.threads = threads
     options.compute = compute and compute.encode()
     if asked.installed:  # as docs/how-to/cpp.md says
         os.environ.update(VTX_OPENVINO=cabi.openvino(), VTX_ONNXRUNTIME=cabi.onnxruntime())
@@ -40,8 +43,11 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 class Loaded:
     def __init__(self, library: Any, model: ctypes.c_void_p, k: int | None) -> None:
-        self._vtx, self._model, self._k = library, model, k
-        self._image, self._conversation = "", ctypes.c_void_p()
+        self._vtx = library
+        self._model = model
+        self._k = k
+        self._image = ""
+        self._conversation = ctypes.c_void_p()
         about = json.loads(library.vtx_model_json(model))
         self.how = f"{about['device']} in {about['compute']}"
 
@@ -52,9 +58,11 @@ class Loaded:
         if question.image != self._image:
             self._open(question.image)
         opened = time.perf_counter() - start
-        answer, options = ctypes.c_void_p(), cabi.AskOptions()
+        answer = ctypes.c_void_p()
+        options = cabi.AskOptions()
         self._vtx.vtx_ask_options_init(ctypes.byref(options), ctypes.sizeof(options))
-        options.max_new_tokens, options.ignore_eos = new_tokens, 1
+        options.max_new_tokens = new_tokens
+        options.ignore_eos = 1
         options.k = b"none" if self._k is None else str(self._k).encode()
         asked = question.asked.encode()
         check(self._vtx, self._vtx.vtx_ask(self._conversation, asked, ctypes.byref(options), ctypes.byref(answer)))

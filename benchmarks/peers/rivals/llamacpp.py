@@ -19,7 +19,8 @@ PRECISIONS = ("fp32", "f16", "q8_0", "q4_0")
 REQUIREMENTS = (("install", "--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0", "pillow"),)
 PACKAGES = ("llama-cpp-python",)
 NOTE = ""
-TEXT, MMPROJ = "text.gguf", "mmproj.gguf"
+TEXT = "text.gguf"
+MMPROJ = "mmproj.gguf"
 FILE_TYPES = {"q4_0": 2, "q8_0": 7}  # llama.h: LLAMA_FTYPE_MOSTLY_*
 F32 = 0  # ggml.h: GGML_TYPE_F32
 FLASH_ATTENTION = 1  # llama.h: LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -56,7 +57,10 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
         raise RuntimeError(f"llama.cpp cannot load {TEXT}")
     context = llama_cpp.llama_init_from_model(model, context_settings(llama_cpp, precision, threads))
     vision = mtmd_cpp.mtmd_context_params_default()
-    vision.use_gpu, vision.print_timings, vision.warmup, vision.n_threads = False, False, False, threads
+    vision.use_gpu = False
+    vision.print_timings = False
+    vision.warmup = False
+    vision.n_threads = threads
     mtmd = mtmd_cpp.mtmd_init_from_file(os.fsencode(folder / MMPROJ), model, vision)
     if not context or not mtmd:
         raise RuntimeError("llama.cpp cannot make a context for text and image")
@@ -78,8 +82,11 @@ def context_settings(llama_cpp: Any, precision: str, threads: int) -> Any:
 
 class Loaded:
     def __init__(self, llama: Any, vision: Any, model: Any, context: Any, mtmd: Any) -> None:
-        self._llama, self._vision = llama, vision
-        self._model, self._context, self._mtmd = model, context, mtmd
+        self._llama = llama
+        self._vision = vision
+        self._model = model
+        self._context = context
+        self._mtmd = mtmd
         self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self._image = ""
 
@@ -94,7 +101,8 @@ class Loaded:
             vision = self._read_front(question)
         self._image = question.image
         self._decode(question.ids[question.front :])
-        ids, moments = [], []
+        ids = []
+        moments = []
         while True:
             ids.append(self._greedy())
             moments.append(time.perf_counter() - start)

@@ -75,7 +75,8 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 class Loaded:
     def __init__(self, genai: Any, pipeline: Any) -> None:
-        self._genai, self._pipeline = genai, pipeline
+        self._genai = genai
+        self._pipeline = pipeline
 
     def ask(self, question: Question, new_tokens: int, pruning_ratio: int = 0) -> Answer:
         """`pruning_ratio`: percent of the image's tokens that its CDPruner leaves out, of models that it prunes."""
@@ -84,12 +85,14 @@ class Loaded:
         from PIL import Image
 
         config = self._pipeline.get_generation_config()
-        config.max_new_tokens, config.ignore_eos = new_tokens, True
+        config.max_new_tokens = new_tokens
+        config.ignore_eos = True
         config.apply_chat_template = config.do_sample = False
         config.pruning_ratio = pruning_ratio
         start = time.perf_counter()
         image = openvino.Tensor(np.asarray(Image.open(question.image).convert("RGB"))[None].copy())
-        ids, moments = [], []
+        ids = []
+        moments = []
 
         def write(tokens: int | list[int]) -> Any:
             for token in [tokens] if isinstance(tokens, int) else tokens:

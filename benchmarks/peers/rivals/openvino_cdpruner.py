@@ -14,7 +14,9 @@ from benchmarks.peers.rivals import openvino
 
 SAME_AS = "openvino"
 PRECISIONS = ("int8", "int4")
-REQUIREMENTS, PACKAGES, NOTE = openvino.REQUIREMENTS, openvino.PACKAGES, ""
+REQUIREMENTS = openvino.REQUIREMENTS
+PACKAGES = openvino.PACKAGES
+NOTE = ""
 prepare = openvino.prepare
 PERCENT = 78  # of the image's tokens leave: 127 of 576 stay
 TRIED = 16  # tokens of the answers that must differ
@@ -28,7 +30,8 @@ class Loaded:
     """The pipeline, which has to show that it prunes before a figure of it counts."""
 
     def __init__(self, pipeline: Any) -> None:
-        self._pipeline, self._shown = pipeline, False
+        self._pipeline = pipeline
+        self._shown = False
 
     def ask(self, question: Question, new_tokens: int) -> Answer:
         """Raises ValueError where the setting changes nothing."""

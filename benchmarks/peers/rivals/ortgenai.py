@@ -25,7 +25,8 @@ MODEL = "model"
 
 
 def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    asked, text = Precision.parse(precision), folder / "text"
+    asked = Precision.parse(precision)
+    text = folder / "text"
     tensors.write_text_model(checkpoint, text)
     chosen = () if asked.installed else OPTIONS[asked.stored]
     options = ("--extra_options", *chosen) if chosen else ()
@@ -62,7 +63,8 @@ class Loaded:
     """A second question rewinds the generator to the end of the front."""
 
     def __init__(self, genai: Any, model: Any) -> None:
-        self._genai, self._model = genai, model
+        self._genai = genai
+        self._model = model
         self._image = ""
         self._generator: Any = None
 
@@ -75,9 +77,11 @@ class Loaded:
             self._generator.rewind_to(question.front)
             ids = ids[question.front :]
         else:
-            self._generator, self._image = self._new(len(ids) + 256), question.image
+            self._generator = self._new(len(ids) + 256)
+            self._image = question.image
         self._generator.append_tokens(ids)
-        found, moments = [], []
+        found = []
+        moments = []
         while len(found) < new_tokens:
             self._generator.generate_next_token()
             found.append(int(self._generator.get_next_tokens()[0]))

@@ -35,7 +35,8 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
 class Loaded:
     def __init__(self, model: Any, checkpoint: Path) -> None:
-        self._model, self._checkpoint = model, checkpoint
+        self._model = model
+        self._checkpoint = checkpoint
         self._known: tuple[str, tuple[int, ...]] | None = None
         self._cache: Any = None
         self._vision: list[float] = []
@@ -50,7 +51,8 @@ class Loaded:
         self._vision.clear()
         with torch.inference_mode():
             logits = self._prefill(question)
-            ids, moments = [], []
+            ids = []
+            moments = []
             while True:
                 ids.append(int(logits.argmax()))
                 moments.append(time.perf_counter() - start)
@@ -68,7 +70,8 @@ class Loaded:
         if front == self._known:
             self._cache.crop(question.front - self._cache.get_seq_length())  # negative: that many tokens fewer
             return self._step(torch.tensor([question.ids[question.front :]]))
-        self._cache, self._known = DynamicCache(config=self._model.config.get_text_config()), front
+        self._cache = DynamicCache(config=self._model.config.get_text_config())
+        self._known = front
         values = torch.from_numpy(pixels(Path(question.image), self._checkpoint)).to(self._model.dtype)
         return self._step(torch.tensor([question.ids]), pixel_values=values)
 

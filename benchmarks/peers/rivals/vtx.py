@@ -66,7 +66,8 @@ def engine_of(asked: Precision) -> tuple[str, str | None]:
 
 class Loaded:
     def __init__(self, model: Any, k: int | None) -> None:
-        self._model, self._k = model, k
+        self._model = model
+        self._k = k
         self.how = f"{model.backend.device} in {model.backend.compute}"
         self._image = ""
         self._conversation: Any = None
@@ -76,7 +77,8 @@ class Loaded:
 
         start = time.perf_counter()
         if question.image != self._image:
-            self._conversation, self._image = self._model.open(question.image), question.image
+            self._conversation = self._model.open(question.image)
+            self._image = question.image
         opened = time.perf_counter() - start
         options = vtx.Options(max_new_tokens=new_tokens, ignore_eos=True)
         answer = self._conversation.ask(question.asked, self._k, options)

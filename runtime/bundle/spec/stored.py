@@ -13,12 +13,14 @@ RATES = (
     "linear_attn.in_proj_a.weight",
     "linear_attn.in_proj_b.weight",
 )  # one row a head: all that it forgets or learns
-EMBEDDING, HEAD = "text.embed_tokens.weight", "head.weight"
+EMBEDDING = "text.embed_tokens.weight"
+HEAD = "head.weight"
 BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
 BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
-SCALES, ZEROS = ".scales", ".zeros"  # ends of the names of a quantised matrix's scales and zero points
+SCALES = ".scales"  # ends of the names of a quantised matrix's scales and zero points
+ZEROS = ".zeros"
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
 
 

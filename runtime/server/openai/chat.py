@@ -19,7 +19,8 @@ class ChatObjects(Objects):
     def whole(self, answers: Sequence[Answer]) -> Event:
         choices = list[Event]()
         for index, answer in enumerate(answers):
-            parts, known = self.divided(answer.text), self.logprobs(answer, index)
+            parts = self.divided(answer.text)
+            known = self.logprobs(answer, index)
             message: Event = {"role": "assistant", "content": parts.content, "refusal": None}
             if parts.calls:
                 calls = [_function(call) | {"id": call_id(), "type": "function"} for call in parts.calls]

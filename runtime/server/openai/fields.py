@@ -39,7 +39,8 @@ class RawPrompts:
     __slots__ = ("echo", "prompts")
 
     def __init__(self, *prompts: str | tuple[int, ...], echo: bool = False) -> None:
-        self.prompts, self.echo = prompts, echo
+        self.prompts = prompts
+        self.echo = echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +279,8 @@ class FieldReader(Strict):
 
     def missing(self, where: str, name: str) -> VtxError:
         """The Refusal of a missing field."""
-        inside, param = where.partition(": ")[2], where.split(": ")[1:2]
+        inside = where.partition(": ")[2]
+        param = where.split(": ")[1:2]
         if inside:
             return Refusal(400, f"{inside} has no {name}; add it", code="invalid_value", param=param[0])
         return Refusal(400, f"{where} has no {name}; add it", code="missing_required_parameter", param=name)
@@ -325,7 +327,8 @@ def check_no_thoughts(name: str, value: Any, none: Any) -> None:
 
 def _nouns(kinds: Sequence[Any]) -> str:
     """Types in the words of JSON."""
-    nouns, tags = list[str](), list[str]()
+    nouns = list[str]()
+    tags = list[str]()
     for kind in kinds:
         tag = typing.get_type_hints(kind).get("type") if dataclasses.is_dataclass(kind) else None
         if typing.get_origin(kind) is Literal:

@@ -26,7 +26,9 @@ class TokenTexts:
 
     def __init__(self, text: Text, begun: Sequence[int]) -> None:
         """`begun`: tokens that the answer continues; the text of others begins with the first that is no blank."""
-        self._text, self._stream, self._begun = text, text.stream(), bool(begun)
+        self._text = text
+        self._stream = text.stream()
+        self._begun = bool(begun)
         for id in begun:
             self._stream.push(id)
         self._length = 0
@@ -55,8 +57,10 @@ class Parts:
     """The text of an answer as it comes, divided into content and calls. `form` is None if it has no calls."""
 
     def __init__(self, form: CallForm | None) -> None:
-        self._form, self._text = form, ""
-        self.content, self.calls = "", list[ToolCall]()
+        self._form = form
+        self._text = ""
+        self.content = ""
+        self.calls = list[ToolCall]()
 
     def push(self, text: str, *, complete: bool = False) -> tuple[str, list[tuple[int, ToolCall]]]:
         """The new content, and of each call that grew its number and its new part, with the name at its beginning."""
@@ -65,12 +69,14 @@ class Parts:
             self.content = self._text
             return text, []
         content, calls = self._form.split(self._text, complete=complete)
-        new, grown = content[len(self.content) :], list[tuple[int, ToolCall]]()
+        new = content[len(self.content) :]
+        grown = list[tuple[int, ToolCall]]()
         for number, call in enumerate(calls):
             old = self.calls[number].arguments if number < len(self.calls) else None
             if old is None or old != call.arguments:
                 grown.append((number, ToolCall("" if old is not None else call.name, call.arguments[len(old or "") :])))
-        self.content, self.calls = content, calls
+        self.content = content
+        self.calls = calls
         return new, grown
 
 
@@ -121,7 +127,8 @@ class Objects(ABC):
         """Token counts, and under `vtx` the object of `vtx-run --json` without its text; of several answers a list."""
         completion = sum(len(answer.token_ids) for answer in answers)
         firsts = [answer.stats for answer in answers[:: self.request.n]]  # one of each prompt
-        prompt, several = sum(stats.prompt_tokens for stats in firsts), [one.to_dict() for one in answers]
+        prompt = sum(stats.prompt_tokens for stats in firsts)
+        several = [one.to_dict() for one in answers]
         for one in several:
             for name in ("text", "logprobs", "top_logprobs", "tool_calls"):
                 one.pop(name, None)
@@ -149,7 +156,8 @@ class Objects(ABC):
         """The log probabilities of the next tokens of an answer in OpenAI's form; None if they were not asked for."""
         if not self.request.options.logprobs:
             return None
-        text, logprobs = self.token_texts(index), list[Mapping[str, Any]]()
+        text = self.token_texts(index)
+        logprobs = list[Mapping[str, Any]]()
         tops = source.top_logprobs or ((),) * len(source.token_ids)
         for id, value, likely in zip(source.token_ids, source.logprobs or (), tops, strict=True):
             top = [_token(text.of(other), logprob) for other, logprob in likely]
@@ -167,9 +175,12 @@ class Objects(ABC):
 
 def _timings(answer: Answer) -> Event:
     """The times of an answer; that of its prompt, with its images, is that of the first token."""
-    times, tokens = answer.stats.timings_ms, len(answer.token_ids)
-    first, token = times.get("first_token", 0.0), times.get("decode_per_token", 0.0)
-    cached, decoded = answer.stats.reused_tokens, max(0, tokens - 1)
+    times = answer.stats.timings_ms
+    tokens = len(answer.token_ids)
+    first = times.get("first_token", 0.0)
+    token = times.get("decode_per_token", 0.0)
+    cached = answer.stats.reused_tokens
+    decoded = max(0, tokens - 1)
     prompt = answer.stats.prompt_tokens - cached
     return {
         "cache_n": cached,

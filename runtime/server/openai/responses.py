@@ -234,7 +234,8 @@ class ResponseObjects(Objects):
         if content:
             if not self.items:
                 yield from self._message()
-            item, known = self.items[-1], (self.logprobs(progress, 0) if progress else None) or []
+            item = self.items[-1]
+            known = (self.logprobs(progress, 0) if progress else None) or []
             item["content"][0]["text"] += content
             item["content"][0]["logprobs"] += known
             yield self._of_item("output_text.delta", content_index=0, delta=content, logprobs=known)
@@ -288,7 +289,8 @@ class ResponseObjects(Objects):
         status = "in_progress" if answer is None else "completed" if whole else "incomplete"
         for number, item in enumerate(self.items):
             item["status"] = status if number == len(self.items) - 1 else "completed"
-        fields, counts = self.request.fields, None
+        fields = self.request.fields
+        counts = None
         if answer is not None:
             usage = self.usage([answer])
             counts = {

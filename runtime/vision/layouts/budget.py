@@ -116,7 +116,8 @@ class TokenBudget(Layout):
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens of an image of this size in pixels."""
         factor = math.sqrt(self.tokens * self.unit**2 / (width * height))
-        columns, rows = math.floor(factor * width / self.unit), math.floor(factor * height / self.unit)
+        columns = math.floor(factor * width / self.unit)
+        rows = math.floor(factor * height / self.unit)
         if not rows:
             return min(width // height, self.tokens), 1
         if not columns:

@@ -61,7 +61,8 @@ class Native(Layout):
     @property
     def max_tokens(self) -> int:
         """The bound for images that are shrunk, to a single row too, and for enlarged ones."""
-        most, fewest = self.max_pixels / self.unit**2, self.min_pixels / self.unit**2
+        most = self.max_pixels / self.unit**2
+        fewest = self.min_pixels / self.unit**2
         longest = range(math.ceil(math.sqrt(fewest)), math.ceil(math.sqrt(MAX_RATIO * fewest)) + 1)
         enlarged = max((side * math.ceil(fewest / max(1, side - 1)) for side in longest), default=1)
         return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
@@ -102,7 +103,8 @@ class Native(Layout):
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """One token after the other, row by row; all at one time, each at its row and column."""
-        (tokens,), (columns, rows) = views, self._grid(width, height)
+        (tokens,) = views
+        columns, rows = self._grid(width, height)
         count = columns * rows
         patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
         return ImageTokens(tokens.hidden, patches, offsets=squares(columns, rows), span=max(columns, rows))

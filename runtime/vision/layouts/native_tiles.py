@@ -21,7 +21,10 @@ from vtx.runtime.vision.layouts.tiles import Tiles
 from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage
 
-_START, _END, _WHOLE, _TILE = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_{}_col_{}|>"
+_START = "<|image_start|>"
+_END = "<|image_end|>"
+_WHOLE = "<|img_thumbnail|>"
+_TILE = "<|img_row_{}_col_{}|>"
 
 
 @image_layout("native_tiles")
@@ -114,14 +117,19 @@ class NativeTiles(Native):
         if tiles is None:
             return PromptImage((columns * rows,), (_START, _END))
         numbers = product(range(1, tiles[1] + 1), range(1, tiles[0] + 1))
-        spans, texts = [self._tile_tokens] * (tiles[0] * tiles[1]), [_TILE.format(*number) for number in numbers]
+        spans = [self._tile_tokens] * (tiles[0] * tiles[1])
+        texts = [_TILE.format(*number) for number in numbers]
         if self.thumbnail:
-            spans, texts = [*spans, columns * rows], [*texts, _WHOLE]
+            spans = [*spans, columns * rows]
+            texts = [*texts, _WHOLE]
         return PromptImage(tuple(spans), (_START + texts[0], *texts[1:], _END))
 
     def views(self, image: Image.Image, settings: ImageSettings) -> Views:
-        image, side, resample = to_rgb(image), self.tile, Image.Resampling[settings.resample.upper()]
-        (columns, rows), tiles = self._grid(*image.size), self._tiles(*image.size)
+        image = to_rgb(image)
+        side = self.tile
+        resample = Image.Resampling[settings.resample.upper()]
+        columns, rows = self._grid(*image.size)
+        tiles = self._tiles(*image.size)
         views = list[NDArray[np.float32]]()
         try:
             if tiles is not None:
