@@ -3,7 +3,9 @@
 The types with super-blocks (Q4_K, Q5_K, Q6_K) are rounded by ggml's own C, whose file is in the source distribution of
 `llama-cpp-python`, from whose folder `ggml` this makes the library that `GGML_QUANTS` names:
 
-    gcc -O2 -march=native -fPIC -shared -Iinclude -Isrc -Isrc/ggml-cpu src/ggml-quants.c -o ggml-quants.so
+    touch include/ggml-version.h
+    gcc -O2 -march=native -fPIC -shared -Iinclude -Isrc -Isrc/ggml-cpu -DGGML_VERSION='"0"' -DGGML_COMMIT='"0"' \\
+        src/ggml-quants.c src/ggml.c -o ggml-quants.so
 
 The other types are rounded by the package `gguf`, whose results are those of llama.cpp. nncf compresses the model of
 transformers as OpenVINO GenAI's converter does by default: int8 with a zero point a row; int4 with one for 128
