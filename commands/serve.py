@@ -12,8 +12,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
@@ -29,11 +30,18 @@ from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading
 
 if TYPE_CHECKING:
+    from uvicorn import Config
+
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.server.delivery import Output
+    from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.engines import Engines
+    from vtx.runtime.server.http import App
     from vtx.runtime.server.keys import Keys, Tenant
+    from vtx.runtime.server.limits import Limits
+    from vtx.runtime.server.tracing import Tracing
+    from vtx.runtime.server.watchdog import Watchdog
 
 KEY = "VTX_API_KEY"
 OTHER_FILES = 256  # next to its connections: bundles, decoders of videos, logs
@@ -46,6 +54,57 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     if value is not None and not 0 <= value <= LARGEST_AMOUNT:
         raise click.BadParameter(f"{value} is not a number from 0 to {LARGEST_AMOUNT:,}")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """The options of vtx-serve."""
+
+    bundles: tuple[str, ...]
+    hub_model: str | None
+    precision: str | None
+    aliases: tuple[str, ...]
+    host: str
+    port: int
+    parallel: int | None
+    max_batch: int | None
+    queue: int | None
+    max_tokens: int | None
+    max_body: int | None
+    timeout: float | None
+    stall_timeout: float | None
+    grace: float | None
+    kv_cache: float | None
+    memory: float | None
+    reports: tuple[Path, ...]
+    max_accuracy_drop: float
+    image_hosts: tuple[str, ...]
+    origins: tuple[str, ...]
+    api_keys: Path | None
+    proxies: tuple[str, ...]
+    unix_socket: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    otlp: str | None
+    access_log: str | None
+    no_auth: bool
+    lenient: bool
+    loading: Loading
+
+    @property
+    def local(self) -> bool:
+        """True if no other machine reaches `host`."""
+        from vtx.runtime.server.app import is_local
+
+        return is_local(self.host)
+
+    def listening(self) -> AbstractContextManager[socket.socket]:
+        """The socket that clients connect to."""
+        return listening(self.host, self.port) if self.unix_socket is None else listening_at(self.unix_socket)
+
+    def address(self, at: socket.socket) -> Path | str:
+        """Where a browser or a client finds the server that listens `at`."""
+        return self.unix_socket or page_url(self.host, at, tls=self.tls_cert is not None)
 
 
 @command(
@@ -166,164 +225,182 @@ def _amount(_: click.Context, __: click.Parameter, value: float | None) -> float
     "max_tiles",
     "max_pixels",
     "require_signature",
+    record=ServeSettings,
 )
-def serve(
-    bundles: tuple[str, ...],
-    hub_model: str | None,
-    precision: str | None,
-    aliases: tuple[str, ...],
-    host: str,
-    port: int,
-    parallel: int | None,
-    max_batch: int | None,
-    queue: int | None,
-    max_tokens: int | None,
-    max_body: int | None,
-    timeout: float | None,
-    stall_timeout: float | None,
-    grace: float | None,
-    kv_cache: float | None,
-    memory: float | None,
-    reports: tuple[Path, ...],
-    max_accuracy_drop: float,
-    image_hosts: tuple[str, ...],
-    origins: tuple[str, ...],
-    api_keys: Path | None,
-    proxies: tuple[str, ...],
-    unix_socket: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-    otlp: str | None,
-    access_log: str | None,
-    no_auth: bool,
-    lenient: bool,
-    loading: Loading,
-) -> None:
+def serve(settings: ServeSettings) -> None:
     """Serve bundles over an OpenAI-compatible API and a test page.
 
     If $VTX_API_KEY is set, clients must send it as their key.
     """
     require_http()
-    import uvicorn
-
-    from vtx.runtime.scheduler.choosing import choosers_of
-    from vtx.runtime.server.app import is_local, make_app
     from vtx.runtime.server.drain import DrainingServer
     from vtx.runtime.server.endpoints import Traffic
-    from vtx.runtime.server.engines import Engines, named
     from vtx.runtime.server.keys import Keys
-    from vtx.runtime.server.limits import Limits
-    from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+    from vtx.runtime.server.protocol import CONNECTIONS
     from vtx.runtime.server.tracing import Tracing, sent_to
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
-    keys = Keys(given_keys(api_keys))
-    if unix_socket is None and not is_local(host) and not keys and not no_auth:
-        raise RequestError(
-            f"--host {host} lets other machines ask; set {KEY} to a key that they must send, or add --no-auth"
-        )
-    for origin in origins:
-        if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
-            raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
-    check_tls(tls_cert, tls_key)
-    tracing = None if otlp is None else Tracing(sent_to(otlp))
-    hosts, trusted = checked_hosts(image_hosts), checked_proxies(proxies)
+    keys = Keys(given_keys(settings.api_keys))
+    check_openness(settings, keys)
+    check_tls(settings.tls_cert, settings.tls_key)
+    tracing = None if settings.otlp is None else Tracing(sent_to(settings.otlp))
+    hosts = checked_hosts(settings.image_hosts)
+    trusted = checked_proxies(settings.proxies)
     reserve_descriptors(CONNECTIONS)
     notify, interval = systemd()
-    changes = {
-        "parallel": parallel,
-        "batch": max_batch,
-        "queue": queue,
-        "new_tokens": max_tokens,
-        "seconds": timeout,
-        "body": None if max_body is None else max_body * 10**6,
-        "stall_seconds": max(Limits().stall_seconds, timeout or 0) if stall_timeout is None else stall_timeout,
-        "grace_seconds": grace,
-        "kv": None if kv_cache is None else int(kv_cache * 1e9),
-    }
-    limits = Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
-
-    def needed(bundle: Bundle) -> int:
-        from vtx.runtime.api.load import choose_for
-        from vtx.runtime.backends.devices import float_bytes
-        from vtx.runtime.backends.memory import needed_memory
-
-        chosen = choose_for(
-            bundle,
-            loading.device,
-            loading.compute,
-            fit=loading.fit,
-            max_tiles=loading.max_tiles,
-            max_pixels=loading.max_pixels,
-        )
-        return needed_memory(bundle, float_bytes(chosen))
-
-    if hub_model or precision or not bundles:
-        found = find_bundle(os.environ.get("VTX_BUNDLE"), (), hub_model, precision)
-        bundles = (f"{hub_model}={found}" if hub_model else str(found),)
-    folders = named(bundles)
-    room = None if memory is None else int(memory * 1e9)
-    engines = Engines(
-        folders,
-        loading.load,
-        limits,
-        room,
-        needed=needed,
-        key=loading.key,
-        fit=loading.fit,
-        choosers=choosers_of(reports, max_accuracy_drop, folders),
-        verify=verified,
-        aliases=aliases_of(aliases),
-    )
+    limits = limits_of(settings)
+    engines = engines_of(settings, limits)
     with ExitStack() as opening:
-        at = opening.enter_context(listening(host, port) if unix_socket is None else listening_at(unix_socket))
+        at = opening.enter_context(settings.listening())
         with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
             pass
         for card in (engine.model.loaded.card for engine in engines.loaded):
             if card:
                 note(card.in_words)
-        address = unix_socket or page_url(host, at, tls=tls_cert is not None)
-        note(f"serving {', '.join(engines.names)} at {address}; Ctrl-C ends")
+        note(f"serving {', '.join(engines.names)} at {settings.address(at)}; Ctrl-C ends")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
-        access = opening.enter_context(access_output()) if access_log else None
+        access = opening.enter_context(access_output()) if settings.access_log else None
         opening.enter_context(queued_stderr())
-        app = make_app(
-            engines,
-            limits,
-            api_keys=keys,
-            local_hosts=unix_socket is None and is_local(host),
-            image_hosts=hosts,
-            watchdog=watchdog,
-            origins=origins,
-            lenient=lenient,
-            traffic=traffic,
-            access=None if access is None else lambda line: access.put(line.encode()),
-            access_json=access_log == "json",
-            tracing=tracing,
-            figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
+        app = app_of(
+            settings, engines, limits, keys, hosts, watchdog=watchdog, traffic=traffic, access=access, tracing=tracing
         )
         logging.getLogger("vtx").setLevel(logging.INFO)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            ws="none",
-            http=BoundedProtocol,
-            log_config=None,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
-            timeout_keep_alive=30,
-            proxy_headers=bool(trusted),
-            forwarded_allow_ips=trusted,
-            ssl_certfile=tls_cert,
-            ssl_keyfile=tls_key,
-        )
         if hasattr(signal, "SIGHUP"):
-            reloading = partial(reload, engines, keys, api_keys)
+            reloading = partial(reload, engines, keys, settings.api_keys)
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reloading, daemon=True).start())
+        config = config_of(settings, app, trusted)
         DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+
+
+def check_openness(settings: ServeSettings, keys: Keys) -> None:
+    """Refuse to serve other machines without a key, and origins that are none. Raises RequestError."""
+    if not settings.local and settings.unix_socket is None and not keys and not settings.no_auth:
+        raise RequestError(
+            f"--host {settings.host} lets other machines ask; set {KEY} to a key that they must send, or add --no-auth"
+        )
+    for origin in settings.origins:
+        if not re.fullmatch(r"https?://[^/\s]+|\*", origin):
+            raise RequestError(f"--allow-origin {origin!r:.80} is not an origin, e.g. http://localhost:3000, or *")
+
+
+def limits_of(settings: ServeSettings) -> Limits:
+    """The server's limits: the defaults, changed by options."""
+    from vtx.runtime.server.limits import Limits
+
+    stall_seconds = settings.stall_timeout
+    if stall_seconds is None:
+        stall_seconds = max(Limits().stall_seconds, settings.timeout or 0)
+    changes = {
+        "parallel": settings.parallel,
+        "batch": settings.max_batch,
+        "queue": settings.queue,
+        "new_tokens": settings.max_tokens,
+        "seconds": settings.timeout,
+        "body": None if settings.max_body is None else settings.max_body * 10**6,
+        "stall_seconds": stall_seconds,
+        "grace_seconds": settings.grace,
+        "kv": None if settings.kv_cache is None else int(settings.kv_cache * 1e9),
+    }
+    return Limits(**{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+
+def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
+    """The bundles to serve, not yet loaded."""
+    from vtx.runtime.scheduler.choosing import choosers_of
+    from vtx.runtime.server.engines import Engines, named
+
+    bundles = settings.bundles
+    if settings.hub_model or settings.precision or not bundles:
+        bundle = find_bundle(os.environ.get("VTX_BUNDLE"), (), settings.hub_model, settings.precision)
+        bundles = (f"{settings.hub_model}={bundle}" if settings.hub_model else str(bundle),)
+    folders = named(bundles)
+    loading = settings.loading
+    return Engines(
+        folders,
+        loading.load,
+        limits,
+        None if settings.memory is None else int(settings.memory * 1e9),
+        needed=partial(memory_of, loading),
+        key=loading.key,
+        fit=loading.fit,
+        choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
+        verify=verified,
+        aliases=aliases_of(settings.aliases),
+    )
+
+
+def memory_of(loading: Loading, bundle: Bundle) -> int:
+    """Bytes of memory that a bundle needs when it is loaded in this way."""
+    from vtx.runtime.api.load import choose_for
+    from vtx.runtime.backends.devices import float_bytes
+    from vtx.runtime.backends.memory import needed_memory
+
+    device = choose_for(
+        bundle,
+        loading.device,
+        loading.compute,
+        fit=loading.fit,
+        max_tiles=loading.max_tiles,
+        max_pixels=loading.max_pixels,
+    )
+    return needed_memory(bundle, float_bytes(device))
+
+
+def app_of(
+    settings: ServeSettings,
+    engines: Engines,
+    limits: Limits,
+    keys: Keys,
+    hosts: Collection[str],
+    *,
+    watchdog: Watchdog,
+    traffic: Traffic,
+    access: Output | None,
+    tracing: Tracing | None,
+) -> App:
+    """The application that answers."""
+    from vtx.runtime.server.app import make_app
+
+    return make_app(
+        engines,
+        limits,
+        api_keys=keys,
+        local_hosts=settings.unix_socket is None and settings.local,
+        image_hosts=hosts,
+        watchdog=watchdog,
+        origins=settings.origins,
+        lenient=settings.lenient,
+        traffic=traffic,
+        access=None if access is None else lambda line: access.put(line.encode()),
+        access_json=settings.access_log == "json",
+        tracing=tracing,
+        figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
+    )
+
+
+def config_of(settings: ServeSettings, app: App, trusted: list[str]) -> Config:
+    """What uvicorn runs."""
+    from uvicorn import Config
+
+    from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+
+    return Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        http=BoundedProtocol,
+        log_config=None,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_keep_alive=30,
+        proxy_headers=bool(trusted),
+        forwarded_allow_ips=trusted,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
 
 
 def aliases_of(specs: tuple[str, ...]) -> dict[str, str]:

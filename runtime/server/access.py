@@ -6,12 +6,12 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import quote
 
-from vtx.runtime.server.http import Receive, Scope, Send, header
+from vtx.runtime.server.http import App, Receive, Scope, Send, header
 from vtx.runtime.server.keys import SCOPE
 
 GIVEN = re.compile(r"[\w.:-]{1,64}", re.ASCII)  # ids that clients may give
@@ -27,7 +27,7 @@ class AccessLog:
 
     def __init__(
         self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        app: App,
         write: Callable[[str], None] | None,
         *,
         as_json: bool = False,

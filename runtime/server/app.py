@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Any
@@ -20,7 +20,7 @@ from starlette.routing import Route
 from vtx.runtime.server.access import AccessLog
 from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic, error_body
 from vtx.runtime.server.engines import Engines
-from vtx.runtime.server.http import Receive, Scope, Send, header
+from vtx.runtime.server.http import App, Receive, Scope, Send, header
 from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.listing import Listing
@@ -55,7 +55,7 @@ def make_app(
     access_json: bool = False,
     tracing: Tracing | None = None,
     figures: Callable[[], Mapping[str, float]] = dict,
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+) -> App:
     """The ASGI application over `engines`, which it closes at its end.
 
     `api_keys`: clients must send one of them, if there are any. `local_hosts`: accept only requests that name this
@@ -156,7 +156,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 class Versioned:
     """An application that answers at its addresses under /v1 without their /v1, too."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], routes: Sequence[Any]) -> None:
+    def __init__(self, app: App, routes: Sequence[Any]) -> None:
         self._app = app
         self._names = {route.path.split("/")[2] for route in routes if route.path.startswith("/v1/")}
 
@@ -174,7 +174,7 @@ class Guard:
 
     def __init__(
         self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        app: App,
         keys: Keys,
         *,
         local_hosts: bool,

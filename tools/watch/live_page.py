@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from vtx.runtime.errors import VtxError
 from vtx.runtime.server.app import PACKAGE, SECURITY, Guard, page_routes
-from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, until_left
+from vtx.runtime.server.http import App, ClientLeft, Receive, Reply, Scope, Send, until_left
 from vtx.runtime.server.keys import Keys
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
@@ -157,9 +157,7 @@ class _Events:
             left.cancel()
 
 
-def make_live_app(
-    page: Page, keys: Collection[str] = (), *, local_hosts: bool = True
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def make_live_app(page: Page, keys: Collection[str] = (), *, local_hosts: bool = True) -> App:
     """The ASGI application of `page`. Without one of `keys`, if there are any, it gives neither pictures nor events.
 
     `local_hosts`: accept only requests that name this machine in their Host header.
