@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,14 +18,84 @@ from vtx.tools.common.loading import Loading, about_model
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from vtx.runtime.api.answer import Stats
-    from vtx.runtime.api.boxes import Box
+    from vtx.runtime.api.answer import Answer
+    from vtx.runtime.api.conversation import Conversation
+    from vtx.runtime.api.model import Model
+    from vtx.runtime.api.options import Options
     from vtx.runtime.api.stream import AnswerStream
     from vtx.runtime.prompt.guiding import Guide
     from vtx.runtime.vision.video import Video
 
 MAX_STATE = 1 << 20  # bytes
 NO_STATE = Path("none")
+OF_ACTIONS = ("steps", "deadline_ms", "normalized", "unnorm_key")  # options that need --act
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The options of vtx-run."""
+
+    arguments: tuple[str, ...]
+    bundle: str | None
+    hub_model: str | None
+    precision: str | None
+    k: Depth
+    rest: str | None
+    reduce: str
+    about: str | None
+    show_tokens: Path | None
+    boxes: bool
+    show_boxes: Path | None
+    gate_threshold: float
+    more: tuple[str, ...]
+    videos: tuple[str, ...]
+    frames: int | None
+    image_tokens: int | None
+    text_only: bool
+    chat: bool
+    as_json: bool
+    max_new_tokens: int
+    ignore_eos: bool
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    prompt_lookup: int
+    guide: Guide | None
+    accept: str | None
+    act: Path | None
+    steps: int | None
+    deadline_ms: float | None
+    normalized: bool
+    unnorm_key: str | None
+    loading: Loading
+
+    @property
+    def images(self) -> list[str]:
+        """The pictures of the prompt; the first one may be a video."""
+        return [*(() if self.text_only else self.arguments[:1]), *self.more]
+
+    @property
+    def questions(self) -> list[str]:
+        return [*(self.arguments if self.text_only else self.arguments[1:])]
+
+    def options(self) -> Options:
+        """How an answer is computed. Raises RequestError for values out of range."""
+        from vtx.runtime.api.options import Options
+        from vtx.runtime.session.sampling import Sampling
+
+        return Options(
+            self.max_new_tokens,
+            self.ignore_eos,
+            Sampling(self.temperature, self.top_p, self.top_k, self.seed),
+            self.gate_threshold,
+            prompt_lookup=self.prompt_lookup,
+            about=self.about,
+            guide=self.guide,
+            rest=self.rest,
+            accept=self.accept,
+            boxes=self.boxes or self.show_boxes is not None,
+        )
 
 
 @command(
@@ -106,136 +177,102 @@ NO_STATE = Path("none")
     "threads",
     "force",
     "require_signature",
+    record=RunSettings,
 )
-def run(
-    arguments: tuple[str, ...],
-    bundle: str | None,
-    hub_model: str | None,
-    precision: str | None,
-    k: Depth,
-    rest: str | None,
-    reduce: str,
-    about: str | None,
-    show_tokens: Path | None,
-    boxes: bool,
-    show_boxes: Path | None,
-    gate_threshold: float,
-    more: tuple[str, ...],
-    videos: tuple[str, ...],
-    frames: int | None,
-    image_tokens: int | None,
-    text_only: bool,
-    chat: bool,
-    as_json: bool,
-    max_new_tokens: int,
-    ignore_eos: bool,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int | None,
-    prompt_lookup: int,
-    guide: Guide | None,
-    accept: str | None,
-    act: Path | None,
-    steps: int | None,
-    deadline_ms: float | None,
-    normalized: bool,
-    unnorm_key: str | None,
-    loading: Loading,
-) -> None:
+def run(settings: RunSettings) -> None:
     """Answer one or more questions about an image or a video, which is encoded once."""
-    if act is not None:
-        asked = {
-            "k": k,
-            "seed": seed,
-            "steps": steps,
-            "deadline_ms": deadline_ms,
-            "normalized": normalized,
-            "unnorm_key": unnorm_key,
-            "reduce": reduce,
-        }
-        if rest is not None:
-            raise click.UsageError("--rest is for answers in words; leave it out with --act")
-        _act(act, arguments, bundle, hub_model, precision, loading, asked)
+    if settings.act is not None:
+        _act(settings, settings.act)
         return
-    for name in ("steps", "deadline_ms", "normalized", "unnorm_key"):
+    for name in OF_ACTIONS:
         if given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for actions; add --act, or leave it out")
-    images, questions = ([], list(arguments)) if text_only else (list(arguments[:1]), list(arguments[1:]))
-    _check_questions(questions, arguments[0])
+    _check_questions(settings.questions, settings.arguments[0])
     with without_collections():
         from vtx.commands.export import find_bundle
-        from vtx.runtime.api.options import Options
         from vtx.runtime.prompt.messages import check_messages
-        from vtx.runtime.session.sampling import Sampling
-        from vtx.runtime.terminal.last import first_today
 
-        for question in questions:
+        for question in settings.questions:
             check_messages([{"role": "user", "content": question}])
-        sampling = Sampling(temperature, top_p, top_k, seed)
-        options = Options(
-            max_new_tokens,
-            ignore_eos,
-            sampling,
-            gate_threshold,
-            prompt_lookup=prompt_lookup,
-            about=about,
-            guide=guide,
-            rest=rest,
-            accept=accept,
-            boxes=boxes or show_boxes is not None,
-        )
-        for path in (show_tokens, show_boxes):
-            if path is not None:
-                from vtx.tools.common.files import check_folder
-
-                check_folder(path)
-        pictures = _read([*images, *more], videos, loading.image_formats, reduce, frames)
-        folder = find_bundle(bundle, (k,), hub_model, precision)
-        model = loading.load(folder)
-    source = {"image": [*images, *more, *videos], "bundle": str(folder)}
-    device = f"{model.backend.device} (auto)" if loading.device == "auto" else model.backend.device
-    facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
-    card = [model.loaded.card.in_words] if model.loaded.card else []
-    introduction = "\n".join(
-        [f"bundle: {folder}; device: {device}; {facts}", *card, *about_model(model.manifest.model.name)]
-    )
-    introduction = introduction if as_json or first_today(introduction) else ""
-    with model.open(pictures, image_tokens=image_tokens) as conversation:
-        if show_tokens:
+        options = settings.options()
+        _check_folders(settings)
+        pictures = _read(settings)
+        folder = find_bundle(settings.bundle, (settings.k,), settings.hub_model, settings.precision)
+        model = settings.loading.load(folder)
+    introduction = _introduction(settings, folder, model)
+    with model.open(pictures, image_tokens=settings.image_tokens) as conversation:
+        if settings.show_tokens:
             from vtx.runtime.report.tokens_plot import check_shown
 
-            check_shown(model.loaded.policy(k, options, reduce), conversation.images, model.manifest.image)
-        answers: list[Stats] = []
-        answer_boxes: list[Box] = []
-        incomplete = False
-        turns = conversation.chat(k, reduce=reduce) if chat else None
-        for question in questions:
-            if turns:
-                stream = turns.stream(question, options)
-            else:
-                stream = conversation.stream(question, k, options, reduce=reduce)
-            if as_json:
-                say_json({"question": question, **source, **stream.read().to_dict()})
-            else:
-                _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
-            answers.append(stream.answer.stats)
-            answer_boxes += stream.answer.boxes or ()
-            incomplete = incomplete or stream.answer.incomplete
-        if show_tokens:
+            policy = model.loaded.policy(settings.k, options, settings.reduce)
+            check_shown(policy, conversation.images, model.manifest.image)
+        answers = _answers(settings, folder, model, options, conversation, introduction)
+        stats = [answer.stats for answer in answers]
+        if settings.show_tokens:
             from vtx.runtime.report.tokens_plot import draw_tokens
 
-            _save(draw_tokens(questions, answers, conversation.images, model.manifest), show_tokens)
-        if show_boxes:
+            tokens = draw_tokens(settings.questions, stats, conversation.images, model.manifest)
+            _save(tokens, settings.show_tokens)
+        if settings.show_boxes:
             from vtx.runtime.report.boxes_plot import draw_boxes
 
-            _save(draw_boxes(pictures[0], answer_boxes), show_boxes)
+            _save(
+                draw_boxes(pictures[0], [box for answer in answers for box in answer.boxes or ()]), settings.show_boxes
+            )
 
-    if incomplete:
+    if any(answer.incomplete for answer in answers):
         from vtx.runtime.prompt.open_ends import bounds_needed
 
-        note(f"an answer was cut before its form was complete; {bounds_needed(guide)}")
+        note(f"an answer was cut before its form was complete; {bounds_needed(settings.guide)}")
         click.get_current_context().exit(INCOMPLETE)
+
+
+def _check_folders(settings: RunSettings) -> None:
+    """Raise RequestError if a picture cannot be written where it shall be."""
+    for path in (settings.show_tokens, settings.show_boxes):
+        if path is not None:
+            from vtx.tools.common.files import check_folder
+
+            check_folder(path)
+
+
+def _introduction(settings: RunSettings, folder: Path, model: Model) -> str:
+    """What answers come from, for stderr; empty if it was told today, or only JSON is wanted."""
+    from vtx.runtime.terminal.last import first_today
+
+    device = model.backend.device
+    if settings.loading.device == "auto":
+        device += " (auto)"
+    facts = f"weights: {model.manifest.precision}; arithmetic: {model.backend.compute}"
+    card = [model.loaded.card.in_words] if model.loaded.card else []
+    lines = [f"bundle: {folder}; device: {device}; {facts}", *card, *about_model(model.manifest.model.name)]
+    introduction = "\n".join(lines)
+    return introduction if settings.as_json or first_today(introduction) else ""
+
+
+def _answers(
+    settings: RunSettings,
+    folder: Path,
+    model: Model,
+    options: Options,
+    conversation: Conversation,
+    introduction: str,
+) -> list[Answer]:
+    """Print the answers to the questions, and return them."""
+    source = {"image": [*settings.images, *settings.videos], "bundle": str(folder)}
+    turns = conversation.chat(settings.k, reduce=settings.reduce) if settings.chat else None
+    answers: list[Answer] = []
+    for question in settings.questions:
+        if turns:
+            stream = turns.stream(question, options)
+        else:
+            stream = conversation.stream(question, settings.k, options, reduce=settings.reduce)
+        if settings.as_json:
+            say_json({"question": question, **source, **stream.read().to_dict()})
+        else:
+            _show(stream, model.manifest.or_more_context, before="" if answers else introduction)
+        answers.append(stream.answer)
+    return answers
 
 
 def _save(picture: Image, path: Path) -> None:
@@ -268,25 +305,16 @@ def _check_questions(questions: Sequence[str], first: str) -> None:
             raise click.UsageError(f"{question!r} is a video, not a question; use --video {question}")
 
 
-def _act(
-    state: Path,
-    arguments: Sequence[str],
-    bundle: str | None,
-    hub_model: str | None,
-    precision: str | None,
-    loading: Loading,
-    asked: dict[str, Any],
-) -> None:
-    """Print the actions for the state in a file, the pictures and the instruction that `arguments` end with.
-
-    `asked` are arguments of `Model.act`.
-    """
+def _act(settings: RunSettings, state: Path) -> None:
+    """Print the actions for the state in a file, the pictures and the instruction that the arguments end with."""
     from vtx.commands.export import find_bundle
     from vtx.runtime.bundle.files import read_text_file
     from vtx.runtime.bundle.safetensors import parse_json
     from vtx.runtime.errors import RequestError
 
-    *pictures, instruction = arguments
+    if settings.rest is not None:
+        raise click.UsageError("--rest is for answers in words; leave it out with --act")
+    *pictures, instruction = settings.arguments
     if not pictures:
         raise click.UsageError('no picture given: vtx-run --act state.json camera.jpg "instruction"')
     numbers = None
@@ -294,11 +322,19 @@ def _act(
         numbers = parse_json(read_text_file(state, MAX_STATE), str(state), error=RequestError)
     if numbers is not None and not isinstance(numbers, list):
         raise RequestError(f"{state} is not a JSON list of numbers, which is the robot's state")
-    folder = find_bundle(bundle, (asked["k"],), hub_model, precision)
-    with loading.load(folder) as model:
+    folder = find_bundle(settings.bundle, (settings.k,), settings.hub_model, settings.precision)
+    with settings.loading.load(folder) as model:
         named = dict(picture.split("=", 1) for picture in pictures if "=" in picture)
         cameras = named if len(named) == len(pictures) and model.manifest.action else pictures
-        actions = model.act(cameras, instruction, numbers, **asked)
+        actions = model.act(
+            cameras,
+            instruction,
+            numbers,
+            k=settings.k,
+            seed=settings.seed,
+            reduce=settings.reduce,
+            **{name: getattr(settings, name) for name in OF_ACTIONS},
+        )
         seconds = model.actor.seconds
         say_json(
             {
@@ -311,10 +347,8 @@ def _act(
         )
 
 
-def _read(
-    names: Sequence[str], videos: Sequence[str], formats: Sequence[str], reduce: str, frames: int | None
-) -> list[Image | Video]:
-    """Read the pictures before anything expensive, after a check of `reduce`.
+def _read(settings: RunSettings) -> list[Image | Video]:
+    """Read the pictures before anything expensive, after a check of the reduction.
 
     Videos are read later: how many of their frames are needed is in the bundle.
     """
@@ -323,15 +357,16 @@ def _read(
     from vtx.runtime.vision.image import load_image
     from vtx.runtime.vision.video import as_video, video
 
-    if reduce != "default":
-        parse(reduce)
+    frames = settings.frames
+    if settings.reduce != "default":
+        parse(settings.reduce)
     pictures: list[Image | Video] = []
-    for name in names:
+    for name in settings.images:
         if as_video(name):
             pictures.append(video(name, frames=frames))
         else:
-            pictures.append(load_image(sys.stdin.buffer if name == "-" else name, formats))
-    pictures += [video(name, frames=frames) for name in videos]
+            pictures.append(load_image(sys.stdin.buffer if name == "-" else name, settings.loading.image_formats))
+    pictures += [video(name, frames=frames) for name in settings.videos]
     if frames is not None and not any(as_video(picture) for picture in pictures):
         raise RequestError(f"--frames {frames} has no effect: there is no video; leave it out")
     return pictures

@@ -84,7 +84,7 @@ class Precisions:
     vision: str
     head: str
     kv: str
-    blocks: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     own: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
