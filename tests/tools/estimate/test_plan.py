@@ -341,9 +341,9 @@ def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() ->
     words = ("--model", "vila-7b", "--k", "none", "--precision", "int4")
     default, full = planned(*words), planned(*words, "--head-precision", "fp16", "--vision-precision", "fp16")
     assert default["parts"] == {
-        "int4": {"decoder": "int4", "vision": "int8", "head": "int8", "kv": "fp16", "block": 64}
+        "int4": {"decoder": "int4", "vision": "int8", "head": "int8", "kv": "fp16", "blocks": {}}
     }
-    assert full["parts"] == {"int4": {"decoder": "int4", "vision": "fp16", "head": "fp16", "kv": "fp16", "block": 64}}
+    assert full["parts"] == {"int4": {"decoder": "int4", "vision": "fp16", "head": "fp16", "kv": "fp16", "blocks": {}}}
     tower = KNOWN["vila-7b"].vision
     assert tower is not None
     more = full["weights_bytes"]["int4"] - default["weights_bytes"]["int4"]
