@@ -246,8 +246,8 @@ class MessageObjects(Objects):
     def begin(self, index: int) -> Iterator[Event]:
         self.parts[index] = self.divided()
         ending = {"stop_reason": None, "stop_sequence": None}
-        # The prompt's tokens are known at the end, which tells them.
-        yield {"type": "message_start", "message": self._message([], ending, {"input_tokens": 0, "output_tokens": 0})}
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}  # the end tells how many were cached
+        yield {"type": "message_start", "message": self._message([], ending, usage)}
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
         yield from self._grow(index, piece.text)

@@ -114,7 +114,10 @@ class CompletionObjects(Objects):
             else {
                 "tokens": [one["token"] for one in known],
                 "token_logprobs": [one["logprob"] for one in known],
-                "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in known],
+                # The chosen token is among them, as in OpenAI's replies, so that there may be one more than asked for.
+                "top_logprobs": [
+                    {top["token"]: top["logprob"] for top in (*one["top_logprobs"], one)} for one in known
+                ],
                 "text_offset": self.token_texts(index).offsets[-len(known) :] if known else [],
             }
         )

@@ -86,6 +86,7 @@ class Objects(ABC):
 
     request: ChatRequest
     model: Model
+    prompt_tokens: int = 0  # of the first prompt
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     parts: dict[int, Parts] = field(default_factory=dict)  # of each answer

@@ -62,6 +62,13 @@ def test_offsets_of_a_completion_are_those_of_its_text(served: Served, seed: int
         assert token.startswith("\ufffd") or text.startswith(whole, offset), (token, offset)
 
 
+def test_a_completion_has_the_chosen_token_among_the_likely_ones(served: Served) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "red", "max_tokens": 4, "logprobs": 0}).encode()
+    known = served.request("POST", "/v1/completions", body, content_type="application/json").json["choices"][0]
+    chosen = zip(known["logprobs"]["tokens"], known["logprobs"]["token_logprobs"], strict=True)
+    assert known["logprobs"]["top_logprobs"] == [{token: value} for token, value in chosen]
+
+
 BYTES = {
     "byte level": {"decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
     "byte tokens": {"decoder": {"type": "Sequence", "decoders": [

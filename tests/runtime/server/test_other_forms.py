@@ -99,7 +99,9 @@ def test_a_message_of_blocks_has_the_answer_of_the_chat(served: Served) -> None:
     assert (prompt, used["output_tokens"]) == (chat["usage"]["prompt_tokens"], 8)
     counted = post(served, "/v1/messages/count_tokens", {"model": "tiny", "system": SYSTEM, "messages": BLOCKS}).json
     assert counted == {"input_tokens": prompt}
-    blocks, ending = put_together(events(post(served, "/v1/messages", {**body, "messages": BLOCKS, "stream": True})))
+    stream = events(post(served, "/v1/messages", {**body, "messages": BLOCKS, "stream": True}))
+    assert stream[0]["message"]["usage"] == {"input_tokens": prompt, "output_tokens": 0}
+    blocks, ending = put_together(stream)
     assert [block["text"] for block in blocks] == [whole["content"][0]["text"]]
     assert (ending["stop_reason"], ending["output_tokens"]) == ("max_tokens", 8)
 

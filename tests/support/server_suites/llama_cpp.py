@@ -1,7 +1,6 @@
 """A pytest plug-in: the suite of llama.cpp's server starts vtx-serve instead.
 
-What stays of their options: the port, the names of models, the key, the slots. Their paths without /v1 get one, and a
-request without a model names the one that is served, as vtx-serve wants it.
+What stays of their options: the port, the names of models, the key, the slots.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from vtx_serve import start, stop
 sys.modules["wget"] = ModuleType("wget")  # downloads models, of which none is needed
 utils: Any = __import__("utils")
 Server: Any = utils.ServerProcess
-UNPREFIXED = ("/chat/completions", "/completions", "/responses", "/models", "/embeddings")
 
 
 PICTURE = "data:image/jpeg;base64," + b64encode(Path(os.environ["VTX_PICTURE"]).read_bytes()).decode()
@@ -55,38 +53,19 @@ def stop_server(self: Any) -> None:
         self.process = None
 
 
-def path_of(path: str) -> str:
-    return "/v1" + path if path.startswith(UNPREFIXED) else path
+whole = Server.make_request
 
 
-def asked(server: Any, data: Any) -> Any:
-    if isinstance(data, dict) and "messages" in data and data.get("model") is None:
-        return {**data, "model": server.model_alias}
-    return data
-
-
-class Requests:
-    """Their requests, on vtx-serve's paths."""
-
-    whole = Server.make_request
-    streamed = Server.make_stream_request
-
-    @staticmethod
-    def make_request(self: Any, method: str, path: str, data: Any = None, *rest: Any, **named: Any) -> Any:
-        response = Requests.whole(self, method, path_of(path), asked(self, data), *rest, **named)
-        if current["form"] and isinstance(response.body, dict):
-            response.body = BUILD | response.body
-        return response
-
-    @staticmethod
-    def make_stream_request(self: Any, method: str, path: str, data: Any = None, *rest: Any, **named: Any) -> Any:
-        return Requests.streamed(self, method, path_of(path), asked(self, data), *rest, **named)
+def make_request(self: Any, *request: Any, **named: Any) -> Any:
+    response = whole(self, *request, **named)
+    if current["form"] and isinstance(response.body, dict):
+        response.body = BUILD | response.body
+    return response
 
 
 Server.start = start_server
 Server.stop = stop_server
-Server.make_request = Requests.make_request
-Server.make_stream_request = Requests.make_stream_request
+Server.make_request = make_request
 utils.ServerPreset.load_all = staticmethod(lambda: None)
 
 
@@ -95,7 +74,7 @@ def pytest_runtest_setup(item: Any) -> None:
     """Name the models that a test asks for, and forget what it expects of another model's text where that is so."""
     source = inspect.getsource(item.function)
     current["form"] = item.vtx_form
-    current["models"] = re.findall(r'model="([^"]+)"', source)
+    current["models"] = re.findall(r'model(?:": |=)"([^"]+)"', source)
     item.module.match_regex = match_any if item.vtx_form else original_match
     if hasattr(item.module, "get_img_url"):
         item.module.get_img_url = picture

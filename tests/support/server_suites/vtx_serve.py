@@ -15,9 +15,24 @@ START_SECONDS = 120
 
 
 def start(names: Sequence[str], host: str, port: int, *options: str, key: str = "") -> subprocess.Popen[bytes]:
-    """A server that is ready, of the bundle under each of these names; with a key it asks for it."""
-    bundles = [option for name in names for option in ("--bundle", f"{name}={BUNDLE}")]
-    command = [COMMAND, *bundles, "--host", host, "--port", str(port), "--device", "cpu", "--threads", "1", *options]
+    """A server that is ready, of a bundle with the first of these names and the others as its aliases, and a key."""
+    name, *others = names
+    aliases = [option for other in others for option in ("--alias", f"{other}={name}")]
+    command = [
+        COMMAND,
+        "--bundle",
+        f"{name}={BUNDLE}",
+        *aliases,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        *options,
+    ]
     process = subprocess.Popen(command, env=os.environ | {"VTX_API_KEY": key})
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
