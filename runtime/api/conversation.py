@@ -18,6 +18,7 @@ from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
 from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages, sized_message
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
+from vtx.runtime.api.room import check_room
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
 from vtx.runtime.checks import check_text
@@ -198,7 +199,7 @@ class Conversation:
             messages = with_tools(messages, guide.listed_tools)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
-            loaded.check_room(ids, images)
+            check_room(loaded, ids, images)
         if resume and policy.fixed:
             after = self._session.selection
         answering = AnswerInProgress(

@@ -22,7 +22,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.manifest import PAIRS
 from vtx.runtime.bundle.tensors import read_final_norm, read_newline
-from vtx.runtime.errors import ContextError, ModelClosedError, RequestError
+from vtx.runtime.errors import ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
@@ -424,62 +424,6 @@ class LoadedBundle:
             raise RequestError(
                 "this model's chat template has no switch for thoughts (enable_thinking); leave reasoning_effort out"
             )
-
-    def check_room(self, ids: NDArray[np.int64], images: Sequence[PreparedImage]) -> None:
-        """Raise ContextError if images or frames do not fit, with the tiles, pixels or frames that would."""
-        room = self.manifest.max_context - 1
-        if len(ids) <= room:
-            return
-        videos = [image for image in images if image.kind == "video"]
-        if self.layout.max_views == 1 and not videos and self.layout.min_tokens is None:
-            return
-        vision = sum(image.tokens for image in images)
-        text = len(ids) - sum(self.text.size(image.in_prompt) for image in images)
-        fixes = list[str]()
-        for tiles in range(self.layout.max_views - 1, 0, -1):
-            layout = self.layout.limited(tiles).for_images(len(images) - len(videos))
-            smaller = (
-                layout.prompt_image(*i.size) if i.refitted is None else i.refitted(i.frames, max_views=tiles)
-                for i in images
-            )
-            if text + sum(map(self.text.size, smaller)) <= room:
-                fixes.append(f"--max-tiles {tiles} (max_tiles={tiles}) fits")
-                break
-        sizes = [image.size for image in images if image.kind == "image"]
-        for tokens in self.layout.budgets:
-            if sum(next(self.layout.choices(tokens)).count(*size) for size in sizes) <= room - text:
-                fixes.append(f"--image-tokens {tokens} (image_tokens={tokens}) fits")
-                break
-        pixels = self.layout.fitting(sizes, room - text) if not videos else self._fitting(videos, sizes, room - text)
-        if pixels and not self.layout.budgets:
-            fixes.append(f"--max-pixels {pixels} (max_pixels={pixels}) fits")
-        others = len(ids) - sum(self.text.size(video.in_prompt) for video in videos)
-        for frames in range(max([video.frames for video in videos], default=1) - 1, 0, -1):
-            if others + sum(self.text.size(video.refitted(frames)) for video in videos if video.refitted) <= room:
-                fixes.append(f"--frames {frames} (frames={frames}) of each video fits")
-                break
-        raise ContextError(
-            f"the prompt takes {len(ids)} tokens, {vision} of them for images, and {room} fit into this bundle beside "
-            f"the answer; {', or '.join(fixes) or 'shorten it'}{self.manifest.or_more_context}",
-            len(ids),
-            room + 1,
-        )
-
-    def _fitting(self, videos: Sequence[PreparedImage], sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        """The largest `max_pixels` at which videos, and images of these sizes, take at most `tokens` in total."""
-        from vtx.runtime.vision.layouts.pairs import Pairs
-
-        layout = self.frames_layout()
-        if not isinstance(layout, Pairs):
-            return None
-        tokens -= sum(self.text.size(video.in_prompt) - video.tokens for video in videos)
-        for each in range(max(video.tokens for video in videos), 0, -1):
-            pixels = each * layout.unit**2
-            count = sum(self.layout.within(pixels).count(*size) for size in sizes)
-            count += sum(video.refitted(video.frames, pixels).tokens for video in videos if video.refitted)
-            if count <= tokens:
-                return pixels
-        return None
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
         """The embeddings [segments, width] of the question about the last image, by the bundle's text tower."""
