@@ -234,45 +234,11 @@ class PrefixCaches:
         whole = number < self.first_pruned
         if self.follow(number):
             return self.cache(number).append(suffix, following, query=query)
-        if not whole:  # no slot for tokens that never enter it
-            wanted = self._room(prefix)
-            held = self.pruned.get(number)
-            withdrawn = not (prefix.present & prefix.is_vision).any()
-            if held is None or held.capacity < wanted or (withdrawn and held.capacity > wanted):
-                held = None
-                self.pruned.pop(number, None)  # freed before the next one is made
-                self.pruned[number] = self._backend.stage(number, wanted)
-        elif number not in self.full:
-            self.full[number] = self._backend.stage(number, self.capacity)
-        cache = self.cache(number)
-        start = prefix.start
-        cache.keep(start)
-        if self.stateful:
-            cache.mark(prefix.size)
-        inputs = {name: each[start:] for name, each in prefix.inputs.items()}
-        states = prefix.boundaries[-1]
-        tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)
-        positions = prefix.positions[start:]
-        kept: Ids | None = None  # the indices of those whose hidden states are needed afterwards; None: all
-        leaves = whole and number + 1 == self._exit and number + 1 not in self.holding
-        if cache.selects_outputs and self._text_only and leaves:
-            kept = np.flatnonzero(~prefix.is_vision[start:])
+        cache = self._cache_for(number, prefix, whole=whole)
         alone = query and (alone or self._groups)
         together = self.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
-        hidden = tokens.hidden
-        ran = suffix.hidden[:0]
-        if len(tokens):  # all of it may be in the cache
-            own = len(tokens) if kept is None else len(kept)
-            if kept is not None:
-                kept = np.concatenate([kept, len(tokens) + np.arange(len(behind))])
-            places = following[: len(behind)]
-            if positions.ndim > 1:  # text has one time, row and column
-                places = places[:, None].repeat(positions.shape[1], 1)
-            queried = query and together
-            both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=queried, outputs=kept)
-            hidden = both[:own].copy()
-            ran = both[own:]
+        hidden, ran = self._continue(number, prefix, behind, following[: len(behind)], query=query and together)
         deeper = prefix.deeper(hidden, hold=number in self.holding)
         if whole:
             self.prefix = deeper
@@ -282,6 +248,51 @@ class PrefixCaches:
             return ran
         cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
+
+    def _cache_for(self, number: int, prefix: Prefix, *, whole: bool) -> StageCache:
+        """The cache of stage `number`, made if it is missing or too small, with what it holds of the prefix."""
+        if not whole:  # no slot for tokens that never enter it
+            slots = self._room(prefix)
+            pruned = self.pruned.get(number)
+            withdrawn = not (prefix.present & prefix.is_vision).any()
+            if pruned is None or pruned.capacity < slots or (withdrawn and pruned.capacity > slots):
+                pruned = None
+                self.pruned.pop(number, None)  # freed before the next one is made
+                self.pruned[number] = self._backend.stage(number, slots)
+        elif number not in self.full:
+            self.full[number] = self._backend.stage(number, self.capacity)
+        cache = self.cache(number)
+        cache.keep(prefix.start)
+        if self.stateful:
+            cache.mark(prefix.size)
+        return cache
+
+    def _continue(
+        self, number: int, prefix: Prefix, behind: TokenStates, places: Ids, *, query: bool
+    ) -> tuple[HiddenStates, HiddenStates]:
+        """Run what stage `number` lacks of the prefix, and `behind` after it, at `places`: the hidden states of both.
+
+        Of the prefix only those that are needed afterwards, where the engine gains by it.
+        """
+        start = prefix.start
+        states = prefix.boundaries[-1]
+        inputs = {name: array[start:] for name, array in prefix.inputs.items()}
+        tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)
+        if not len(tokens):  # all of it is in the cache
+            return tokens.hidden, behind.hidden[:0]
+        cache = self.cache(number)
+        outputs: Ids | None = None  # the indices of those that are needed; None: all
+        count = len(tokens)
+        leaves = number < self.first_pruned and number + 1 == self._exit and number + 1 not in self.holding
+        if cache.selects_outputs and self._text_only and leaves:
+            text = np.flatnonzero(~prefix.is_vision[start:])
+            count = len(text)
+            outputs = np.concatenate([text, len(tokens) + np.arange(len(behind))])
+        positions = prefix.positions[start:]
+        if positions.ndim > 1:  # text has one time, row and column
+            places = places[:, None].repeat(positions.shape[1], 1)
+        both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=query, outputs=outputs)
+        return both[:count].copy(), both[count:]
 
     def follow(self, number: int) -> bool:
         """Cut the cache of stage `number` to the prefix, so that a suffix follows it; False if that has yet to run."""
