@@ -23,6 +23,7 @@ from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.prompt.messages import Message, asking_about
 from vtx.runtime.prompt.tokenizer import Detokenizer
+from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
 from vtx.runtime.session.generate import generate
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_softmax, most_likely
@@ -192,26 +193,55 @@ class AnswerInProgress(Request):
         if self.answer is not None:
             return
         options = self._options
-        logprobs = tuple(self._logprobs) if options.logprobs else None
-        likely = tuple(self._likely) if options.top_logprobs else None
-        manifest = self._loaded.manifest
-        backend = self._loaded.backend
-        policy = self._policy
-        result = self._result or NOTHING
-        report = None
+        text = self._output.text
+        unsure = None
+        if self._threshold is not None:
+            unsure = doubt(text, self._choices or {}, self._choices_mass or 0.0, self._threshold)
+        self.answer = Answer(
+            text,
+            tuple(self._ids),
+            self._stats(self._result or NOTHING),
+            stopped,
+            tuple(self._logprobs) if options.logprobs else None,
+            tuple(self._likely) if options.top_logprobs else None,
+            self._choices,
+            self._choices_mass,
+            self._calls(text),
+            unsure,
+            judged=self._threshold is not None,
+            boxes=self._boxes(text),
+        )
+
+    def _calls(self, text: str) -> tuple[ToolCall, ...] | None:
+        """The whole calls of tools in a text; None if there are no tools."""
+        guide = self._options.guide
+        if guide is None or guide.tools is None:
+            return None
+        calls = self._loaded.text.call_form.split(text, complete=True)[1]
+        return tuple(call for call in calls if call.is_complete)
+
+    def _seconds(self) -> dict[str, float]:
+        """What took how long."""
         decoding = self._last_token - self._first_token
-        seconds = {
+        return {
             "load": self._loaded.load_ms / 1000,
             "vision": self._vision_seconds,
             "prefill": max(0.0, self._prefilled - self._start - self._vision_seconds),
             "first_token": self._first_token - self._start,
             "decode_per_token": decoding / (len(self._ids) - 1) if len(self._ids) > 1 else 0.0,
         }
+
+    def _stats(self, result: PrefillResult) -> Stats:
+        """How the answer was computed."""
+        manifest = self._loaded.manifest
+        backend = self._loaded.backend
+        policy = self._policy
+        report = None
         if self._result and (policy.reductions or result.rest):
             from vtx.runtime.session.reduction_report import reduced
 
             report = reduced(policy, result)
-        stats = Stats(
+        return Stats(
             k=result.k,
             full_layers=result.k - 1 if result.k else manifest.model.layers,
             exit_layer=result.k - 1 if result.k else None,
@@ -226,7 +256,7 @@ class AnswerInProgress(Request):
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,
-            timings_ms={name: round(1000 * value, 3) for name, value in seconds.items()},
+            timings_ms={name: round(1000 * value, 3) for name, value in self._seconds().items()},
             gate=None if policy.decisions is None else tuple(policy.decisions),
             reduce=to_spec(policy.reductions) if policy.reductions else "none",
             reduced=report,
@@ -236,30 +266,6 @@ class AnswerInProgress(Request):
             imposed=Imposed.of(self._imposed) if self._guided else None,
             rest=result.rest,
             seg_states=None if manifest.text.seg_token_id is None else tuple(self._seg_states),
-        )
-        text = self._output.text
-        ids = tuple(self._ids)
-        choices = self._choices
-        calls = None
-        if options.guide is not None and options.guide.tools is not None:
-            calls = tuple(c for c in self._loaded.text.call_form.split(text, complete=True)[1] if c.is_complete)
-        mass = self._choices_mass
-        unsure = None
-        if self._threshold is not None:
-            unsure = doubt(text, choices or {}, mass or 0.0, self._threshold)
-        self.answer = Answer(
-            text,
-            ids,
-            stats,
-            stopped,
-            logprobs,
-            likely,
-            choices,
-            mass,
-            calls,
-            unsure,
-            judged=self._threshold is not None,
-            boxes=self._boxes(text),
         )
 
     def _boxes(self, text: str) -> tuple[Box, ...] | None:
