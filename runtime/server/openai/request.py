@@ -162,19 +162,7 @@ def read_request(
     given = {name: value for name, value in data.items() if value is not None}
     reader = FieldReader(lenient=lenient)
     present = translate(dict(given), reader) if translate is not None else dict(given)
-    for name in sorted(set(present) & set(NEUTRAL)):
-        value = present.pop(name)
-        if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
-            continue
-        if not lenient or name in NEVER_IGNORED:
-            raise Refusal(
-                400,
-                f"{name} is {value!r:.40}, which vtx does not support; leave it out",
-                code="unsupported_value",
-                param=name,
-            )
-        reader.ignored.append(name)
-    present = {name: value for name, value in present.items() if name not in IGNORED}
+    present = _supported(present, reader, lenient=lenient)
     fields = reader.read(ChatFields, present, WHERE)
     with naming("messages"):
         images, (messages, *more) = _messages(fields, limits, hosts)
@@ -188,15 +176,7 @@ def read_request(
             options = replace(options, accept=fields.accept)
     thinking = None if fields.reasoning_effort is None else fields.reasoning_effort not in NO_THOUGHTS
     messages = with_tools(messages, [] if guide is None else guide.listed_tools, thinking)
-    with naming("stream_options"):
-        if fields.stream_options is not None and not fields.stream:
-            raise RequestError('stream_options are for streams; add "stream": true, or leave them out')
-    with naming("reduce"):
-        check_text("reduce", fields.reduce)
-    with naming("deadline_ms"):
-        check_whole("deadline_ms", fields.deadline_ms or 0, 0)
-    with naming("n"):
-        check_whole("n", fields.n, 1, min(limits.parallel, limits.new_tokens))
+    _check(fields, limits)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     notes = {"ignored": reader.ignored, **notes} if reader.ignored else notes
     seconds = None if fields.deadline_ms is None else fields.deadline_ms / 1000
@@ -220,6 +200,36 @@ def read_request(
         isinstance(fields.messages, RawPrompts) and fields.messages.echo,
         fields.timings_per_token,
     )
+
+
+def _supported(present: dict[str, Any], reader: FieldReader, *, lenient: bool) -> dict[str, Any]:
+    """The fields without those that change nothing. Raises Refusal for values that vtx does not support."""
+    for name in sorted(set(present) & set(NEUTRAL)):
+        value = present.pop(name)
+        if any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in NEUTRAL[name]):
+            continue
+        if not lenient or name in NEVER_IGNORED:
+            raise Refusal(
+                400,
+                f"{name} is {value!r:.40}, which vtx does not support; leave it out",
+                code="unsupported_value",
+                param=name,
+            )
+        reader.ignored.append(name)
+    return {name: value for name, value in present.items() if name not in IGNORED}
+
+
+def _check(fields: ChatFields, limits: Limits) -> None:
+    """Raise Refusal for values that no other record checks."""
+    with naming("stream_options"):
+        if fields.stream_options is not None and not fields.stream:
+            raise RequestError('stream_options are for streams; add "stream": true, or leave them out')
+    with naming("reduce"):
+        check_text("reduce", fields.reduce)
+    with naming("deadline_ms"):
+        check_whole("deadline_ms", fields.deadline_ms or 0, 0)
+    with naming("n"):
+        check_whole("n", fields.n, 1, min(limits.parallel, limits.new_tokens))
 
 
 @contextmanager
