@@ -80,7 +80,7 @@ class RunSettings:
         return [*(self.arguments if self.text_only else self.arguments[1:])]
 
     def options(self) -> Options:
-        """How an answer is computed. Raises RequestError for values out of range."""
+        """The options of an answer. Raises RequestError for values out of range."""
         from vtx.runtime.api.options import Options
         from vtx.runtime.session.sampling import Sampling
 
@@ -237,7 +237,7 @@ def _check_folders(settings: RunSettings) -> None:
 
 
 def _introduction(settings: RunSettings, folder: Path, model: Model) -> str:
-    """What answers come from, for stderr; empty if it was told today, or only JSON is wanted."""
+    """The bundle, device and arithmetic of answers, for stderr; empty if told today, or if only JSON is wanted."""
     from vtx.runtime.terminal.last import first_today
 
     device = model.backend.device

@@ -103,7 +103,7 @@ class ServeSettings:
         return listening(self.host, self.port) if self.unix_socket is None else listening_at(self.unix_socket)
 
     def address(self, at: socket.socket) -> Path | str:
-        """Where a browser or a client finds the server that listens `at`."""
+        """The address of the server that listens `at`, for browsers and clients."""
         return self.unix_socket or page_url(self.host, at, tls=self.tls_cert is not None)
 
 
@@ -380,7 +380,7 @@ def app_of(
 
 
 def config_of(settings: ServeSettings, app: App, trusted: list[str]) -> Config:
-    """What uvicorn runs."""
+    """The configuration of uvicorn."""
     from uvicorn import Config
 
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol

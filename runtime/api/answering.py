@@ -221,7 +221,7 @@ class AnswerInProgress(Request):
         return tuple(call for call in calls if call.is_complete)
 
     def _seconds(self) -> dict[str, float]:
-        """What took how long."""
+        """The seconds that each part took."""
         decoding = self._last_token - self._first_token
         return {
             "load": self._loaded.load_ms / 1000,
@@ -232,7 +232,7 @@ class AnswerInProgress(Request):
         }
 
     def _stats(self, result: PrefillResult) -> Stats:
-        """How the answer was computed."""
+        """The figures of the answer."""
         manifest = self._loaded.manifest
         backend = self._loaded.backend
         policy = self._policy

@@ -93,7 +93,7 @@ def sized_message(images: Sequence[Picture], image_tokens: ImageDetail) -> list[
     parts: list[Part] = [{"type": "video" if as_video(source) else "image"} for source in images]
     stills = [part for part in parts if part["type"] == "image"]
     if not stills:
-        raise RequestError("image_tokens is for images, and there is none; leave it out")
+        raise RequestError("image_tokens is for images, not for videos and texts; leave it out")
     for part in stills:
         part["image_tokens"] = image_tokens
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]

@@ -1,4 +1,4 @@
-"""Whether a prompt with images fits into a bundle's context, and with which limits of images it would."""
+"""The room of a prompt with images in a bundle's context, and the limits of images with which it fits."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
         ]
         subprocess.run([*map(str, export)], check=True)
         return
-    block = 128 if stored == "int4" else 64  # as OpenVINO GenAI's conversions
+    block = 128 if stored == "int4" else None  # as OpenVINO GenAI's conversions
     options = ExportOptions(str(checkpoint), tuple(map(int, ks.split(","))) if ks else (), stored, int4_block=block)
     plan = plan_export(options)
     run_export(plan, folder / BUNDLE, force=False, report=lambda *_: None)

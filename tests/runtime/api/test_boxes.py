@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from tests.support.commands import invoke
 from tests.support.cpp import failure, needs_cpp, output
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
@@ -23,7 +24,6 @@ from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
 from tests.support.serving import asking, serving, user
 from tests.support.tiny import Tiny, random_image
-from vtx.commands.run import run as vtx_run
 from vtx.runtime.api.boxes import Box, read_boxes
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.text_settings import BoxForm
@@ -142,7 +142,7 @@ def test_boxes_are_of_one_picture(models: Models) -> None:
         assert conversation.ask("red?", max_new_tokens=1).boxes is None
 
 
-def test_an_answer_has_its_boxes_everywhere(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_has_its_boxes_everywhere(models: Models, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
     model, picture = models(QWEN3, (3,)), random_image(1, (200, 100))
     text = '[{"bbox_2d": [100, 200, 500, 800], "label": "cat"}]'
@@ -159,8 +159,8 @@ def test_an_answer_has_its_boxes_everywhere(models: Models, tmp_path: Path, caps
     path, shown = tmp_path / "picture.png", tmp_path / "boxes.png"
     picture.save(path)
     words = ["--bundle", str(model.bundle.folder), str(path), "where?", "--regex", re.escape(text), "--json"]
-    vtx_run([*words, "--max-new-tokens", "200", "--show-boxes", str(shown)], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["boxes"] == [wanted]
+    result = invoke("run", *words, "--max-new-tokens", "200", "--show-boxes", shown)
+    assert json.loads(result.stdout)["boxes"] == [wanted]
     changed = np.argwhere((np.asarray(Image.open(shown)) != np.asarray(picture)).any(2))
     assert [*changed.min(0), *changed.max(0)] == [20, 20, 80, 100]
 

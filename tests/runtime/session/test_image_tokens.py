@@ -99,7 +99,7 @@ def test_a_budget_beyond_the_context_or_the_bundle_is_refused_with_both_numbers(
     picture = random_image(2, (80, 80))
     with pytest.raises(RequestError, match="image_tokens is 560; images of this bundle have at most 280; lower it"):
         model.open(picture, image_tokens=560)
-    with pytest.raises(RequestError, match="image_tokens is for images, and there is none; leave it out"):
+    with pytest.raises(RequestError, match="image_tokens is for images, not for videos and texts; leave it out"):
         model.open(image_tokens=70)
     with pytest.raises(ContextError, match=r"takes 7\d\d tokens, 768 .*, and 699 fit .*--image-tokens 140 \(image_to"):
         model.open([picture, picture.rotate(90), picture.rotate(180)], image_tokens=280).ask("red?")

@@ -217,7 +217,7 @@ std::vector<vtxcore::PreparedImage> prepared(const vtxcore::Model& model, const 
     }
     vtx_image video = known(each, vtx_image_init);
     if (video.image_tokens != 0)
-      vtxcore::fail(vtxcore::Kind::request, "image_tokens is for images; leave it out of videos");
+      vtxcore::fail(vtxcore::Kind::request, "image_tokens is for images, not for videos and texts; leave it out");
     std::vector<const vtx_image*> frames = listed(video.frames, video.frame_count, "the list of frames");
     auto frame = [&](int64_t number) { return picture_of(*frames[static_cast<size_t>(number)]); };
     out.push_back(model.prepare(vtxcore::Video{static_cast<int64_t>(frames.size()), frame, video.fps, video.sampled}));
