@@ -22,7 +22,7 @@ def check_room(loaded: LoadedBundle, ids: NDArray[np.int64], images: Sequence[Pr
     room = loaded.manifest.max_context - 1
     if len(ids) <= room:
         return
-    prompt = _Prompt(loaded, len(ids), tuple(images), room)
+    prompt = _LongPrompt(loaded, len(ids), tuple(images), room)
     layout = loaded.layout
     if layout.max_views == 1 and not prompt.videos and layout.min_tokens is None:
         return
@@ -38,7 +38,7 @@ def check_room(loaded: LoadedBundle, ids: NDArray[np.int64], images: Sequence[Pr
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _LongPrompt:
     """A prompt of `count` tokens, and `room` for fewer. Methods give the limit that makes it fit, if there is one."""
 
     loaded: LoadedBundle
