@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,20 @@ def write_questions(folder: Path, scenes: int) -> Path:
 
 def curve(bundle: Path, questions: Path, threads: int) -> tuple[list[dict[str, Any]], str]:
     """The points of a bundle's curve, and what vtx-eval says of the threshold that it finds."""
-    command = ["vtx-eval", "exact", str(questions), "--bundle", str(bundle), "--choices", ",".join(COLORS)]
+    command = [
+        str(Path(sys.executable).with_name("vtx-eval")),
+        "exact",
+        str(questions),
+        "--bundle",
+        str(bundle),
+        "--choices",
+        ",".join(COLORS),
+    ]
     command += ["--instruction", "", "--coverage", str(TARGET), "--no-times", "--json", "--device", "cpu"]
     command += ["--threads", str(threads), "--out", str(questions.parent / bundle.name)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(run.stderr)
     threshold = next(line for line in run.stderr.splitlines() if "accept" in line)
     return json.loads(run.stdout)["methods"][0]["coverage"], threshold
 
