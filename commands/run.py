@@ -51,6 +51,8 @@ class RunSettings:
     videos: tuple[str, ...]
     frames: int | None
     image_tokens: int | None
+    thinking: bool | None
+    max_thinking_tokens: int | None
     text_only: bool
     chat: bool
     as_json: bool
@@ -95,6 +97,8 @@ class RunSettings:
             rest=self.rest,
             accept=self.accept,
             boxes=self.boxes or self.show_boxes is not None,
+            thinking=self.thinking,
+            max_thinking_tokens=self.max_thinking_tokens,
         )
 
 
@@ -132,6 +136,8 @@ class RunSettings:
         "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).",
         metavar="N",
     ),
+    click.option("--thinking/--no-thinking", default=None, help="Think before the answer, or do not; on stderr."),
+    option("--max-thinking-tokens", int, "End the thought after N tokens [default: no limit].", metavar="N"),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -374,13 +380,19 @@ def _read(settings: RunSettings) -> list[Image | Video]:
 
 def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     """Print an answer as it comes; `before` is noted with its first piece, so that an error is shown alone."""
+    thought = False
     for piece in stream:
         if before:
             note(before)
             before = ""
+        if stream.thought and not thought:
+            thought = True
+            note(f"thought: {stream.thought}")
         say(piece, line=False)
         sys.stdout.flush()
     click.echo()
+    if stream.answer.thought and not thought:
+        note(f"thought: {stream.answer.thought}")
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
     if stream.answer.choices is not None:

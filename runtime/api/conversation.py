@@ -184,7 +184,10 @@ class Conversation:
         loaded = self.loaded
         images = self.images
         loaded.check_open()
-        guide = settings.options.guide
+        options = settings.options
+        guide = options.guide
+        messages = with_tools(messages, [], options.thinking)
+        loaded.check_thinking(messages, options)
         if guide is not None and guide.fill:
             from vtx.runtime.api.filling import FillingStream
 
@@ -195,7 +198,7 @@ class Conversation:
             check_boxes(loaded.manifest, images)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
-        if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":
+        if guide is not None and guide.tools is not None and "tools" not in messages[0]:
             messages = with_tools(messages, guide.listed_tools)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
