@@ -129,13 +129,7 @@ class RunSettings:
     option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
-    option(
-        "--image-tokens",
-        int,
-        "At most N tokens per image, for models that see images in tiles, at native "
-        "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).",
-        metavar="N",
-    ),
+    "image_tokens",
     click.option("--thinking/--no-thinking", default=None, help="Think before the answer, or do not; on stderr."),
     option("--max-thinking-tokens", int, "End the thought after N tokens [default: no limit].", metavar="N"),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),

@@ -29,6 +29,7 @@ ABSENT = (
     "logprobs",
     "top_logprobs",
     "reasoning_effort",
+    "chat_template_kwargs",
     "timings_per_token",
     *NAMES,
 )
@@ -79,10 +80,11 @@ class UrlSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageBlock:
-    """An image; `cache_control` has no effect."""
+    """An image, of at most `image_tokens`; `cache_control` has no effect."""
 
     type: Literal["image"]
     source: Base64Source | UrlSource
+    image_tokens: int | None = optional(None)
     cache_control: Any = optional(None)
 
 
@@ -251,7 +253,7 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-    return image_part(url)
+    return image_part(url, image_tokens=block.image_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ ABSENT = (
     "logprobs",
     "top_logprobs",
     "reasoning_effort",
+    "chat_template_kwargs",
     "timings_per_token",
 )
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less

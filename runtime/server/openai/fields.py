@@ -320,6 +320,9 @@ def image_part(url: str, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **more}}
 
 
+THOUGHTS = ("reasoning_effort", "chat_template_kwargs", "max_thinking_tokens")  # which a whole prompt does not have
+
+
 def check_absent(fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise Refusal for fields of a chat completion that another address does not have."""
     for name in names:
