@@ -32,10 +32,10 @@ NAMES: Mapping[Any, str] = {
 }  # fmt: skip
 LISTED: Mapping[Any, str] = {str: "texts", int: "whole numbers"}
 DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
-BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig)
+BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig, anthropic.Thinking)
 ITEMS = (
     responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields,
-    responses.Reasoning,
+    responses.Reasoning, responses.ReasoningItem,
 )  # fmt: skip
 
 
@@ -49,7 +49,8 @@ def pages() -> dict[Path, str]:
         "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
         "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
-        "`enable_thinking`; else it is refused. Thoughts are a part of the answer's text. `timings_per_token` adds\n"
+        "`enable_thinking`, as `chat_template_kwargs` does; else it is refused. The thought is `reasoning_content` of\n"
+        "a reply's message and of a stream's deltas. `timings_per_token` adds\n"
         "llama-server's `timings` to the reply, or to a stream's last chunk.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
@@ -59,18 +60,17 @@ def pages() -> dict[Path, str]:
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
         "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
-        "with `logprobs`. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
+        "with `logprobs`. `tools` and fields about thoughts are refused. `/detokenize` and `/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
-        "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"
-        f"and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.\n"
-        "`thinking` may be disabled.",
+        "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice`, `output_config` and `thinking`, a\n"
+        f"text `system`, and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.",
         _objects(BLOCKS),
         "## Fields of Ollama's addresses",
         "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and\n"
-        "these in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no\n"
-        "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
-        "may end with `:latest`.",
+        "these in `messages` and `options`. `format` is `json` or a schema, `think` switches thoughts, `keep_alive`\n"
+        "has no effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of\n"
+        "bundles may end with `:latest`.",
         _objects((ollama.OllamaMessage, ollama.ModelOptions)),
         "## Several machines",
         "The arguments of [the application for Ray Serve](../how-to/serve-fleet.md).",
