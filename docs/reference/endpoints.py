@@ -50,7 +50,9 @@ def pages() -> dict[Path, str]:
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
         "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
         "`enable_thinking`; else it is refused. Thoughts are a part of the answer's text. `timings_per_token` adds\n"
-        "llama-server's `timings` to the reply, or to a stream's last chunk.",
+        "llama-server's `timings` to the reply, or to a stream's last chunk. `prompt_logprobs` are of the text behind\n"
+        "the last picture, null before it; streams, PaliGemma, Gemma 4 E2B and E4B have none. Before `min_tokens` an\n"
+        "answer neither ends nor has stop strings.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
         "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"
@@ -58,8 +60,8 @@ def pages() -> dict[Path, str]:
         _objects(ITEMS),
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
-        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
-        "with `logprobs`. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
+        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, with `logprobs`\n"
+        "(not in streams) those of its tokens, too. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"

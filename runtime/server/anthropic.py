@@ -24,6 +24,7 @@ ABSENT = (
     "top_logprobs",
     "reasoning_effort",
     "timings_per_token",
+    "prompt_logprobs",
     *NAMES,
 )
 REASONS = {

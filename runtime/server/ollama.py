@@ -26,6 +26,7 @@ ABSENT = (
     "top_logprobs",
     "reasoning_effort",
     "timings_per_token",
+    "prompt_logprobs",
 )
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
 NANOSECONDS = 1_000_000  # a millisecond
