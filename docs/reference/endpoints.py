@@ -61,7 +61,8 @@ def pages() -> dict[Path, str]:
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
         "default: a text, token ids, or a list of these. With `echo` each stands before its answers, with `logprobs`\n"
-        "(not in streams) those of its tokens, too. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
+        "(not in streams) those of its tokens, too. `tools` and `reasoning_effort` are refused. `/detokenize` and\n"
+        "`/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"
