@@ -51,7 +51,9 @@ def pages() -> dict[Path, str]:
         "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
         "`enable_thinking`, as `chat_template_kwargs` does; else it is refused. The thought is `reasoning_content` of\n"
         "a reply's message and of a stream's deltas. `timings_per_token` adds\n"
-        "llama-server's `timings` to the reply, or to a stream's last chunk.",
+        "llama-server's `timings` to the reply, or to a stream's last chunk. `prompt_logprobs` are of the text behind\n"
+        "the last picture, null before it; streams, PaliGemma, Gemma 4 E2B and E4B have none. Before `min_tokens` an\n"
+        "answer neither ends nor has stop strings.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
         "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"
@@ -59,8 +61,9 @@ def pages() -> dict[Path, str]:
         _objects(ITEMS),
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
-        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
-        "with `logprobs`. `tools` and fields about thoughts are refused. `/detokenize` and `/v1/embeddings`:",
+        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, with `logprobs`\n"
+        "(not in streams) those of its tokens, too. `tools` and fields about thoughts are refused. `/detokenize` and\n"
+        "`/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice`, `output_config` and `thinking`, a\n"

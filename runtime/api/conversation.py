@@ -30,6 +30,7 @@ from vtx.runtime.session.session import Selection, Session
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from vtx.runtime.bundle.spec.manifest import Manifest
     from vtx.runtime.session.caches import PrefixCaches
     from vtx.runtime.vision.layout import ImageDetail
 
@@ -235,6 +236,8 @@ class Conversation:
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
         if settings.options.boxes:
             check_boxes(loaded.manifest, images)
+        if settings.options.prompt_logprobs is not None:
+            _check_scored(loaded.manifest, later=after is not None and not policy.fixed)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and "tools" not in messages[0]:
@@ -388,3 +391,16 @@ class Chat:
     ) -> AsyncAnswerStream:
         """Like `stream`, for `async for`."""
         return AsyncAnswerStream(self.stream(question, options, **keywords))
+
+
+def _check_scored(manifest: Manifest, *, later: bool) -> None:
+    """Raise RequestError if tokens of a prompt have no log probabilities here; `later`: it is a chat's later turn."""
+    problem = ""
+    if manifest.model.two_way == "prompt":
+        problem = f"the tokens of a prompt of {manifest.model.name} see those behind them"
+    elif not all(stage.keeps for stage in manifest.stages):
+        problem = f"{manifest.model.name} computes only the last token of a prompt in its last layers"
+    elif later:
+        problem = "an earlier question of this chat determines which image tokens stay"
+    if problem:
+        raise RequestError(f"prompt_logprobs: {problem}, so it has no log probabilities; leave prompt_logprobs out")

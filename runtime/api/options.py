@@ -33,12 +33,15 @@ class Options:
 
     Args:
         max_new_tokens: maximum tokens per answer.
+        min_new_tokens: tokens before which the answer neither ends nor a stop string is looked for; 0: none.
         ignore_eos: continue past end tokens.
         sampling: how tokens are drawn.
         gate_threshold: with K "auto", the gate probability above which the image tokens are dropped.
         stop: stop strings; the answer ends before the first one found.
         logprobs: return the log probability of each answer token.
         top_logprobs: with `logprobs`, also return this many of the most likely tokens at each position.
+        prompt_logprobs: also return the log probability of each token of the prompt's text after its last image, and
+            this many of the most likely ones there; None: none. Nothing of an earlier prompt's text is reused then.
         prompt_lookup: draft up to this many tokens by looking them up in the prompt and the answer so far, and verify
             them in one pass; 0: off. The tokens are the same as without it, unless logits are tied within rounding.
         about: text by which CDPruner, and DART before layer 1, select image tokens instead of the question; in a chat,
@@ -79,9 +82,17 @@ class Options:
     boxes: bool = False
     thinking: bool | None = None
     max_thinking_tokens: int | None = None
+    min_new_tokens: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}; it must be at most {self.max_new_tokens}, the maximum "
+                "tokens of the answer"
+            )
         for name in ("ignore_eos", "logprobs", "boxes"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
@@ -92,9 +103,11 @@ class Options:
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
         check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
-        check_whole("top_logprobs", self.top_logprobs, 0)
-        if self.top_logprobs > MAX_LIKELY:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}; at most {MAX_LIKELY} are given")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            count = getattr(self, name) or 0
+            check_whole(name, count, 0)
+            if count > MAX_LIKELY:
+                raise RequestError(f"{name} is {count}; at most {MAX_LIKELY} are given")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs; ask for logprobs, too")
         check_whole("prompt_lookup", self.prompt_lookup, 0)
@@ -119,7 +132,8 @@ class Options:
 
             if not isinstance(self.guide, Guide):
                 raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
-            for name, value in (("stop", stops), ("ignore_eos", self.ignore_eos)):
+            ends = {"stop": stops, "ignore_eos": self.ignore_eos, "min_new_tokens": self.min_new_tokens}
+            for name, value in ends.items():
                 if value:
                     raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
         if self.timeout is not None:
@@ -147,12 +161,14 @@ class OptionKeywords(GuideKeywords, total=False):
     """The fields of `Options`, `Sampling` and `Guide` as keywords of a chat's turn."""
 
     max_new_tokens: int
+    min_new_tokens: int
     ignore_eos: bool
     sampling: Sampling
     gate_threshold: float
     stop: str | tuple[str, ...] | list[str]
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: int | None
     prompt_lookup: int
     about: str | None
     timeout: float | None

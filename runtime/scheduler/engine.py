@@ -184,7 +184,7 @@ class Engine:
                 images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles, asked.tenant)
                 if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
                     raise StandsError
-            if asked.reuse:
+            if asked.reuse and asked.settings.options.prompt_logprobs is None:
                 conversation = self.pool.lease(
                     asked.images,
                     asked.ids,

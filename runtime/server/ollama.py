@@ -27,6 +27,7 @@ ABSENT = (
     "reasoning_effort",
     "chat_template_kwargs",
     "timings_per_token",
+    "prompt_logprobs",
 )
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
 NANOSECONDS = 1_000_000  # a millisecond

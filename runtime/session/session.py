@@ -119,6 +119,7 @@ class Session:
         # tokens that ran on trial, the logits after each, and its hidden state [1, hidden]
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
         self._state: HiddenStates = np.zeros((1, 0), np.float32)  # [1, hidden], where the backend keeps it
+        self._states: HiddenStates | None = None  # [suffix, hidden], of a prompt that was to keep them
 
     @property
     def state(self) -> NDArray[np.float32]:
@@ -186,10 +187,19 @@ class Session:
         self.begin(prompt, policy, after=after, check=check)
         return self.finish(check=check)
 
-    def begin(self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check) -> None:
+    def begin(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        *,
+        after: Selection | None = None,
+        check: Check = no_check,
+        scored: bool = False,
+    ) -> None:
         """The first part of `prefill`: run the prompt, but for its end if that is text behind what the caches hold.
 
-        That end is then `waiting`, and may run in one pass with tokens of other sessions before `finish` does.
+        That end is then `waiting`, and may run in one pass with tokens of other sessions before `finish` does. Of a
+        prompt that is to be `scored`, `suffix_logits` gives the logits, and no part of its suffix is reused or waits.
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
@@ -205,6 +215,7 @@ class Session:
         self._ahead = None
         self.waiting = []
         self._embedded = None
+        self._states = None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
             known = key == self.caches.prefix.key
@@ -214,7 +225,9 @@ class Session:
                 self._suffix = []
                 self.selection = None
             agreed = 0  # tokens of the suffix that the caches hold
-            if after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
+            if scored:
+                self._states = self._select(Selection(key, policy, tuple(suffix)))
+            elif after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
                 self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
             else:
                 cached = after == self.selection
@@ -233,6 +246,11 @@ class Session:
             self._begun = reused, agreed
         finally:
             self._check = no_check
+
+    def suffix_logits(self, first: int, last: int) -> NDArray[np.float32]:
+        """The logits [tokens, vocab] after tokens `first` to before `last` of the suffix of a prompt that is scored."""
+        assert self._states is not None, "the prompt was not to be scored"
+        return self._backend.head(self._states[first:last])
 
     def finish(self, *, check: Check = no_check) -> PrefillResult:
         """The result of the prompt that has begun; what is `waiting` of it runs now, unless it has run ahead."""
@@ -391,11 +409,11 @@ class Session:
                 self.capacity,
             )
 
-    def _select(self, selection: Selection, *, waits: bool = False) -> None:
+    def _select(self, selection: Selection, *, waits: bool = False) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue.
 
-        If it `waits` and the policy asks for nothing of the question, and all of the prefix is in the caches already,
-        it does not run, and is left `waiting`.
+        Returns its states [suffix, hidden] as far as it has come. If it `waits` and the policy asks for nothing of the
+        question, and all of the prefix is in the caches already, it does not run, and is left `waiting`.
         """
         self.selection = None
         self._suffix = []
@@ -439,6 +457,7 @@ class Session:
             self._embedded = tokens
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
+        return tokens.hidden
 
     def _rest_cut(self) -> Cut | None:
         """The cut at K behind which a rest of the image goes on, if there is one."""

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from vtx.runtime.api.answer import Answer, Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.answer import Answer, Progress, PromptLogprob
 from vtx.runtime.api.model import Model
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tools import CallForm, ToolCall
@@ -24,12 +27,12 @@ Event = dict[str, Any]
 class TokenTexts:
     """The tokens of an answer as it comes, as parts of its text. `offsets`: the characters before each."""
 
-    def __init__(self, text: Text, begun: Sequence[int]) -> None:
-        """`begun`: tokens that the answer continues; the text of others begins with the first that is no blank."""
+    def __init__(self, text: Text, after: Sequence[int] = (), *, begun: bool = False) -> None:
+        """`after`: tokens that they continue; a text that is not `begun` begins with the first that is no blank."""
         self._text = text
         self._stream = text.stream()
-        self._begun = bool(begun)
-        for id in begun:
+        self._begun = begun or bool(after)
+        for id in after:
             self._stream.push(id)
         self._length = 0
         self._pending = b""  # of characters that are not certain yet
@@ -86,7 +89,7 @@ class Objects(ABC):
 
     request: ChatRequest
     model: Model
-    prompt_tokens: int = 0  # of the first prompt
+    prompts: tuple[NDArray[np.int64], ...] = ()  # token ids of each
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     parts: dict[int, Parts] = field(default_factory=dict)  # of each answer
@@ -96,6 +99,11 @@ class Objects(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.prefix}{uuid.uuid4().hex}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the first prompt."""
+        return len(self.prompts[0])
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Event:
@@ -131,7 +139,7 @@ class Objects(ABC):
         prompt = sum(stats.prompt_tokens for stats in firsts)
         several = [one.to_dict() for one in answers]
         for one in several:
-            for name in ("text", "logprobs", "top_logprobs", "tool_calls", "thought"):
+            for name in ("text", "logprobs", "top_logprobs", "prompt_logprobs", "tool_calls", "thought"):
                 one.pop(name, None)
         thought = sum(answer.thought_tokens for answer in answers)
         facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
@@ -168,6 +176,31 @@ class Objects(ABC):
             text.push(id)
         return logprobs
 
+    def prompt_scores(self, answer: Answer, index: int) -> list[PromptLogprob | None]:
+        """The log probability of each token of an answer's prompt, None where it is not known."""
+        known = [score for score in answer.prompt_logprobs or () if score is not None]
+        return [None] * (len(self.prompts[index // self.request.n]) - len(known)) + known
+
+    def scored_prompt(self, answer: Answer, index: int) -> Event:
+        """The log probabilities of an answer's prompt in vLLM's form: of each token by id; nothing if not asked for."""
+        if answer.prompt_logprobs is None:
+            return {}
+        text = self.model.loaded.text
+        tokens = list[Event | None]()
+        ids = self.prompts[index // self.request.n].tolist()
+        for id, score in zip(ids, self.prompt_scores(answer, index), strict=True):
+            if score is None:
+                tokens.append(None)
+                continue
+            ranked = [(rank, *likely) for rank, likely in enumerate(score.likely, 1)]
+            tokens.append(
+                {
+                    str(other): {"logprob": value, "rank": rank, "decoded_token": token_text(text.bytes_of(other))}
+                    for rank, other, value in [(score.rank, id, score.logprob), *ranked]
+                }
+            )
+        return {"prompt_logprobs": tokens}
+
     def token_texts(self, index: int) -> TokenTexts:
         """The tokens so far of an answer whose log probabilities were asked for."""
         if index not in self.texts:
@@ -199,7 +232,12 @@ def _timings(answer: Answer) -> Event:
 
 
 def _token(text: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": text.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(text)}
+    return {"token": token_text(text), "logprob": logprob, "bytes": list(text)}
+
+
+def token_text(text: bytes) -> str:
+    """The text of a token's bytes, which may be a part of a character."""
+    return text.decode("utf-8", "replace")
 
 
 def call_id() -> str:
