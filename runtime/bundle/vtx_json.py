@@ -24,6 +24,7 @@ VALUES = (
     "tower",
     "int4_block",
     "int8_block",
+    "bits",
 )
 MAX_COMMAND = 2000  # characters
 
@@ -66,7 +67,7 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
         if isinstance(values, list) and values:
             words += [option, ",".join(map(str, values))]
     for key in VALUES:
-        if isinstance(value := options.get(key), str | int) and not isinstance(value, bool):
+        if isinstance(value := options.get(key), str | int | float) and not isinstance(value, bool):
             words += [f"--{key.replace('_', '-')}", str(value)]
     if options.get("allow_pickle") is True:
         words.append("--allow-pickle")
