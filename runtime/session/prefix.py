@@ -18,7 +18,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patc
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
-Check = Callable[[], None]  # called before every step of a computation; it may raise, to stop there
+Check = Callable[[], object]  # called before every step of a computation; it may raise, to stop there
 
 
 def no_check() -> None:
