@@ -144,21 +144,21 @@ class Actor:
             return [images[name] for name in names]
         pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
         if not pictures or (names and len(pictures) != len(names)):
-            wanted = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
-            raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {wanted}")
+            cameras = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
+            raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {cameras}")
         return pictures
 
     def _state(self, state: ArrayLike, *, normalized: bool) -> NDArray[np.float32]:
         """The state [size] as the expert takes it."""
         spec = self._spec
-        known = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
-        numbers = self._numbers("state", state, (known,))
+        width = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
+        numbers = self._numbers("state", state, (width,))
         if not normalized:
             if spec.state_mean is None:
                 raise self._without_statistics("states")
             mean, std = (np.array(values, np.float32) for values in (spec.state_mean, spec.state_std))
             numbers = (numbers - mean) / (std + np.float32(SMALLEST))
-        return np.pad(numbers, (0, spec.state - known))
+        return np.pad(numbers, (0, spec.state - width))
 
     def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
         shape = self._spec.horizon, self._spec.width

@@ -73,13 +73,15 @@ class TokenActor:
             self.token_ids = answer.token_ids
         deadline.left()
         if len(answer.token_ids) < count:
-            given = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
+            shortage = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
             loaded.check_open()
             if answer.stopped == "context":
                 raise ContextError(
-                    f"{given}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"
+                    f"{shortage}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"
                 )
-            raise BundleError(f"{given} and ends ({answer.stopped}), so no action is given; give another instruction")
+            raise BundleError(
+                f"{shortage} and ends ({answer.stopped}), so no action is given; give another instruction"
+            )
         edges = np.linspace(-1, 1, self._bins.edges)
         bins = np.clip(self._bins.vocab - 1 - np.array(answer.token_ids), 0, self._bins.edges - 2)
         numbers = ((edges[:-1] + edges[1:]) / 2)[bins]
