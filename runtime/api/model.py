@@ -171,18 +171,12 @@ class Model:
             BundleError: the actions are not finite, or the action tokens ended too early; nothing is returned.
 
         """
+        from vtx.runtime.api.acting import ActionRequest
+
         return self.actor.act(
-            images,
-            instruction,
-            state,
-            k=k,
-            noise=noise,
-            seed=seed,
-            steps=steps,
-            normalized=normalized,
-            deadline_ms=deadline_ms,
-            unnorm_key=unnorm_key,
-            reduce=reduce,
+            ActionRequest(
+                images, instruction, state, k, noise, seed, steps, normalized, deadline_ms, unnorm_key, reduce
+            )
         )
 
     @property

@@ -113,29 +113,9 @@ class Options:
         check_whole("prompt_lookup", self.prompt_lookup, 0)
         if self.prompt_lookup > MAX_DRAFT:
             raise RequestError(f"prompt_lookup is {self.prompt_lookup}; drafts have at most {MAX_DRAFT} tokens")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(
-                f"stop is {self.stop!r:.40}; it must be a string, or a list of strings, none of them empty"
-            )
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
-        object.__setattr__(self, "stop", tuple(stops))
-        if self.about is not None:
-            check_text("about", self.about)
-            if not self.about.strip(BLANK):
-                raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
-            if len(self.about) > MAX_ABOUT:
-                raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
-        if self.guide is not None:
-            from vtx.runtime.prompt.guiding import Guide
-
-            if not isinstance(self.guide, Guide):
-                raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
-            ends = {"stop": stops, "ignore_eos": self.ignore_eos, "min_new_tokens": self.min_new_tokens}
-            for name, value in ends.items():
-                if value:
-                    raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        self._check_about()
+        self._check_guide()
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -143,6 +123,36 @@ class Options:
             object.__setattr__(self, "rest", read_rest(self.rest))
         if self.accept is not None:
             object.__setattr__(self, "accept", read_accept(self.accept, self.guide))
+
+    def _check_about(self) -> None:
+        if self.about is None:
+            return
+        check_text("about", self.about)
+        if not self.about.strip(BLANK):
+            raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
+        if len(self.about) > MAX_ABOUT:
+            raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
+
+    def _check_guide(self) -> None:
+        if self.guide is None:
+            return
+        from vtx.runtime.prompt.guiding import Guide
+
+        if not isinstance(self.guide, Guide):
+            raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
+        for name in ("stop", "ignore_eos", "min_new_tokens"):
+            if getattr(self, name):
+                raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    """The texts that end an answer, given as one or as a list of them."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(f"stop is {stop!r:.40}; it must be a string, or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    return tuple(stops)
 
 
 class GuideKeywords(TypedDict, total=False):

@@ -62,6 +62,20 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
     options = {"dialects": sorted(map(str, _table(manifest.get("dialects")))), **options}
     if manifest.get("default_k") == "auto":
         options = {**options, "k": ["auto"]}
+    words += _option_words(options)
+    words += ["--gates", "GATES_FILE"] if "gates" in record else []
+    words += ["--activation-aware", "--calibration", str(aware.get("data", "DATA"))] if aware else []
+    words += ["--chat-template", "TEMPLATE_FILE"] if options.get("chat_template") is True else []
+    words += ["--out", folder, "--force"] if folder else []
+    command = shlex.join(words)
+    if not isinstance(model, str) or not model or len(command) > MAX_COMMAND or not command.isprintable():
+        return "export it again with vtx-export"
+    return f"make it again with: {command}"
+
+
+def _option_words(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command line for options whose value is in the record."""
+    words = list[str]()
     for key, option in LISTS.items():
         values = options.get(key)
         if isinstance(values, list) and values:
@@ -74,14 +88,7 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
     reductions = options.get("reduce")
     for spec in reductions if isinstance(reductions, list) else []:
         words += ["--reduce", str(spec)]
-    words += ["--gates", "GATES_FILE"] if "gates" in record else []
-    words += ["--activation-aware", "--calibration", str(aware.get("data", "DATA"))] if aware else []
-    words += ["--chat-template", "TEMPLATE_FILE"] if options.get("chat_template") is True else []
-    words += ["--out", folder, "--force"] if folder else []
-    command = shlex.join(words)
-    if not isinstance(model, str) or not model or len(command) > MAX_COMMAND or not command.isprintable():
-        return "export it again with vtx-export"
-    return f"make it again with: {command}"
+    return words
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -162,14 +162,14 @@ class Session:
         prefix = self.caches.prefix
         is_vision = ids == self._image_token
         before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
-        held = np.concatenate([before, np.array(self._suffix, np.int64)])
+        cached_ids = np.concatenate([before, np.array(self._suffix, np.int64)])
         text = np.flatnonzero(~is_vision)
-        if not len(held):
+        if not len(cached_ids):
             return 0, 0
-        count = min(len(held), len(text))
-        differing = np.flatnonzero(held[:count] != ids[text[:count]])
+        count = min(len(cached_ids), len(text))
+        differing = np.flatnonzero(cached_ids[:count] != ids[text[:count]])
         first = int(differing[0]) if len(differing) else count
-        return int(text[first]) if first < len(text) else len(ids), len(held) + int(is_vision.sum())
+        return int(text[first]) if first < len(text) else len(ids), len(cached_ids) + int(is_vision.sum())
 
     def prefill(
         self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check
@@ -218,9 +218,9 @@ class Session:
         self._states = None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
-            known = key == self.caches.prefix.key
-            reused = known and length > 0 and self.caches.prefix.depth > 0
-            if not known:
+            same = key == self.caches.prefix.key
+            reused = same and length > 0 and self.caches.prefix.depth > 0
+            if not same:
                 self.caches.enter(prompt, key, check)
                 self._suffix = []
                 self.selection = None
@@ -254,13 +254,13 @@ class Session:
 
     def finish(self, *, check: Check = no_check) -> PrefillResult:
         """The result of the prompt that has begun; what is `waiting` of it runs now, unless it has run ahead."""
-        ahead = self._ahead
+        logits_ahead = self._ahead
         self._ahead = None
         if self.waiting:
             self._run_waiting(check)
         for cache in self.decoding_caches if self.caches.stateful else ():
             cache.mark(cache.length)
-        return self._result(self._backend.head(self._state)[0] if ahead is None else ahead, *self._begun)
+        return self._result(self._backend.head(self._state)[0] if logits_ahead is None else logits_ahead, *self._begun)
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
@@ -285,11 +285,11 @@ class Session:
 
         The tokens of a `draft` run behind it in the same pass, on trial: `accept` has the logits after them.
         """
-        ahead = self._ahead
+        logits_ahead = self._ahead
         self._ahead = None
-        if ahead is not None:
+        if logits_ahead is not None:
             assert token == self._suffix[-1], "another token ran ahead"
-            return ahead
+            return logits_ahead
         assert not self._drafts, "a draft is neither accepted nor forgotten"
         if self._run_step is not None and not draft:
             stepped = self._step(self._run_step, token, logits=True).logits
@@ -430,11 +430,8 @@ class Session:
         waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
         for number, stage in enumerate(self._stages):
             if number and self._image_count(number - 1):
-                removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
-                if removal is not None:
-                    present = caches.remove(number, removal).present
-                    self._cuts.append(Cut(stage.first, removal.by, present[caches.prefix.is_vision]))
-                    survivors = present if removal.shrinks else survivors
+                shrunk = self._cut(number, tokens, policy)
+                survivors = survivors if shrunk is None else shrunk
             self._check()
             self._layouts.append(caches.layout(number))
             if waits and caches.follow(number):
@@ -459,6 +456,16 @@ class Session:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
         return tokens.hidden
 
+    def _cut(self, number: int, tokens: TokenStates, policy: Policy) -> Mask | None:
+        """Remove what the policy removes before stage `number`; the tokens left, if all stages shrink to them later."""
+        caches = self.caches
+        removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
+        if removal is None:
+            return None
+        present = caches.remove(number, removal).present
+        self._cuts.append(Cut(self._stages[number].first, removal.by, present[caches.prefix.is_vision]))
+        return present if removal.shrinks else None
+
     def _rest_cut(self) -> Cut | None:
         """The cut at K behind which a rest of the image goes on, if there is one."""
         assert self.selection is not None
@@ -474,20 +481,22 @@ class Session:
         prefix = self.caches.prefix
         stages = self._stages
         first_run = self._reused_stages
-        kept = [self._image_count(number) for number in range(len(stages))]
-        exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
+        counts = [self._image_count(number) for number in range(len(stages))]
+        exit_stage = counts.index(0) if prefix.is_vision.any() and 0 in counts else None
         k = None if exit_stage is None else stages[exit_stage].first
         rest = self._rest_cut()
         if rest is not None:
             k = rest.layer
-        image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
+        image_ran = any(
+            count for count, stage in zip(counts[first_run:], stages[first_run:], strict=True) if stage.keeps
+        )
         slots = list[int]()
         vision_kept = list[int]()
         for number, stage in enumerate(stages):
             length = self.caches.cache(number).length
             cached = stage.cached
             slots += [length * (layer in cached) for layer in range(stage.first, stage.last + 1)]
-            vision_kept += [kept[number]] * stage.layers
+            vision_kept += [counts[number]] * stage.layers
         return PrefillResult(
             logits=logits,
             k=k,

@@ -29,8 +29,8 @@ class HeadsApart:
         self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
         self._seen_slots: ir.Value | None = None  # [tokens, 1]
         if c.two_way:
-            given = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
-            self._seen_slots = b.op("Transpose", given, perm=[1, 0])
+            seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
+            self._seen_slots = b.op("Transpose", seen_slots, perm=[1, 0])
         self._presents: list[tuple[ir.Value, str, int]] = []
 
     def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, StageAttention
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads, StageAttention
 from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -55,34 +55,25 @@ class Plain(Dialect):
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
-        self,
-        b: Builder,
-        q: ir.Value,
-        k: ir.Value,
-        v: ir.Value,
-        heads: int,
-        head_dim: int,
-        seen: ir.Value | None = None,
-        *,
-        causal: bool = False,
-        value_dim: int | None = None,
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: Heads, seen: ir.Value | None = None
     ) -> ir.Value:
-        value_dim = value_dim or head_dim
-        q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
-        if causal:
+        value_size = heads.value_size or heads.size
+        q, k = (split_heads(b, x, heads.count, heads.size) for x in (q, k))
+        v = split_heads(b, v, heads.count, value_size)
+        if heads.causal:
             tokens = b.op("Squeeze", b.op("Shape", q, start=2, end=3))
             every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
             seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
-        return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * value_dim)
+        return join_heads(b, _attend(b, q, k, v, mask, heads.size**-0.5), heads.count * value_size)
 
 
 def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
     """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
     if c.heads == c.kv_heads:
         return x
-    each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-    return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
+    expanded = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
+    return b.reshape(expanded, 1, c.heads, -1, c.heads_of(layer))
 
 
 class PlainAttention(HeadsApart):
@@ -150,16 +141,16 @@ class PlainAttention(HeadsApart):
             before = b.op("Sub", before, tokens)
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         if self._seen_slots is not None:
-            seen = b.op("Less", every, self._seen_slots)
+            visible = b.op("Less", every, self._seen_slots)
         else:
             first = b.op("Unsqueeze", before, b.constant([0]))
             most = b.constant([MAX_SIZE])
-            own = b.op("Slice", every, first, most, b.constant([0]))
-            seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
+            numbers = b.op("Slice", every, first, most, b.constant([0]))
+            visible = b.op("GreaterOrEqual", b.op("Unsqueeze", numbers, b.constant([1])), every)
         if sliding:
             assert self._first is not None
-            seen = b.op("And", seen, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
-        return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
+            visible = b.op("And", visible, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
+        return b.op("Where", visible, b.scalar(0), b.scalar(UNSEEN))
 
     def finish(self) -> None:
         self._finish("slots")

@@ -175,10 +175,10 @@ def tied_head(precisions: Precisions, requested: str | None, shape: tuple[int, .
     table, _ = precisions.stored(EMBEDDING, shape, source)
     if precisions.stored(HEAD, shape, source)[1] is not None:
         return precisions
-    held = STORED[table].name
-    if requested is not None and requested != held and PRECISIONS[requested].bits is None:
+    name = STORED[table].name
+    if requested is not None and requested != name and PRECISIONS[requested].bits is None:
         raise RequestError(
             f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "
-            f"which stays {held}; name int8 or int4 for a smaller head beside it, or leave the option out"
+            f"which stays {name}; name int8 or int4 for a smaller head beside it, or leave the option out"
         )
-    return replace(precisions, head=held)
+    return replace(precisions, head=name)
