@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.follow_ups import QUESTIONS, TABLE, Side, one_round, summary, write_results
 
+from tests.support.bundles import export
 from tests.support.serving import Served, serving
+from tests.support.tiny import Tiny
 
 PLAIN = {"k": "none", "reduce": "none"}
 
 
 @pytest.fixture(scope="module")
-def served(tiny_bundle: Path) -> Iterator[Served]:
-    with serving({"model": tiny_bundle}) as served:
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Iterator[Served]:
+    bundle = export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("served") / "bundle", (3,), "fp32").folder
+    with serving({"model": bundle}) as served:
         yield served
 
 

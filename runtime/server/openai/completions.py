@@ -114,7 +114,7 @@ class CompletionObjects(Objects):
     def _with_prompt(self, logprobs: Event, answer: Answer, index: int, shift: int) -> Event:
         """The log probabilities of an answer with those of its prompt, of `shift` characters, before them."""
         text = self.model.loaded.text
-        tokens = TokenTexts(text, begun=True)
+        tokens = TokenTexts(text)
         top = list[Mapping[str, float] | None]()
         ids = self.prompts[index // self.request.n].tolist()
         scores = self.prompt_scores(answer, index)
@@ -123,11 +123,13 @@ class CompletionObjects(Objects):
             likely = () if score is None else (*score.likely, (id, score.logprob))
             named = {token_text(text.bytes_of(other)): value for other, value in likely}
             top.append(named or None)
+        # A text may lack a blank that its tokens begin with, and shows control tokens.
+        offsets = [max(0, offset + shift - tokens.length) for offset in tokens.offsets]
         return {
             "tokens": [token_text(text.bytes_of(id)) for id in ids] + logprobs["tokens"],
             "token_logprobs": [score and score.logprob for score in scores] + logprobs["token_logprobs"],
             "top_logprobs": top + logprobs["top_logprobs"],
-            "text_offset": tokens.offsets + [shift + offset for offset in logprobs["text_offset"]],
+            "text_offset": offsets + [shift + offset for offset in logprobs["text_offset"]],
         }
 
     def _choice(self, index: int, text: str, source: Answer | Progress, finish: str | None) -> Event:

@@ -27,16 +27,21 @@ Event = dict[str, Any]
 class TokenTexts:
     """The tokens of an answer as it comes, as parts of its text. `offsets`: the characters before each."""
 
-    def __init__(self, text: Text, after: Sequence[int] = (), *, begun: bool = False) -> None:
-        """`after`: tokens that they continue; a text that is not `begun` begins with the first that is no blank."""
+    def __init__(self, text: Text, begun: Sequence[int] = ()) -> None:
+        """`begun`: tokens that the answer continues; the text of others begins with the first that is no blank."""
         self._text = text
         self._stream = text.stream()
-        self._begun = begun or bool(after)
-        for id in after:
+        self._begun = bool(begun)
+        for id in begun:
             self._stream.push(id)
         self._length = 0
         self._pending = b""  # of characters that are not certain yet
         self.offsets = list[int]()
+
+    @property
+    def length(self) -> int:
+        """The characters so far."""
+        return self._length + len(getincrementaldecoder("utf-8")("replace").decode(self._pending))
 
     def of(self, id: int) -> bytes:
         """The bytes of a token in this place."""
@@ -45,8 +50,7 @@ class TokenTexts:
 
     def push(self, id: int) -> None:
         """The answer has this token next."""
-        certain = getincrementaldecoder("utf-8")("replace").decode(self._pending)
-        self.offsets.append(self._length + len(certain))
+        self.offsets.append(self.length)
         self._pending += self.of(id)
         piece = self._stream.push(id)
         piece = piece if self._begun else piece.lstrip()
