@@ -43,7 +43,7 @@ from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, Weigh
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex, read_header
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, WIDER, ZEROS, Precisions, Scheme, multiplied, scheme
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, WIDER, ZEROS, Precisions, multiplied, scheme
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
@@ -53,8 +53,6 @@ RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"
 POSITIONS = 144  # of a text
 PREFILLED = 8  # tokens before the first position that a bundle is judged at
 HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "nncf-int4": "nncf-int8"}
-SCALE_BITS = 16
-ZERO_BITS = 8
 COLUMNS = ["form", "bits", "KL", "same top-1", "perplexity"]
 ALIGN = ["---", *["---:"] * 4]
 CAPTION = (
@@ -127,12 +125,9 @@ def wider_in(text: TextConfig, form: str, bits: float) -> frozenset[str]:
 def rounded_rows(values: NDArray[np.float32], form: str, name: str) -> tuple[NDArray[np.float32], float]:
     """Rows of a matrix after rounding, and the bits of each weight."""
     precision, _, block = form.partition("-")
-    storage = scheme(precision, values.shape, int(block or 64))
+    storage = scheme(precision, values.shape, int(block) if block else None)
     assert storage is not None, name
-    if precision == "int8" and block:
-        storage = Scheme(storage.dtype, int(block))
-    overhead = SCALE_BITS + ZERO_BITS * storage.zeroed
-    return dequantise(*quantise(values, storage, name), storage), storage.bits + overhead / storage.block
+    return dequantise(*quantise(values, storage, name), storage), storage.bits_of_a_weight
 
 
 def texts_of(checkpoint: Path) -> Texts:

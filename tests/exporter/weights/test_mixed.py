@@ -113,7 +113,7 @@ def test_matrices_are_widened_in_the_order_of_their_kinds_and_from_the_last_laye
         assert wider >= {*order}
         order += sorted(wider - {*order})
     turns = [kinds.index(name.split(".")[3]) for name in order]
-    assert turns == [0] * 12 + [1] * 12 + [2] * 12 + [4, 3] * 12 + [5] * 12
+    assert turns == [0] * 12 + [1] * 12 + [2] * 12 + [4, 5, 3] * 12
     assert [int(name.split(".")[2]) for name in order[:12]] == [*range(11, -1, -1)]
 
 
