@@ -206,9 +206,10 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
     assert parameters(vtx.load)[5:] == ["require_signature", "fit", "max_tiles", "max_pixels", "image_formats"]
     assert parameters(vtx.Model.open) == ["images", "system", "fit", "prefix_file", "image_tokens"]
     asking = ["question", "k", "options", "keywords"]
+    assert parameters(vtx.Model.ask) == asking
     kind = vtx.Conversation
-    for call in (vtx.Model.ask, kind.ask, kind.stream, kind.aask, kind.astream):
-        assert parameters(call) == asking
+    for call in (kind.ask, kind.stream, kind.aask, kind.astream):
+        assert parameters(call) == [*asking[:3], "image_tokens", *asking[3:]]
     for call in (vtx.Model.generate, vtx.Model.stream, vtx.Model.agenerate):
         assert parameters(call) == ["messages", *asking[1:]]
     assert parameters(vtx.Model.batch) == ["items", "k", "options", "threads", "keywords"]
