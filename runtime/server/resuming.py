@@ -25,7 +25,7 @@ _EVENT = re.compile(r"([0-9a-f]{32})-([0-9]{1,9})")
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class RecordedReply:
     """The parts of a reply to a tenant, of at most `most` bytes, that connections follow one after the other.
 
     `turns` counts the connections: the last one alone goes on.
@@ -97,7 +97,7 @@ class Resumable:
     def __init__(self, app: App, limits: Limits) -> None:
         self._app = app
         self._limits = limits
-        self._streams = dict[str, Stream]()
+        self._streams = dict[str, RecordedReply]()
         self._answering = set[asyncio.Task[None]]()  # which the loop alone would forget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ class Resumable:
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for a stream that outlives its connection."""
-        stream = Stream(scope.get(SCOPE, ANYBODY).name, self._limits.stream)
+        stream = RecordedReply(scope.get(SCOPE, ANYBODY).name, self._limits.stream)
         arrived = asyncio.Event()
 
         async def read() -> MutableMapping[str, Any]:
@@ -145,7 +145,7 @@ class Resumable:
         await arrived.wait()
         await self._follow(stream, 0, receive, send)
 
-    async def _follow(self, stream: Stream, start: int, receive: Receive, send: Send) -> None:
+    async def _follow(self, stream: RecordedReply, start: int, receive: Receive, send: Send) -> None:
         """Send the parts from `start` on, to their end or until the client leaves or reads nothing more."""
         stream.turns += 1
         turn = stream.turns
@@ -163,12 +163,12 @@ class Resumable:
             else:
                 self._abandon(stream, turn)
 
-    def _abandon(self, stream: Stream, turn: int) -> None:
+    def _abandon(self, stream: RecordedReply, turn: int) -> None:
         """End its answer, unless another connection has followed since."""
         if turn == stream.turns:
             stream.abandoned.set()
 
-    def _keep(self, stream: Stream) -> None:
+    def _keep(self, stream: RecordedReply) -> None:
         """Keep a whole stream for a while; of too many, the oldest of the tenant that has most goes."""
         if not stream.resumable or not stream.parts or stream.parts[-1].get("more_body", False):
             del self._streams[stream.id]
@@ -180,7 +180,7 @@ class Resumable:
             [(tenant, _)] = Counter(other.tenant for other in ended).most_common(1)
             del self._streams[next(other.id for other in ended if other.tenant == tenant)]
 
-    def _known(self, last: str, tenant: str) -> tuple[Stream, int]:
+    def _known(self, last: str, tenant: str) -> tuple[RecordedReply, int]:
         """The stream of an event, and the number of the part that comes after it. Raises Refusal (404)."""
         event = _EVENT.fullmatch(last)
         stream = self._streams.get(event[1]) if event else None

@@ -1,4 +1,4 @@
-"""What a server is told about its clients and its surroundings, beside its bundles and limits."""
+"""Settings of the application beside its bundles and limits: its clients, its logs, its supervisor."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.support.tiny import random_image
 from vtx.runtime.server.http import ClientLeft
 from vtx.runtime.server.keys import SCOPE, Keys, Tenant, read_keys
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.resuming import MAX_ENDED, Resumable, Stream
+from vtx.runtime.server.resuming import MAX_ENDED, RecordedReply, Resumable
 
 QUESTION = asking(user("red?", random_image(1)), k="none", reduce="none", max_tokens=60, stream=True)
 ALICE = {"authorization": "Bearer key-of-alice"}
@@ -143,7 +143,7 @@ def part(body: bytes, *, more: bool = True) -> MutableMapping[str, Any]:
 
 def test_a_stream_holds_no_more_than_its_limit_and_breaks_off_there() -> None:
     async def fill() -> tuple[int, list[bytes]]:
-        stream = Stream("alice", 1000)
+        stream = RecordedReply("alice", 1000)
         got = list[bytes]()
         count = 0
 
@@ -169,32 +169,36 @@ def test_streams_that_have_ended_are_bounded_and_a_flood_drops_its_own() -> None
         await receive()
         await send(BEGIN)
         await send(part(b"data: x\n\n"))
-        await send(part(b"", more=False))
+        await send(part(b"data: y\n\n", more=False))
 
-    async def ask(resumable: Resumable, tenant: str) -> str:
+    async def ask(resumable: Resumable, tenant: str, last: str = "") -> bytes:
         got = list[bytes]()
+        sent = asyncio.Event()
+        headers = [(b"last-event-id", last.encode())] if last else [(b"x-resumable", b"1")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+
+        async def receive() -> MutableMapping[str, Any]:
+            if sent.is_set():
+                await asyncio.Future()
+            sent.set()
+            return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             got.append(message.get("body", b""))
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"x-resumable", b"1")]}
-        waiting = asyncio.Event()
+        await resumable({**scope, SCOPE: Tenant(tenant, tenant)}, receive, send)
+        return b"".join(got)
 
-        async def patient() -> MutableMapping[str, Any]:
-            if waiting.is_set():
-                await asyncio.Future()
-            waiting.set()
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        await resumable({**scope, SCOPE: Tenant(tenant, tenant)}, patient, send)
-        return b"".join(got).partition(b"\n")[0].removeprefix(b"id: ").decode()
+    def first(body: bytes) -> str:
+        return body.partition(b"\n")[0].removeprefix(b"id: ").decode()
 
     async def flood() -> None:
         resumable = Resumable(app, Limits())
-        rare = await ask(resumable, "alice")
-        events = [await ask(resumable, "bob") for _ in range(MAX_ENDED + 10)]
-        assert len(resumable._streams) == MAX_ENDED
-        assert resumable._known(rare, "alice")[1] == 1
-        assert resumable._known(events[-1], "bob")[1] == 1
+        rare = first(await ask(resumable, "alice"))
+        events = [first(await ask(resumable, "bob")) for _ in range(MAX_ENDED + 10)]
+        kept = [b"data: y" in await ask(resumable, "bob", event) for event in events]
+        assert kept == [False] * 11 + [True] * (MAX_ENDED - 1), "the oldest of bob's have gone"
+        assert b"data: y" in await ask(resumable, "alice", rare)
+        assert b"data: y" not in await ask(resumable, "bob", rare)
 
     asyncio.run(flood())
