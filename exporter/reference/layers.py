@@ -77,11 +77,11 @@ def decoder_layer(
     if see:
         see(q, k)
     both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
-    if c.sliding is None and shared is None and not both_ways:
+    if c.sliding is None and c.attention_softcap is None and shared is None and not both_ways:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=c.scale(layer))
     else:
         visible = _visible(c, layer, positions, at, k.shape[2], groups if both_ways else None)
-        y = F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
+        y = _attend(c, q, k, v, visible, layer)
     y = y.transpose(1, 2).flatten(2)
     y = linear(y if opened is None else y * opened, "self_attn.o_proj")
     before = "post_attention_layernorm"
@@ -95,6 +95,15 @@ def decoder_layer(
         gated = activate(linear(x, "per_layer_input_gate"), c.activation) * given
         x = x + rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
     return x * weight("layer_scalar") if c.layer_scale else x
+
+
+def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layer: int) -> Tensor:
+    """Attention [batch, heads, n, head_dim] to the keys that are `visible` [n, keys]."""
+    if c.attention_softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
+    products = q @ k.transpose(2, 3) * c.scale(layer)
+    bounded = c.attention_softcap * torch.tanh(products / c.attention_softcap)
+    return bounded.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
 def _appended(

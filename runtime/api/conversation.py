@@ -105,8 +105,8 @@ class Conversation:
     def replace(self, images: Images, *, fit: str | None = None, image_tokens: ImageDetail = None) -> None:
         """Ask about other images from now on, e.g. the next frame of a camera; the arguments are as in `open`.
 
-        A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats cannot
-        be continued.
+        A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats
+        cannot be continued.
         """
         sources = as_list(images)
         self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
