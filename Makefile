@@ -32,7 +32,7 @@ OPENVINO_CMAKE = $(addprefix -DOpenVINO_DIR=,$(shell ls -d $(CURDIR)/.venv/lib/p
 # A test run starts vtx hundreds of times: bytecode is kept, whatever the environment says, or each start compiles it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt dist-cpp demo-bundles release test-aarch64 test-dist test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
+.PHONY: help setup demo test checks cpp cpp-sanitize cpp-lint cpp-threads cpp-fuzz cpp-tensorrt dist-cpp demo-bundles release test-aarch64 test-dist test-all test-as test-gpu test-extras test-browser test-ray test-suites test-server-suites test-clients published real-weights test-lowest test-onnxruntime lock audit lint types imports pytest format bench-peers bench-installed bench-serving pages docs wheel sbom clean fuzz sequences planted
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -201,6 +201,13 @@ test-server-suites: $(READY) ## the tests of llama.cpp's server and of vLLM that
 		PYTHONPATH=$(SUITES_HERE):$$PWD $(SUITES_PYTEST) --rootdir $$PWD -p llama_cpp unit
 	cd $(SUITES)/vllm_suite && $(SUITES_ENV) VTX_SUITE=$$PWD/entrypoints VTX_SUITE_TABLE=$(SUITES_HERE)/vllm.txt \
 		PYTHONPATH=$(SUITES_HERE) $(SUITES_PYTEST) --rootdir $$PWD --confcutdir entrypoints -p vllm_server entrypoints
+
+test-clients: $(READY) ## nine clients of other servers on vtx-serve; installs them in an environment of their own, 700 MB
+	$(BIN)/python -m tests.support.server_suites.prepare $(SUITES)
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install --quiet --requirement $(SUITES_HERE)/clients.txt
+	cd $(SUITES_HERE) && $(SUITES_ENV) PYTHONPATH=$$PWD $(CURDIR)/build/clients/bin/python -m pytest -c pytest.ini \
+		-p no:cacheprovider clients.py
 
 # The folder of published files: models/NAME/ and tokenizers/NAME/, or folders of your own with a config.json each.
 PUBLISHED ?= ../shared/published

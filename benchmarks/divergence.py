@@ -34,14 +34,16 @@ from torch import Tensor
 
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded, Reference, Sample
+from vtx.exporter.weights.mixed import widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, WeightSource
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.safetensors import EVERY, RowIndex, read_header
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Scheme, multiplied, scheme
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, WIDER, ZEROS, Precisions, multiplied, scheme
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
@@ -50,11 +52,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"
 POSITIONS = 144  # of a text
 PREFILLED = 8  # tokens before the first position that a bundle is judged at
-HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8"}
-SCALE_BITS = 16
-ZERO_BITS = 8
-COLUMNS = ["form", "bits", "KL", "median KL", "same top-1", "perplexity"]
-ALIGN = ["---", *["---:"] * 5]
+HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "nncf-int4": "nncf-int8"}
+COLUMNS = ["form", "bits", "KL", "same top-1", "perplexity"]
+ALIGN = ["---", *["---:"] * 4]
 CAPTION = (
     "{decoder}, {positions} positions of eight texts, teacher-forced, beside its float32 weights; KL in nats, bits of "
     "a weight of the decoder's matrices and the head."
@@ -80,10 +80,11 @@ class Row:
 class Rounded:
     """A checkpoint's weights, those of the decoder's matrices rounded to a form."""
 
-    def __init__(self, weights: WeightSource, form: str, layers: int) -> None:
+    def __init__(self, weights: WeightSource, form: str, text: TextConfig) -> None:
         self._weights = weights
-        self._form = form
-        self._layers = layers
+        self._form, _, bits = form.partition("@")
+        self._layers = text.layers
+        self._wider = wider_in(text, self._form, float(bits)) if bits else frozenset[str]()
         self.bits = self.numbers = 0.0
 
     def holds(self, name: str) -> bool:
@@ -97,28 +98,36 @@ class Rounded:
         is_head = name == HEAD or (name == EMBEDDING and isinstance(rows, slice))  # embedded tokens are read by index
         if not is_head and not (name.startswith("text.layers") and multiplied(name, tuple(values.shape))):
             return values
-        form = self._form
-        width = values.shape[1]
-        if form.startswith("Q"):
-            rounded, bits = rivals.rounded(
-                values.numpy(), rivals.type_of(form, name, width, self._layers, is_head=is_head)
-            )
-        else:
-            rounded, bits = rounded_rows(values.numpy(), HEADS.get(form, form) if is_head else form, name)
+        rounded, bits = self._rounded(values.numpy(), name, is_head=is_head)
         self.bits += bits * values.numel()
         self.numbers += values.numel()
         return torch.from_numpy(rounded)
+
+    def _rounded(self, values: NDArray[np.float32], name: str, *, is_head: bool) -> tuple[NDArray[np.float32], float]:
+        """A matrix after rounding, and the bits of each weight."""
+        form = WIDER if name in self._wider else self._form
+        if form.startswith("Q"):
+            return rivals.rounded(values, rivals.type_of(form, name, values.shape[1], self._layers, is_head=is_head))
+        if is_head:
+            form = HEADS.get(form, form)
+        if form in rivals.NNCF_BLOCKS:
+            return rivals.rounded_by_nncf(values, form)
+        return rounded_rows(values, form, name)
+
+
+def wider_in(text: TextConfig, form: str, bits: float) -> frozenset[str]:
+    """The matrices of a decoder in a form of int4 that are int8 for a mean of `bits` a weight."""
+    precisions = Precisions("int4", "int8", "int8", "fp16", {"int4": int(form.partition("-")[2])})
+    tensors = {**dict(text.tensors()), HEAD: (text.vocab, text.hidden)}
+    return widened(precisions, tensors.items(), bits).wider
 
 
 def rounded_rows(values: NDArray[np.float32], form: str, name: str) -> tuple[NDArray[np.float32], float]:
     """Rows of a matrix after rounding, and the bits of each weight."""
     precision, _, block = form.partition("-")
-    storage = scheme(precision, values.shape, int(block or 64))
+    storage = scheme(precision, values.shape, int(block) if block else None)
     assert storage is not None, name
-    if precision == "int8" and block:
-        storage = Scheme(storage.dtype, int(block))
-    overhead = SCALE_BITS + ZERO_BITS * storage.zeroed
-    return dequantise(*quantise(values, storage, name), storage), storage.bits + overhead / storage.block
+    return dequantise(*quantise(values, storage, name), storage), storage.bits_of_a_weight
 
 
 def texts_of(checkpoint: Path) -> Texts:
@@ -225,10 +234,10 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
         if form == "float32":
             yield row(name, form, 32.0, truth, texts, truth)
             continue
-        if form in rivals.TORCH:
-            yield row(name, form, rivals.TORCH[form], truth, texts, rivals.computed(options.checkpoint, form, texts))
+        if form == rivals.BF16:
+            yield row(name, form, 16.0, truth, texts, rivals.in_bf16(options.checkpoint, texts))
             continue
-        weights = Rounded(CheckpointWeights(plan.checkpoint), form, plan.config.text.layers)
+        weights = Rounded(CheckpointWeights(plan.checkpoint), form, plan.config.text)
         logits = forward(plan, texts, weights)
         yield row(name, form, weights.bits / weights.numbers, truth, texts, logits)
     for folder in options.stored:
@@ -253,7 +262,7 @@ def write_results(file: Path) -> None:
         lines.append({"table": table, "columns": COLUMNS, "align": ALIGN, "caption": caption})
         for row in sorted(own, key=lambda row: -(row.bits or 0)):
             bits = "" if row.bits is None else f"{row.bits:.2f}"
-            cells = [row.form, bits, f"{row.kl:.2g}", f"{row.median:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
+            cells = [row.form, bits, f"{row.kl:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
             lines.append({"table": table, "row": cells})
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -261,7 +270,9 @@ def write_results(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--forms", nargs="+", default=[], help="float32, int8, int8-BLOCK, int4-BLOCK, or a rival's")
+    parser.add_argument(
+        "--forms", nargs="+", default=[], help="float32, int8, int8-BLOCK, int4-BLOCK, int4-BLOCK@BITS, or a rival's"
+    )
     parser.add_argument("--stored", type=Path, nargs="+", default=[], help="bundles, computed in float32")
     parser.add_argument("--bundle", type=Path, nargs="+", default=[])
     parser.add_argument("--device", default="cpu")

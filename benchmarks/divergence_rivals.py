@@ -7,9 +7,9 @@ The types with super-blocks (Q4_K, Q5_K, Q6_K) are rounded by ggml's own C, whos
     gcc -O2 -march=native -fPIC -shared -Iinclude -Isrc -Isrc/ggml-cpu -DGGML_VERSION='"0"' -DGGML_COMMIT='"0"' \\
         src/ggml-quants.c src/ggml.c -o ggml-quants.so
 
-The other types are rounded by the package `gguf`, whose results are those of llama.cpp. nncf compresses the model of
-transformers as OpenVINO GenAI's converter does by default: int8 with a zero point a row; int4 with one for 128
-weights of a row, and table and head in int8.
+The other types are rounded by the package `gguf`, whose results are those of llama.cpp. nncf rounds as OpenVINO GenAI's
+converter has it do by default: int8 with a zero point a row; int4 with one for 128 weights of a row, and the head in
+int8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of rows that super-
 MIXES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # the type of most matrices
 LARGER = "Q6_K"  # of the head, and of half of the matrices in `SENSITIVE`
 SENSITIVE = re.compile(r"text\.layers\.(\d+)\.(self_attn\.v_proj|mlp\.down_proj)\.weight")
-TORCH = {"torch-bf16": 16.0, "nncf-int8": None, "nncf-int4": None}  # bits of a weight
+BF16 = "torch-bf16"
+NNCF_BLOCKS = {"nncf-int8": -1, "nncf-int4": 128}  # weights of a row that share a scale and a zero point; -1: all
+SCALE_BITS = 16
 Floats = NDArray[np.float32]
 
 
@@ -73,19 +75,25 @@ def _packed(values: Floats, kind: str, nbytes: int) -> NDArray[np.uint8]:
     return packed
 
 
-def computed(checkpoint: Path, form: str, texts: Mapping[str, NDArray[np.int64]]) -> dict[str, Floats]:
-    """The logits [n, vocab] of each text by transformers' model in bfloat16, or in float32 after nncf."""
+def rounded_by_nncf(values: Floats, form: str) -> tuple[Floats, float]:
+    """A matrix [out, in] after rounding by nncf, and the bits of a weight."""
+    from nncf import CompressWeightsMode
+    from nncf.quantization.algorithms.weight_compression.config import WeightCompressionConfig
+    from nncf.quantization.algorithms.weight_compression.weight_lowering import integer_quantize_dequantize_weight
+    from nncf.tensor import Tensor
+
+    mode = CompressWeightsMode.INT4_ASYM if form == "nncf-int4" else CompressWeightsMode.INT8_ASYM
+    config = WeightCompressionConfig(mode, NNCF_BLOCKS[form])
+    restored = integer_quantize_dequantize_weight(Tensor(values), config, reduction_axes=(1,))
+    block = values.shape[1] if config.group_size < 0 else config.group_size
+    return restored.data.reshape(values.shape), config.num_bits + (SCALE_BITS + config.num_bits) / block
+
+
+def in_bf16(checkpoint: Path, texts: Mapping[str, NDArray[np.int64]]) -> dict[str, Floats]:
+    """The logits [n, vocab] of each text by transformers' model in bfloat16."""
     from transformers import AutoModelForImageTextToText
 
-    kind = torch.bfloat16 if form == "torch-bf16" else torch.float32
-    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=kind).eval()
-    inputs = {name: {"input_ids": torch.from_numpy(ids[None, :-1])} for name, ids in texts.items()}
-    if form != "torch-bf16":
-        import nncf
-
-        modes = nncf.CompressWeightsMode
-        settings = {"mode": modes.INT4_ASYM, "group_size": 128, "ratio": 1.0} if form == "nncf-int4" else {}
-        example = nncf.Dataset([next(iter(inputs.values()))])
-        model = nncf.compress_weights(model, dataset=example, **{"mode": modes.INT8_ASYM, **settings})
+    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     with torch.inference_mode():
-        return {name: model(**batch).logits[0].float().numpy() for name, batch in inputs.items()}
+        batches = {name: torch.from_numpy(ids[None, :-1]) for name, ids in texts.items()}
+        return {name: model(input_ids=ids).logits[0].float().numpy() for name, ids in batches.items()}

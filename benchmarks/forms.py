@@ -102,7 +102,7 @@ def measured(
 
 
 def row(records: list[dict[str, Any]], model: str, form: str) -> dict[str, Any]:
-    """The shares of right answers of a form, and the middle of the log probabilities of what it imposed."""
+    """The shares of right answers of a form in percent, and the log probabilities of what it imposed."""
     from vtx.tools.data.intervals import grouped_share
 
     of_form = [record for record in records if record["form"] == form]
@@ -110,8 +110,7 @@ def row(records: list[dict[str, Any]], model: str, form: str) -> dict[str, Any]:
     for kind in ("number", "choice", "yes or no", "all"):
         own = [record for record in of_form if kind in (record["kind"], "all")]
         share = grouped_share([record["right"] for record in own], [record["scene"] for record in own])
-        right = sum(record["right"] for record in own)
-        out[kind] = f"{right} of {len(own)} ({100 * share.low:.1f} to {100 * share.high:.1f}%)"
+        out[kind] = f"{100 * share.share:.1f} ({100 * share.low:.1f} to {100 * share.high:.1f})"
     logprobs = [record["imposed"] for record in of_form if record["imposed"] is not None]
     out["imposed"] = "-"
     if len(logprobs) > 1:

@@ -30,6 +30,7 @@ from benchmarks.serving import given_bundle, made_checkpoint, model_options
 from benchmarks.serving_results import QUIET_PERCENT, write
 
 DEMO = Path("build/demo")
+FOLLOW_UPS = Path("docs/measurements/results/follow-ups.jsonl")
 KV_OF_7B = "kv-of-7b"
 KS_OF_7B = "17,9"
 PROGRAM = "from vtx.cli import {0}; {0}()"
@@ -120,6 +121,10 @@ def measurements(given: argparse.Namespace, bundle: Path, wide: Path, judged: Pa
     if given.llama:
         words = ["benchmarks.load", *model, *engine, *ks, *rates, "--llama", str(given.llama), "--no-amx"]
         yield Measurement("load-no-amx", words, [])
+    words = ["benchmarks.follow_ups", *model, *engine, *rounds, "--results", str(FOLLOW_UPS)]
+    words += ["--llama", str(given.llama), "--no-amx"] if given.llama else []
+    trial = ["--clients", "2", "--tokens", "2", "--ks", "none", "--results", str(given.out / "follow-ups.jsonl")]
+    yield Measurement("follow-ups", words, trial)
     words = ["benchmarks.deadlines", "--bundle", str(bundle), "--report", str(judged), *engine, *machine]
     words += ["--work", str(given.work), "--deadline", str(given.deadline)]
     words += ["--rates", "0.25,0.5,1,2", "--seconds", "15"]

@@ -31,10 +31,12 @@ def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
     """
     if (action == "remove") != bool(names):
         raise click.UsageError("vtx-cache remove takes NAMEs, and nothing else does")
-    found = {entry.folder.name: entry for entry in bundles.entries()}
-    if unknown := [name for name in names if name not in found]:
+    folders_of = {entry.folder.name: entry for entry in bundles.entries()}
+    if unknown := [name for name in names if name not in folders_of]:
         raise RequestError(f"{unknown[0]!r:.200} is not in {bundles.folder()}; vtx-cache lists what is")
-    busy = [name for name in (found if action == "clear" else names) if not bundles.remove(found[name].folder)]
+    busy = [
+        name for name in (folders_of if action == "clear" else names) if not bundles.remove(folders_of[name].folder)
+    ]
     if busy:
         raise RequestError(f"{', '.join(busy)}: in use, so not removed; end the command that uses it first")
     if limit is not None:
@@ -42,9 +44,9 @@ def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
             note(f"removed {name}")
     if action != "list":
         return
-    kept = bundles.entries()[::-1]
-    used = [datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") for entry in kept]
-    if kept:
-        rows = [[entry.folder.name, size(entry.bytes), time] for entry, time in zip(kept, used, strict=True)]
+    newest = bundles.entries()[::-1]
+    dates = [datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") for entry in newest]
+    if newest:
+        rows = [[entry.folder.name, size(entry.bytes), time] for entry, time in zip(newest, dates, strict=True)]
         table("", ["bundle", "size", "last use"], rows)
-    say(f"{size(sum(entry.bytes for entry in kept))} of {size(bundles.limit())} in {bundles.folder()}")
+    say(f"{size(sum(entry.bytes for entry in newest))} of {size(bundles.limit())} in {bundles.folder()}")

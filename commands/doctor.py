@@ -121,6 +121,7 @@ def _check_bundle(folder: str, loading: Loading, *, as_json: bool) -> None:
     from vtx.runtime.report.doctor import check_bundle
     from vtx.runtime.report.inspect import fidelity_lines
     from vtx.runtime.strict import json_value
+    from vtx.tools.bench.machine import describe
 
     bundle = _check_files(folder, loading, as_json=as_json)
     card = read_card(bundle)
@@ -139,6 +140,11 @@ def _check_bundle(folder: str, loading: Loading, *, as_json: bool) -> None:
     if not as_json:
         for line in fidelity_lines(bundle.manifest):
             click.echo(line)
+        click.echo(f"{report.device} in {report.compute}: {report.why}; processor: {describe().cpu}")
+        if report.expected is not None:
+            click.echo(report.expected.in_words())
+        if report.unasked is not None:
+            note(f"a question about a picture cannot be asked: {report.unasked}")
         click.echo(f"OK: the bundle computes what its weights say, on {report.device} in {report.compute}")
 
 

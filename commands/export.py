@@ -55,6 +55,7 @@ class ExportSettings:
     head_precision: str | None
     int4_block: int | None
     int8_block: int | None
+    bits: float | None
     kv_precision: str | None
     max_context: int | None
     out: Path | None
@@ -142,6 +143,12 @@ def _chosen_ks(
         BLOCK_SIZE,
         "int8 weights per scale, which is more precise than a scale per row [default: a row's].",
         callback=_whole,
+    ),
+    option(
+        "--bits",
+        float,
+        "Mean bits per weight of an int4 decoder and its head, e.g. 6.3: some of its matrices become int8, which "
+        "vtx-plan does not count [default: none do].",
     ),
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option(
@@ -361,6 +368,7 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
         s.cameras,
         s.downsample,
         s.stage_layers,
+        s.bits,
     )
 
 

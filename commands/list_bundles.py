@@ -28,9 +28,9 @@ def list_bundles(folders: tuple[Path, ...], as_json: bool) -> None:
     from vtx.runtime.bundle.card import read_card
 
     default = Path(os.environ["VTX_BUNDLE"]) if os.environ.get("VTX_BUNDLE") else remembered()
-    known = [*([default] if default else []), *exported(), *(entry.folder for entry in cache.entries()), *folders]
+    candidates = [*([default] if default else []), *exported(), *(entry.folder for entry in cache.entries()), *folders]
     records = list[dict[str, Any]]()
-    for folder in dict.fromkeys(path.absolute() for path in known):
+    for folder in dict.fromkeys(path.absolute() for path in candidates):
         if not os.path.isfile(folder / "vtx.json"):
             continue
         try:

@@ -61,6 +61,7 @@ class ServeSettings:
     """The options of vtx-serve."""
 
     bundles: tuple[str, ...]
+    folder: Path | None
     hub_model: str | None
     precision: str | None
     aliases: tuple[str, ...]
@@ -119,6 +120,12 @@ class ServeSettings:
         "Bundle to serve, under its directory's name or NAME; repeat for more, loaded on demand [default: as vtx-run].",
         multiple=True,
         metavar="[NAME=]DIR",
+    ),
+    option(
+        "--bundles folder",
+        Path,
+        "Serve the bundle in each directory of DIR under that directory's name; follow new, changed and removed ones.",
+        metavar="DIR",
     ),
     "hub_model",
     "hub_precision",
@@ -235,6 +242,7 @@ def serve(settings: ServeSettings) -> None:
     require_http()
     from vtx.runtime.server.drain import DrainingServer
     from vtx.runtime.server.endpoints import Traffic
+    from vtx.runtime.server.folder import BundleFolder
     from vtx.runtime.server.keys import Keys
     from vtx.runtime.server.protocol import CONNECTIONS
     from vtx.runtime.server.tracing import Tracing, sent_to
@@ -252,16 +260,20 @@ def serve(settings: ServeSettings) -> None:
     engines = engines_of(settings, limits)
     with ExitStack() as opening:
         at = opening.enter_context(settings.listening())
-        with engines.use(engines.acquire(engines.names[0])):  # reports its errors now
-            pass
+        folder = None if settings.folder is None else BundleFolder(engines, settings.folder, note)
+        for name in engines.names[:1]:
+            with engines.use(engines.acquire(name)):  # reports its errors now
+                pass
         for card in (engine.model.loaded.card for engine in engines.loaded):
             if card:
                 note(card.in_words)
-        note(f"serving {', '.join(engines.names)} at {settings.address(at)}; Ctrl-C ends")
+        note(f"serving {', '.join(engines.names) or 'no bundle yet'} at {settings.address(at)}; Ctrl-C ends")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
         traffic = Traffic()
         access = opening.enter_context(access_output()) if settings.access_log else None
         opening.enter_context(queued_stderr())
+        if folder is not None:
+            opening.enter_context(folder.followed())
         app = app_of(
             settings, engines, limits, keys, hosts, watchdog=watchdog, traffic=traffic, access=access, tracing=tracing
         )
@@ -311,7 +323,7 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
     from vtx.runtime.server.engines import Engines, named
 
     bundles = settings.bundles
-    if settings.hub_model or settings.precision or not bundles:
+    if settings.hub_model or settings.precision or not (bundles or settings.folder):
         bundle = find_bundle(os.environ.get("VTX_BUNDLE"), (), settings.hub_model, settings.precision)
         bundles = (f"{settings.hub_model}={bundle}" if settings.hub_model else str(bundle),)
     folders = named(bundles)

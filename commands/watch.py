@@ -77,7 +77,7 @@ def watch(
     from vtx.tools.watch.watch import Watcher, capacity, check_questions
 
     end_on_sigterm()
-    given = read_config(config)
+    watch_config = read_config(config)
     keys = list[str]()
     if port is not None:
         require_http()
@@ -90,14 +90,14 @@ def watch(
             )
     notify, _ = systemd()
     with loading.load(bundle) as model:
-        check_questions(model.loaded, given)
+        check_questions(model.loaded, watch_config)
         if check:
-            seen = first_frames(given, model.loaded.image_formats)
-            shown = [str(size) if isinstance(size, VtxError) else f"{size[0]}x{size[1]}" for _, size in seen]
-            table("", ("source", "first frame"), [[name, text] for (name, _), text in zip(seen, shown, strict=True)])
-            if failed := sum(isinstance(size, VtxError) for _, size in seen):
+            frames = first_frames(watch_config, model.loaded.image_formats)
+            texts = [str(size) if isinstance(size, VtxError) else f"{size[0]}x{size[1]}" for _, size in frames]
+            table("", ("source", "first frame"), [[name, text] for (name, _), text in zip(frames, texts, strict=True)])
+            if failed := sum(isinstance(size, VtxError) for _, size in frames):
                 raise RequestError(
-                    f"{failed} of {len(seen)} sources give no frame, as the table says; fix them or {config}"
+                    f"{failed} of {len(frames)} sources give no frame, as the table says; fix them or {config}"
                 )
             return
         for line in about_model(model.manifest.model.name):
@@ -116,7 +116,7 @@ def watch(
                 return [*open_outputs(config), *([] if page is None else [Output("page", page.tell)])]
 
             engine = closing.enter_context(Engine("watch", model, capacity(model.loaded, parallel, tile_cache << 20)))
-            watcher = Watcher(engine, given, parallel=parallel, outputs=outputs)
+            watcher = Watcher(engine, watch_config, parallel=parallel, outputs=outputs)
             if page is not None and at is not None:
                 page.watched = watcher.watched
                 closing.enter_context(serving(page, at, keys, local_hosts=is_local(host)))

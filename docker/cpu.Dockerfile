@@ -20,6 +20,7 @@ FROM python:3.11-slim AS runtime
 ARG EXTRAS=cpu,serve
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir "$(echo /wheels/*.whl)[${EXTRAS}]" && rm -r /wheels
+RUN apt-get update && apt-get install --yes --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home vtx
 USER vtx
 ENV VTX_BUNDLE=/bundle
@@ -27,7 +28,8 @@ ENV VTX_BUNDLE=/bundle
 FROM runtime AS serve
 EXPOSE 8000
 HEALTHCHECK --start-period=10m CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/livez')"]
-ENTRYPOINT ["vtx-serve", "--host", "0.0.0.0", "--port", "8000"]
+# an init, which passes signals on and ends what processes leave behind
+ENTRYPOINT ["tini", "--", "vtx-serve", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM runtime
 ENTRYPOINT ["vtx-run"]

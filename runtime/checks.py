@@ -28,11 +28,11 @@ def check_text(name: str, value: object) -> None:
 def check_number(name: str, value: object, allowed: str, *, least: float = -math.inf, most: float = math.inf) -> None:
     """Raise RequestError, naming the `allowed` values, unless `value` is a finite number from `least` to `most`."""
     try:
-        known = type(value) in (int, float)  # asking an abstract class takes longer
-        sound = (known or (isinstance(value, numbers.Real) and not isinstance(value, bool))) and math.isfinite(value)  # type: ignore[arg-type]
+        plain = type(value) in (int, float)  # asking an abstract class takes longer
+        valid = (plain or (isinstance(value, numbers.Real) and not isinstance(value, bool))) and math.isfinite(value)  # type: ignore[arg-type]
     except OverflowError:
-        sound = False
-    if not sound or not least <= value <= most:  # type: ignore[operator]
+        valid = False
+    if not valid or not least <= value <= most:  # type: ignore[operator]
         raise RequestError(f"{name} is {_short(value)}; it must be {allowed}")
 
 

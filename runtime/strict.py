@@ -60,35 +60,41 @@ class Strict:
 
     def value(self, hint: Any, data: Any, where: str) -> Any:
         """`data` as a value of the annotated type `hint`."""
-        if type(data) is hint:
+        if type(data) is hint or hint is Any:
             return data
         origin, args = _parts(hint)
         if origin in UNIONS:
-            if data is None and type(None) in args:
-                return None
-            fits = next((kind for kind in args if kind is not type(None) and _has_form(kind, data)), None)
-            if fits is not None:
-                return self.value(fits, data, where)
+            return self._one_of(args, data, where)
         if origin is tuple and isinstance(data, list):
-            if args[-1] is Ellipsis:
-                return tuple(self.value(args[0], item, where) for item in data)
-            if len(args) != len(data):
-                raise self.error(f"{where} has {len(data)} items, not {len(args)}; {self.cure}")
-            return tuple(self.value(kind, item, where) for kind, item in zip(args, data, strict=True))
+            return self._tuple(args, data, where)
         if origin in (dict, Mapping) and isinstance(data, dict):
             return {key: self.value(args[1], item, f"{where}.{key}") for key, item in data.items()}
         if origin is typing.Literal and _has_form(hint, data):
             return data
         if dataclasses.is_dataclass(hint):
             return self.read(cast(type, hint), data, where)
-        if hint is float and type(data) in (int, float):
+        if hint is float and type(data) is int:
             try:
                 return float(data)
             except OverflowError:  # a whole number of hundreds of digits
                 return float("inf")
-        if hint is Any:
-            return data
-        raise self.mismatch(where, data, args if origin in UNIONS else (hint,))
+        raise self.mismatch(where, data, (hint,))
+
+    def _one_of(self, kinds: Sequence[Any], data: Any, where: str) -> Any:
+        """`data` as the first of the types whose form it has."""
+        if data is None and type(None) in kinds:
+            return None
+        for kind in kinds:
+            if kind is not type(None) and _has_form(kind, data):
+                return self.value(kind, data, where)
+        raise self.mismatch(where, data, kinds)
+
+    def _tuple(self, kinds: Sequence[Any], data: Sequence[Any], where: str) -> tuple[Any, ...]:
+        if kinds[-1] is Ellipsis:
+            return tuple(self.value(kinds[0], item, where) for item in data)
+        if len(kinds) != len(data):
+            raise self.error(f"{where} has {len(data)} items, not {len(kinds)}; {self.cure}")
+        return tuple(self.value(kind, item, where) for kind, item in zip(kinds, data, strict=True))
 
 
 def json_value(value: Any) -> Any:

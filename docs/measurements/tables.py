@@ -20,7 +20,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"<!-- results: (?P<file>[\w-]+)/(?P<name>[\w-]+) -->\n(?:\|[^\n]*\n)*(?:\n\*[^\n]*\*\n)?")
 WEIGHTS = "bf16"  # of the chart: those that most others run
 CHART = ("installed", "as-installed", ROOT / "docs/images/installed.svg")
-CURVES = ("rest", ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"), ROOT / "docs/images/rest.svg")
+# By script, which has a function of the same name: the results, the tables of them that are drawn, and the picture.
+DECODERS = {
+    "curves": ("rest", ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"), ROOT / "docs/images/rest.svg"),
+    "forms": ("divergence", ("qwen2.5-coder-0.5b-shuffled",), ROOT / "docs/images/forms.svg"),
+}
 
 
 def pages() -> dict[Path, str]:
@@ -34,10 +38,10 @@ def pages() -> dict[Path, str]:
     head, rows = _results(file, name)
     bars = runpy.run_path(str(HERE / "chart.py"))["bars"]
     rendered[picture] = bars(head["columns"], rows, WEIGHTS)
-    file, models, picture = CURVES
-    tables = {model: _results(file, model.replace(".", "-")) for model in models}
-    curves = runpy.run_path(str(HERE / "curves.py"))["curves"]
-    rendered[picture] = curves({model: (head["columns"], rows) for model, (head, rows) in tables.items()})
+    for script, (file, models, picture) in DECODERS.items():
+        tables = {model: _results(file, model.replace(".", "-")) for model in models}
+        draw = runpy.run_path(str(HERE / f"{script}.py"))[script]
+        rendered[picture] = draw({model: (head["columns"], rows) for model, (head, rows) in tables.items()})
     return rendered
 
 

@@ -56,7 +56,9 @@ def pages() -> dict[Path, str]:
         "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
         "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
-        "`timings_per_token` adds llama-server's `timings` to the reply, or to a stream's last chunk.",
+        "`timings_per_token` adds llama-server's `timings` to the reply, or to a stream's last chunk.\n"
+        "`prompt_logprobs` are of the text behind the last picture, null before it; streams, PaliGemma, Gemma 4\n"
+        "E2B and E4B have none. Before `min_tokens` an answer neither ends nor has stop strings.",
         "## Thoughts before an answer",
         "Of a model whose chat template has `enable_thinking` (Qwen3.5, MiniCPM-V 4.6, Gemma 4). Where no field is\n"
         "given, the template decides; a thought that is asked for is refused if the template has no switch. At\n"
@@ -72,8 +74,9 @@ def pages() -> dict[Path, str]:
         _objects(ITEMS),
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
-        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
-        "with `logprobs`. `tools` and fields about thoughts are refused. `/detokenize` and `/v1/embeddings`:",
+        "default: a text, token ids, or a list of these. With `echo` each stands before its answers, with `logprobs`\n"
+        "(not in streams) those of its tokens, too. `tools` and fields about thoughts are refused. `/detokenize` and\n"
+        "`/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice`, `output_config` and `thinking`, a\n"

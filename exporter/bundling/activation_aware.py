@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.loader import check_finite
 from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, sampled, tried
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16
-from vtx.runtime.bundle.spec.stored import scheme
+from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.units import Progress, counter
 from vtx.tools.data.items import Data
@@ -83,8 +83,7 @@ class _FactorSearch:
         self._config = plan.config.text
         self._stored = plan.weights.stored
         self._read = read
-        self._precision = plan.precisions.decoder
-        self._block = plan.precisions.blocks.get(self._precision)
+        self._precisions = plan.precisions
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares = shares(is_vision)
         self._drawn = drawn(is_vision)
@@ -102,7 +101,7 @@ class _FactorSearch:
 
     def finish_layer(self, layer: int) -> None:
         """Find the factors of a layer that all samples have passed, and drop its inputs."""
-        for group in quantised_channels(self._config, layer, self._precision):
+        for group in quantised_channels(self._config, layer, self._precisions.decoder):
             sizes = self._sizes[group.readers[0]].numpy()
             if not np.isfinite(sizes).all():
                 raise CheckpointError(
@@ -112,21 +111,26 @@ class _FactorSearch:
             matrices = [self._read(name, tried(self._stored[name].shape[0])).numpy() for name in group.readers]
             for name, matrix in zip(group.readers, matrices, strict=True):
                 check_finite(matrix, name)
-            storage = scheme(self._precision, matrices[0].shape, self._block)
-            assert storage is not None
+            schemes = [self._scheme(name) for name in group.readers]
             inputs = np.concatenate(self._inputs[group.readers[0]])
-            alpha, factors = find_factors(group, sizes, inputs, matrices, storage)
+            alpha, factors = find_factors(group, sizes, inputs, matrices, schemes)
             self.alphas.setdefault(group.source.split(".", 3)[3], []).append(alpha)
             if alpha and group.source.endswith(NORM):  # as its weight is stored, so that no factor is lost to rounding
                 norm = self._read(group.source).numpy()
                 factors = exact_factors(norm, factors, self._stored[group.source].dtype)
             if alpha:
                 self.factors[group.source] = factors
-            if storage.bits == 4:  # of any scale, so that float16 holds them
+            if any(scheme.bits == 4 for scheme in schemes):  # of any scale, so that float16 holds them
                 sample = inputs / max(float(np.abs(inputs).max()), 1e-30)
                 self.factors[sampled(group.source)] = sample.astype(np.float16)
         self._sizes.clear()
         self._inputs.clear()
+
+    def _scheme(self, name: str) -> Scheme:
+        """The scheme of a quantised matrix."""
+        _, storage = self._precisions.stored(name, self._stored[name].shape, "F16")
+        assert storage is not None, name
+        return storage
 
 
 def exact_factors(norm: Floats, factors: Floats, dtype: str) -> Floats:

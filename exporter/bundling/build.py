@@ -31,6 +31,7 @@ from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import IMAGES, VIDEO, Extras, build_projector, build_vision
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
 from vtx.exporter.weights.journal import JOURNAL, ExportJournal
+from vtx.exporter.weights.mixed import mixed_record
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.scaling import scalings
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
@@ -229,6 +230,7 @@ def _manifest(
             **{f"{precision}_block": block for precision, block in precisions.blocks.items()},
             **({"tower": options.tower} if options.tower else {}),
             **({"allow_pickle": True} if options.allow_pickle else {}),
+            **({"bits": options.bits} if options.bits is not None else {}),
             **({"downsample": options.downsample} if options.downsample else {}),
             **({"allow_changed_answers": True} if options.allow_changed_answers else {}),
         },
@@ -236,6 +238,7 @@ def _manifest(
         **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
         **({"calibration": json_value(options.calibration)} if options.calibration else {}),
         **({"activation_aware": factors} if factors else {}),
+        **({"mixed": mixed_record(precisions, plan.weights.stored)} if options.bits is not None else {}),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }
     return Manifest(

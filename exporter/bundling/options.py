@@ -51,6 +51,7 @@ class ExportOptions:
     numbers a signed bundle. `cameras` name the pictures of a model that outputs actions. `downsample` is the number of
     patches in an image token, of a model that leaves the choice: `Family.downsampling`. `stage_layers`: the most layers
     of a graph, None for as many as K and the reductions leave; builders of engines need memory for the largest graph.
+    `bits`: those of a weight of the decoder and the head in the mean, for which matrices of an int4 decoder are int8.
     """
 
     model: str = DEMO
@@ -78,6 +79,7 @@ class ExportOptions:
     cameras: tuple[str, ...] = ()
     downsample: str | None = None
     stage_layers: int | None = None
+    bits: float | None = None
 
     def __post_init__(self) -> None:
         precisions = self.precisions()
@@ -89,6 +91,11 @@ class ExportOptions:
             raise RequestError(
                 f"--activation-aware lowers the error of integer weights, and {precisions.decoder} weights are not "
                 "rounded; add --precision int4 or int8, or leave it out"
+            )
+        if self.bits is not None and precisions.decoder != "int4":
+            raise RequestError(
+                f"--bits {self.bits:g} gives some matrices of an int4 decoder more bits, and this one is "
+                f"{precisions.decoder}; add --precision int4, or leave it out"
             )
         if "ort" not in self.dialects or not set(self.dialects) <= set(DIALECTS):
             names = ", ".join(self.dialects)

@@ -155,8 +155,8 @@ def seeing_memory(config: ModelConfig) -> int:
             tables += prod(shape)
         else:
             matrices.append(prod(shape))
-    own = v.native or v.naflex
-    patches = config.layout.count(*picture) * v.square**2 if own else config.layout.passes(*picture) * v.grid**2
+    free_size = v.native or v.naflex
+    patches = config.layout.count(*picture) * v.square**2 if free_size else config.layout.passes(*picture) * v.grid**2
     states = patches * 4 * (v.ffn + v.hidden)
     if v.towers:  # Pix2Struct's and SAM's states, or the maps of ConvNeXt's first stage
         places = [tower.grid**2 * 4 * (tower.ffn + tower.hidden) for tower in v.towers if not tower.stage_blocks]

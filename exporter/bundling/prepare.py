@@ -26,6 +26,7 @@ from vtx.exporter.graphs.gates import Gates
 from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
+from vtx.exporter.weights.mixed import widened
 from vtx.exporter.weights.plan import (
     UNTIED,
     WeightPlan,
@@ -279,6 +280,10 @@ def _placed(
     if text_tower is not None:
         requirements += text_tower_tensors(text_tower.spec, config.vision.hidden)
         tensors |= text_tower.checkpoint.tensors
+    if options.bits is not None:
+        if own_precisions(checkpoint):
+            raise RequestError("--bits is for weights that vtx rounds; this checkpoint's are integers: leave it out")
+        precisions = widened(precisions, requirements, options.bits)
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     return plan_weights(replace(checkpoint, tensors=tensors), requirements, precisions, scaled), precisions
 

@@ -81,13 +81,13 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
     verb, kind = ("is", "a convolution") if c.delta is None else ("has", "the gated delta rule")
     needs = part.needs()
     convolved = c.conv_layers
-    read = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
+    scored = set(needs.scored) | ({cut - 1 for cut in needs.cuts} if needs.final_norm else set())
     if convolved and needs.shrinks is not None:
         raise UnsupportedModelError(
             f"{part.name} takes tokens out of the caches after the prompt, and layers with {kind} keep a state, "
             "from which none can be taken; use fastv, or dart after a layer"
         )
-    if wrong := sorted(read & set(convolved)):
+    if wrong := sorted(scored & set(convolved)):
         attending = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
         raise UnsupportedModelError(
             f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "

@@ -90,17 +90,17 @@ def _configured(
     checkpoint: Checkpoint, family: Family, options: ExportOptions, chosen: dict[str, str]
 ) -> tuple[Checkpoint, ModelConfig]:
     """The configuration with what other files of the checkpoint and the options state, and how to read its weights."""
-    stated = read_config({**checkpoint.config, **chosen})
+    config = read_config({**checkpoint.config, **chosen})
     downsample = _patches_of_a_token(checkpoint, family, chosen)
-    checkpoint = replace(checkpoint, factors=stated.text.factors, shifts=stated.text.shifts, downsample=downsample)
+    checkpoint = replace(checkpoint, factors=config.text.factors, shifts=config.text.shifts, downsample=downsample)
     if family.adjust is not None:
-        stated = family.adjust(stated, {**read_image_processor(checkpoint.folder), **chosen})
+        config = family.adjust(config, {**read_image_processor(checkpoint.folder), **chosen})
     if family.statistics is not None:
-        stated = family.statistics(stated, read_settings(checkpoint.folder, "processor_config.json"))
-    stated = _acting(stated, options)
-    for activation in (stated.text.activation, stated.vision.activation, stated.projector_activation):
+        config = family.statistics(config, read_settings(checkpoint.folder, "processor_config.json"))
+    config = _acting(config, options)
+    for activation in (config.text.activation, config.vision.activation, config.projector_activation):
         check_activation(activation)
-    return checkpoint, stated
+    return checkpoint, config
 
 
 def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:

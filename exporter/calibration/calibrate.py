@@ -23,7 +23,7 @@ from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.engine import EngineReference
-from vtx.exporter.reference.model import Reference, Sample
+from vtx.exporter.reference.model import Encoded, Reference, Sample
 from vtx.exporter.reference.prompts import PreparedItem, prepare
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.memory import RUN_BASE, needed_memory
@@ -102,10 +102,10 @@ def calibrate(
     ks = _measured_ks(source, options)
     askable, skipped = prepare(source, data, options.max_new_tokens)
     with contextlib.ExitStack() as stack:
-        kept = {name: value for name, value in asdict(options).items() if name != "batch"}
+        settings = {name: value for name, value in asdict(options).items() if name != "batch"}
         if options.rest is None:
-            del kept["rest"]
-        identity = {"model": source.identity, "set of options": kept}
+            del settings["rest"]
+        identity = {"model": source.identity, "set of options": settings}
         journal = stack.enter_context(ResultJournal(out / "samples.jsonl", identity))
         items = {prepared.item.digest(): prepared for prepared in askable}
         missing = [digest for digest in items if digest not in journal.results]
@@ -181,45 +181,32 @@ class BatchMeasurer:
     @torch.inference_mode()
     def batch(self, batch: Sequence[PreparedItem], layer: Callable[[int], None]) -> list[ItemResult]:
         """The results of some items; calls `layer(1)` after each decoder layer."""
-        image = self._source.image
         ends = self._source.text.settings.end_ids
-        features = [self.reference.encode(prepared.item.images, image) for prepared in batch]
-        answers = list[list[int]]()  # the full model's own
+        features = [self.reference.encode(prepared.item.images, self._source.image) for prepared in batch]
+        answers = list[NDArray[np.int64]]()  # the full model's own
         texts = list[str | None]()
         for prepared, encoded in zip(batch, features, strict=True):
-            answer = list[int]()
-            text = None
-            if self.answerer is not None:
-                own_images = self.answerer is self.reference
-                asked = encoded if own_images else self.answerer.encode(prepared.item.images, image)
-                (answer,) = self.answerer.greedy([Sample(prepared.ids, asked)], ends, self._options.max_new_tokens)
-                text = self._source.text.decode(answer).lstrip()
+            answer, text = self._answer(prepared, encoded)
             answers.append(answer)
             texts.append(text)
         # First each item followed by the model's own answer; then, if that is wrong, followed by the right one.
-        own = [np.array(ids, np.int64) for ids in answers]
         forced: dict[int, NDArray[np.int64]] = {}
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
-            whole = text if len(own[i]) and own[i][-1] in ends else None
+            complete = text if len(answers[i]) and answers[i][-1] in ends else None
             expected = prepared.item.answer
-            correct = whole is not None and expected is not None and plain(whole) == plain(expected)
+            correct = complete is not None and expected is not None and plain(complete) == plain(expected)
             if prepared.answer_ids is not None and not correct:
                 forced[i] = prepared.answer_ids
         samples = [
             Sample(np.append(batch[i].ids, tokens[:-1]), features[i], max(1, len(tokens)))
-            for i, tokens in (*enumerate(own), *forced.items())
+            for i, tokens in (*enumerate(answers), *forced.items())
         ]
         meter = AttentionMeter(samples[: len(batch)], self._source.config) if self._options.attention else None
-        depths: list[int | None] = [None, *self._ks]
-        if self._options.rest is None:
-            hidden = self.reference.hidden(samples, depths, layer, meter)
-        else:
-            assert isinstance(self.reference, Reference), "an engine was refused"
-            hidden = self.reference.hidden(samples, depths, layer, rest=read_rest(self._options.rest))
+        hidden = self._hidden(samples, layer, meter)
         right = dict(zip(forced, hidden[len(batch) :], strict=True))
         results = []
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
-            agree = None if text is None else self._along(hidden[i], own[i])
+            agree = None if text is None else self._along(hidden[i], answers[i])
             reached = self._along(right[i], forced[i]) if i in forced else agree
             results.append(
                 ItemResult(
@@ -231,6 +218,27 @@ class BatchMeasurer:
                 )
             )
         return results
+
+    def _answer(self, prepared: PreparedItem, features: Encoded) -> tuple[NDArray[np.int64], str | None]:
+        """The full model's answer to an item, if there is one that answers; `features` are of `reference`."""
+        answerer = self.answerer
+        if answerer is None:
+            return np.zeros(0, np.int64), None
+        if answerer is not self.reference:
+            features = answerer.encode(prepared.item.images, self._source.image)
+        text = self._source.text
+        (ids,) = answerer.greedy([Sample(prepared.ids, features)], text.settings.end_ids, self._options.max_new_tokens)
+        return np.array(ids, np.int64), text.decode(ids).lstrip()
+
+    def _hidden(
+        self, samples: Sequence[Sample], layer: Callable[[int], None], meter: AttentionMeter | None
+    ) -> Sequence[dict[int | None, Tensor]]:
+        """Each sample's hidden states at its last tokens, for none and every K."""
+        depths: list[int | None] = [None, *self._ks]
+        if self._options.rest is None:
+            return self.reference.hidden(samples, depths, layer, meter)
+        assert isinstance(self.reference, Reference), "an engine was refused"
+        return self.reference.hidden(samples, depths, layer, rest=read_rest(self._options.rest))
 
     def _next_token(self, hidden: dict[int | None, Tensor]) -> dict[str, Any]:
         """VTW Eq. 6 both ways and top-1 agreement, after the prompt, for every K."""

@@ -73,28 +73,30 @@ def open_checkpoint(
         return checkpoint
     folder = checkpoint.folder
     config = checkpoint.config
-    whole = layout.whole
-    if whole is None:
+    whole_layout = layout.whole
+    if whole_layout is None:
         config = {**config, **{k: read_settings(folder, f"{part}/config.json") for k, part in layout.folders.items()}}
         text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
         processor = layout.processor(config, read_image_processor(vision))
         return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
-    if whole.text is not None:
-        config = {**config, "text_config": config.get(whole.text)}
-    if whole.image_token is not None:
-        config = {**config, "image_token_id": _added_id(folder, whole.image_token)}
-    config = {**config, **whole.sizes(config, checkpoint.tensors)}
-    end_ids = None if whole.end_token is None else (_added_id(folder, whole.end_token),)
+    if whole_layout.text is not None:
+        config = {**config, "text_config": config.get(whole_layout.text)}
+    if whole_layout.image_token is not None:
+        config = {**config, "image_token_id": _added_id(folder, whole_layout.image_token)}
+    config = {**config, **whole_layout.sizes(config, checkpoint.tensors)}
+    end_ids = None if whole_layout.end_token is None else (_added_id(folder, whole_layout.end_token),)
     processor = layout.processor(config, read_settings(folder, ALONE))
     parts = OriginalParts(processor, layout.template(config), folder, end_ids)
-    return replace(checkpoint, config=config, tensors=dict(whole.tensors(config, checkpoint.tensors)), original=parts)
+    return replace(
+        checkpoint, config=config, tensors=dict(whole_layout.tensors(config, checkpoint.tensors)), original=parts
+    )
 
 
 def _added_id(folder: Path, token: str) -> int:
     listed = read_settings(folder, "tokenizer_config.json").get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, Mapping) else ()
-    known = {str(entry["content"]): id for id, entry in entries if isinstance(entry, Mapping) and "content" in entry}
-    id = known.get(token, read_settings(folder, "added_tokens.json").get(token))
+    ids = {str(entry["content"]): id for id, entry in entries if isinstance(entry, Mapping) and "content" in entry}
+    id = ids.get(token, read_settings(folder, "added_tokens.json").get(token))
     if not str(id).isdecimal() or not 0 <= int(str(id)) <= MAX_ID:
         raise CheckpointError(
             f"neither tokenizer_config.json nor added_tokens.json gives the id of {token}; use the tokenizer that "
@@ -112,8 +114,8 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
             "use a checkpoint in one of them"
         )
     assert layout.tower is not None
-    own = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
-    uses_own = bool(own) and layout.own_tower(config)
+    tower_tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(TOWER)}
+    uses_own = bool(tower_tensors) and layout.own_tower(config)
     name = layout.tower(config)
     pickle = allow_pickle
     vision, processor, opened = find_tower(name, tower, checkpoint, weights=not uses_own, allow_pickle=pickle)
@@ -123,12 +125,21 @@ def complete(checkpoint: Checkpoint, layout: OriginalLayout, tower: str | None, 
         notes = (*notes, "the vision tower is the checkpoint's own, which was trained with it")
     else:
         assert opened is not None
-        tensors = {name: info for name, info in tensors.items() if name not in own}
+        tensors = {name: info for name, info in tensors.items() if name not in tower_tensors}
         tensors |= {name: info for name, info in opened.tensors.items() if name.startswith(TOWER)}
         notes = (*notes, f"the vision tower is from {opened.folder}", *opened.notes)
     parts = OriginalParts(layout.processor(config, processor), layout.template(config), checkpoint.folder)
     config = {**config, "vision_config": dict(vision)}
     return replace(checkpoint, config=config, tensors=tensors, notes=notes, original=parts)
+
+
+def _folder_inside(model: Checkpoint, name: str) -> str | None:
+    """The folder of a checkpoint that holds the tower it names, or None."""
+    files = checkpoint_files(model.folder)
+    for part in (name, PurePosixPath(name).name):
+        if part and is_plain_path(part) and files.exists(f"{part}/config.json"):
+            return str(model.folder / part)
+    return None
 
 
 def find_tower(
@@ -141,15 +152,12 @@ def find_tower(
     """
     if given is None and not weights and name == CLIP_L_336:
         return CLIP_L_336_CONFIG, CLIP_L_336_PROCESSOR, None
-    address = given
-    if address is None:  # it may name a folder inside it or a hub id; other folders are for the user to name
-        files = checkpoint_files(model.folder)
-        inside = (part for part in (name, PurePosixPath(name).name) if part and is_plain_path(part))
-        address = next((str(model.folder / part) for part in inside if files.exists(f"{part}/config.json")), None)
+    # it may name a folder inside it or a hub id; other folders are for the user to name
+    address = _folder_inside(model, name) if given is None else given
     try:
         if address is None and (not is_plain_path(name) or name.count("/") != 1):
             raise CheckpointError("it is a path of the machine that it was trained on")  # noqa: TRY301
-        found = open_model(address or name, _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle)
+        tower = open_model(address or name, _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle)
     except UnsupportedModelError:
         raise
     except CheckpointError as cause:
@@ -159,16 +167,16 @@ def find_tower(
             f"the checkpoint has no vision tower, it names {shown(name)}, which is not in its folder "
             f"({cause}); give the tower's directory with --tower PATH"
         ) from cause
-    if found.config.get("model_type") == INTERNVIT:
-        found = replace(found, tensors=dict(thirds(found.tensors)))
-        return internvit_config(found.config, name), internvit_processor(name), found
-    config = {**found.config.get("vision_config", found.config), "model_type": _kind(found.config)}
-    return config, read_image_processor(found.folder), found
+    if tower.config.get("model_type") == INTERNVIT:
+        tower = replace(tower, tensors=dict(thirds(tower.tensors)))
+        return internvit_config(tower.config, name), internvit_processor(name), tower
+    config = {**tower.config.get("vision_config", tower.config), "model_type": _kind(tower.config)}
+    return config, read_image_processor(tower.folder), tower
 
 
 def _tower_name(name: str) -> str:
-    found = (re.sub(pattern, part, name) for pattern, part in INTERNVIT_TENSORS if re.search(pattern, name))
-    return next(found, None) or canonical_name(name)
+    names_of = (re.sub(pattern, part, name) for pattern, part in INTERNVIT_TENSORS if re.search(pattern, name))
+    return next(names_of, None) or canonical_name(name)
 
 
 def _check_tower(config: Config) -> None:

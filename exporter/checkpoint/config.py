@@ -116,8 +116,8 @@ def parse(kind: str, config: Mapping[str, Any], name: str = "config.json") -> An
         return {k: v for k, v in part.items() if k != "num_labels"} if isinstance(part, Mapping) else part
 
     try:
-        given = without_labels({key: without_labels(part) for key, part in config.items()})
-        return getattr(transformers, kind).from_dict(given)
+        settings = without_labels({key: without_labels(part) for key, part in config.items()})
+        return getattr(transformers, kind).from_dict(settings)
     except Exception as e:
         reason = " ".join(str(e).split())[:300]
         raise CheckpointError(f"{name} is not a {kind} ({reason}); download it again") from e
@@ -129,14 +129,14 @@ def parse_parts(kind: str, config: Mapping[str, Any], texts: tuple[str, ...] = (
     Without those transformers' class ignores the part's model_type, of which releases wrote several, and so does vtx.
     Raises UnsupportedModelError for another text model or tower; CheckpointError if it is not valid for that class.
     """
-    for key, part, known in (("text_config", "text model", texts), ("vision_config", "vision tower", towers)):
+    for key, part, kinds in (("text_config", "text model", texts), ("vision_config", "vision tower", towers)):
         settings = config.get(key) or {}
         if not isinstance(settings, Mapping):
             raise CheckpointError(
                 f"config.json: {key} is a {type(settings).__name__}, not an object; download it again"
             )
-        if known and "model_type" in settings:
-            check_known(part, str(settings["model_type"]), known)
+        if kinds and "model_type" in settings:
+            check_known(part, str(settings["model_type"]), kinds)
         check_layers(settings)
     return parse(kind, config)
 

@@ -38,17 +38,17 @@ _SHAPES: tuple[tuple[str | None, ...], ...] = (
 def with_examples(settings: TextSettings, template: str) -> TextSettings:
     """The settings with the examples that the template does not refuse. Raises `TemplateError` for other reasons."""
     shaping = ShapingTemplate(template, settings, lambda: EXAMPLE_TIME)
-    found = list[PromptExample]()
+    examples = list[PromptExample]()
     for turns in _conversations():
         chat = list[Message]()
         for turn in turns:
             texts = [Part(type="image") if text is None else Part(type="text", text=text) for text in turn.parts]
             chat.append({"role": turn.role, "content": texts})
         try:
-            found.append(PromptExample(turns, shaping.render(chat, add_generation_prompt=True)))
+            examples.append(PromptExample(turns, shaping.render(chat, add_generation_prompt=True)))
         except TemplateError:
             continue
-    return replace(settings, examples=tuple(found))
+    return replace(settings, examples=tuple(examples))
 
 
 def _conversations() -> Iterator[tuple[ExampleTurn, ...]]:

@@ -74,8 +74,8 @@ def read_rope(
     parameters = dict((getattr(config, "rope_parameters", None) if parameters is None else parameters) or {})
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in KINDS or (three_part and kind != "default"):
-        known = "default" if three_part else ", ".join(KINDS)
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {known}")
+        supported = "default" if three_part else ", ".join(KINDS)
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {supported}")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
     if kind != "proportional" and not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
@@ -161,8 +161,8 @@ def original_positions(config: Any) -> int | None:
         return None
     name = "original_max_position_embeddings"
     positions = config.max_position_embeddings
-    own = getattr(config, name, None)  # which comes first in transformers
-    return int(number(parameters if own is None else {name: own}, name, positions))
+    attribute = getattr(config, name, None)  # which comes first in transformers
+    return int(number(parameters if attribute is None else {name: attribute}, name, positions))
 
 
 def _longrope(

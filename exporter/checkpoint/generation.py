@@ -44,9 +44,9 @@ def generation_warnings(
     ]
     wanted = [name for name in _SAMPLING if generation.get("do_sample") is True and generation.get("top_k") != 1]
     wanted += [_PENALTY] * (generation.get(_PENALTY) != 1)
-    asked = [f"{name} {generation[name]!r:.20}" for name in wanted if generation.get(name) is not None]
-    if asked:
+    texts = [f"{name} {generation[name]!r:.20}" for name in wanted if generation.get(name) is not None]
+    if texts:
         warnings.append(
-            f"{FILE} asks for {', '.join(asked)}; vtx answers greedily and without a penalty unless a request sets them"
+            f"{FILE} asks for {', '.join(texts)}; vtx answers greedily and without a penalty unless a request sets them"
         )
     return warnings

@@ -49,12 +49,12 @@ def check_blob(file: Path, model: str) -> None:
         return
     files = checkpoint_files(file.parent)
     with files.open(file.name) as content:
-        found = digest(content, file.name, CheckpointError)
-    if found != blob.name:
+        checksum = digest(content, file.name, CheckpointError)
+    if checksum != blob.name:
         file.unlink()
         blob.unlink()
         raise CheckpointError(
-            f"{file.name} of {model} was not fetched intact: its sha256 is {found[:12]}..., the hub's "
+            f"{file.name} of {model} was not fetched intact: its sha256 is {checksum[:12]}..., the hub's "
             f"{blob.name[:12]}...; it was removed, and the same command fetches it again"
         )
 

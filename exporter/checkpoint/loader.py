@@ -231,9 +231,9 @@ def _all_tensors(
                 f"{folder} has no folder {name} of its own, and this model's parts are in the folders "
                 f"{', '.join(parts)}; download all of them"
             )
-        tensors, more = _source_tensors(part, allow_pickle=allow_pickle)
+        tensors, further = _source_tensors(part, allow_pickle=allow_pickle)
         sources |= {f"{name}.{tensor}": info for tensor, info in tensors.items()}
-        notes += more
+        notes += further
     return sources, notes
 
 
@@ -256,8 +256,8 @@ def _canonical_tensors(sources: Mapping[str, TensorInfo], rename: Callable[[str]
 def canonical_name(name: str) -> str:
     """The canonical name of a checkpoint's tensor; names of unknown parts stay unchanged."""
     for pattern, part in _CANONICAL:
-        renamed, found = pattern.subn(part, name)
-        if found:
+        renamed, count = pattern.subn(part, name)
+        if count:
             return renamed
     return name
 
@@ -319,12 +319,12 @@ def _stored_tensors(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Tens
     if allow_pickle and (files.exists(PICKLE_INDEX) or files.exists(PICKLE)):
         weight_map = _weight_map(files, PICKLE_INDEX, ".bin") if files.exists(PICKLE_INDEX) else {}
         shards = sorted(set(weight_map.values())) or [PICKLE]
-        found = pickled_tensors(files, shards)
+        tensors = pickled_tensors(files, shards)
         note = (
             f"the weights are {counted(len(shards), 'pickled file')} in {files.path}; only their tensors are read, in "
             "a confined process"
         )
-        return _sharded_tensors(files, weight_map, PICKLE_INDEX, found) if weight_map else found[PICKLE], (note,)
+        return _sharded_tensors(files, weight_map, PICKLE_INDEX, tensors) if weight_map else tensors[PICKLE], (note,)
     _refuse_gguf(folder)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:

@@ -187,9 +187,9 @@ def _size(values: Mapping[str, Any], key: str, *, square: bool) -> Any:
         return size["shortest_edge"]
     if set(size) == {"longest_edge"} and key != "size":
         return size["longest_edge"], size["longest_edge"]
-    wanted = "height and width, or shortest_edge" if key == "size" else "height and width"
+    fields = "height and width, or shortest_edge" if key == "size" else "height and width"
     raise UnsupportedModelError(
-        f"{key} with the keys {_show(sorted(map(str, size)))} is not supported; vtx supports {wanted}"
+        f"{key} with the keys {_show(sorted(map(str, size)))} is not supported; vtx supports {fields}"
     )
 
 

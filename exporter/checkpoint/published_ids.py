@@ -65,11 +65,11 @@ def published_tokens(folder: Path) -> dict[str, PublishedToken]:
             )
         number = int(str(id))
         options = {name: isinstance(token, Mapping) and token.get(name) is True for name in _OPTIONS}
-        known = tokens.setdefault(text, PublishedToken(number, options)).id
+        number_of = tokens.setdefault(text, PublishedToken(number, options)).id
         other = texts.setdefault(number, text)
-        if (known, other) != (number, text):
+        if (number_of, other) != (number, text):
             raise CheckpointError(
-                f"{file} gives {text!r:.40} the id {number}, beside {other!r:.40} with the id {known}; {_FIX}"
+                f"{file} gives {text!r:.40} the id {number}, beside {other!r:.40} with the id {number_of}; {_FIX}"
             )
     return tokens
 

@@ -75,8 +75,8 @@ def find_size(model: str) -> ModelSize:
     settings = read_settings(path, "config.json")
     family = find_family(settings)
     parts = family.original.folders if family.original else {}
-    own = {key: read_settings(path, f"{part}/config.json") for key, part in parts.items()}
-    read = family.read({**settings, **{key: part for key, part in own.items() if part}})
+    settings_of = {key: read_settings(path, f"{part}/config.json") for key, part in parts.items()}
+    read = family.read({**settings, **{key: part for key, part in settings_of.items() if part}})
     if family.adjust and any(os.path.lexists(path / name) for name in (ALONE, "processor_config.json")):
         read = family.adjust(read, read_image_processor(path))
     return model_size(read, path.absolute().name)

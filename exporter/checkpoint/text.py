@@ -69,7 +69,7 @@ def read_text(
     TemplateError, UnsupportedModelError.
     """
     template = template if template is not None else read_template(folder)
-    stated = end_ids is not None or read_settings(folder, GENERATION).get("eos_token_id") is not None
+    from_file = end_ids is not None or read_settings(folder, GENERATION).get("eos_token_id") is not None
     if end_ids is None:
         end_ids = _end_ids(folder, text_config, top_config)
     with _copied(folder, text_config, top_config) as copy:
@@ -84,7 +84,7 @@ def read_text(
             "seg_token": seg_token,
             "whole": whole,
             "vocab": vocab,
-            "stated": stated,
+            "stated": from_file,
         }
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()

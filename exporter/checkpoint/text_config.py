@@ -95,15 +95,15 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     ffn = size(config, "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
     factors = tuple[tuple[str, float], ...]()
-    more = dict[str, Any]()
+    fields = dict[str, Any]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
     if family == "lfm2":
-        ffn, more = _lfm2(config, layers, ffn)
+        ffn, fields = _lfm2(config, layers, ffn)
     if family == "qwen3_5":
-        more = _qwen3_5(config, layers)
+        fields = _qwen3_5(config, layers)
     if family == "gemma2":
-        more = _gemma2(config)
+        fields = _gemma2(config)
     biased = bool(getattr(config, "attention_bias", False))
     return TextConfig(
         family=family,
@@ -132,7 +132,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         factors=factors,
         shifts=SHIFTS.get(family, ()),
         scaled_embedding=family in ("gemma", "gemma2"),
-        **more,
+        **fields,
     )
 
 
@@ -174,8 +174,8 @@ def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
                 f"config.json: block_ffn_dim_multiplier makes an MLP of width {ffn}, outside 1..{MAX_WIDTH}; correct "
                 "config.json"
             )
-    more = _convolved(config, "lfm2", layers, "conv_L_cache")
-    return ffn, more | {"conv_bias": bool(config.conv_bias)}
+    fields = _convolved(config, "lfm2", layers, "conv_L_cache")
+    return ffn, fields | {"conv_bias": bool(config.conv_bias)}
 
 
 def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
             f"config.json: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}; "
             "correct config.json"
         )
-    more = _convolved(config, "qwen3_5", layers, "linear_conv_kernel_dim") | {"gated": True, "rotates_first": True}
-    return more | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if more["conv_layers"] else {})
+    fields = _convolved(config, "qwen3_5", layers, "linear_conv_kernel_dim") | {"gated": True, "rotates_first": True}
+    return fields | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if fields["conv_layers"] else {})
 
 
 def _gemma2(config: Any) -> dict[str, Any]:

@@ -46,26 +46,26 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
         prefix = next((old for old in _PARTS if name.startswith(old)), "")
         return _PARTS.get(prefix, "clip.") + name.removeprefix(prefix)
 
-    whole = partial(size, file=FILE)
+    read_size = partial(size, file=FILE)
     eps = partial(number, name="layer_norm_eps", file=FILE)
     checkpoint = open_model(path, _check_clip, canonical, allow_pickle=allow_pickle)
     clip = parse("CLIPConfig", checkpoint.config, FILE)
     _check_fits(clip, config)
     text = clip.text_config
     end = text.eos_token_id
-    vocab = whole(text, "vocab_size")
+    vocab = read_size(text, "vocab_size")
     if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < vocab:
         raise CheckpointError(f"{FILE}: eos_token_id is {end!r:.60}, not a token of its vocabulary")
     try:
         spec = TextTowerSpec(
             tokenizer=TOKENIZER,
-            layers=whole(text, "num_hidden_layers"),
-            hidden=whole(text, "hidden_size"),
-            intermediate=whole(text, "intermediate_size"),
-            heads=whole(text, "num_attention_heads"),
+            layers=read_size(text, "num_hidden_layers"),
+            hidden=read_size(text, "hidden_size"),
+            intermediate=read_size(text, "intermediate_size"),
+            heads=read_size(text, "num_attention_heads"),
             vocab=vocab,
-            max_tokens=whole(text, "max_position_embeddings"),
-            width=whole(clip, "projection_dim"),
+            max_tokens=read_size(text, "max_position_embeddings"),
+            width=read_size(clip, "projection_dim"),
             activation=str(text.hidden_act),
             eps=eps(vars(text)),
             vision_eps=eps(vars(clip.vision_config)),
@@ -93,9 +93,9 @@ def _check_clip(config: Mapping[str, Any]) -> None:
 
 def _check_fits(clip: Any, config: ModelConfig) -> None:
     vision = config.vision
-    used = len(config.feature_layers)
-    if vision.family != "clip" or used > 1:
-        problem = f"CDPruner projects the hidden states of one layer, and this model uses {used}"
+    blocks = len(config.feature_layers)
+    if vision.family != "clip" or blocks > 1:
+        problem = f"CDPruner projects the hidden states of one layer, and this model uses {blocks}"
         problem = problem if vision.family == "clip" else f"a {vision.family} vision tower has no CLIP text tower"
         raise UnsupportedModelError(f"--text-tower: {problem}; leave the option out, and use cdpruner:text=embedding")
     width = getattr(clip.vision_config, "hidden_size", None)

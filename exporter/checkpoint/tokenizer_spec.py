@@ -71,9 +71,9 @@ def check_bytes(spec: Mapping[str, Any], name: str) -> None:
     tokens = [token["content"] for token in _added(spec) if token.get("special")]
     special = [token for token in tokens if _BYTE_TOKEN.fullmatch(str(token))]
     if special and spec["model"].get("byte_fallback"):
-        more = f" and {len(special) - 1} more byte tokens" if len(special) > 1 else ""
+        remark = f" and {len(special) - 1} more byte tokens" if len(special) > 1 else ""
         raise CheckpointError(
-            f"the tokenizer of {name} marks {special[0]}{more} as special; byte tokens must be ordinary: remove them "
+            f"the tokenizer of {name} marks {special[0]}{remark} as special; byte tokens must be ordinary: remove them "
             "from the added tokens in tokenizer.json and tokenizer_config.json"
         )
 
@@ -108,12 +108,12 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):  # these also consume white space
         return None
-    kept = all(_keeps_count(part) for part in normalizers)
+    same_count = all(_keeps_count(part) for part in normalizers)
     composing = all(_keeps_count(part) or part["type"] in _COMPOSING for part in normalizers)
     if not composing and not all(token["content"] in control for token in added):
         return None  # normalizers get the text between added tokens only, and the bound counts the whole
     longest = max(map(len, [*tokens, *(token["content"] for token in added)]), default=0)
-    return LengthBound(longest, not kept) if longest else None
+    return LengthBound(longest, not same_count) if longest else None
 
 
 def _complete(model: Mapping[str, Any], tokens: set[str], splitters: Sequence[Mapping[str, Any]]) -> bool:

@@ -115,8 +115,8 @@ def gates_of(
     work = WorkDirectory(folder, source, measuring, shards)
     missing = sum(len(shard.items) for shard in work.missing())
     text = source.config.text
-    needed = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
-    check_disk(folder, needed, purpose="measuring", fix="name another folder, or use fewer --items")
+    nbytes = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
+    check_disk(folder, nbytes, purpose="measuring", fix="name another folder, or use fewer --items")
     measured_by(measurer, work, counter(report, "items", missing))
     ks = measurer.ks
     return work, fit_gates(work, ks, fitting, counter(report, "gates", len(ks)))

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.decoder import add_layer_inputs
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.decoder import PER_LAYER
@@ -38,9 +38,9 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     tables = b.weight(POSITIONS)
     along = []
     for number, size in enumerate(reversed(sizes)):  # columns have the first table
-        own = b.op("Gather", tables, b.constant(np.array(number, np.int64)), axis=0)
+        table = b.op("Gather", tables, b.constant(np.array(number, np.int64)), axis=0)
         along.append(
-            b.op("Unsqueeze", b.op("Slice", own, b.constant([0]), size, b.constant([0])), b.constant([number]))
+            b.op("Unsqueeze", b.op("Slice", table, b.constant([0]), size, b.constant([0])), b.constant([number]))
         )
     x = b.op("Add", b.op("Transpose", b.op("Squeeze", grid, b.constant([0])), perm=[1, 2, 0]), b.op("Add", *along))
     x = b.reshape(x, -1, v.hidden)
@@ -56,7 +56,7 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
             if part == "q":  # which attention multiplies by 1 over the root of the head size
                 heads = b.op("Mul", heads, b.scalar(width**0.5))
             parts.append(b.reshape(heads, 1, -1, v.hidden))
-        y = b.reshape(b.dialect.tower_attention(b, parts[0], parts[1], parts[2], v.heads, width), -1, v.hidden)
+        y = b.reshape(b.dialect.tower_attention(b, parts[0], parts[1], parts[2], Heads(v.heads, width)), -1, v.hidden)
         y = _linear(b, v, y, f"{name}.self_attn.o_proj")
         x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[1]}.weight", v.eps))
         y = b.dialect.norm(b, x, f"{name}.{NORMS[2]}.weight", v.eps)
@@ -65,10 +65,10 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
         y = _linear(b, v, b.op("Mul", gate, _linear(b, v, y, f"{mlp}.up_proj")), f"{mlp}.down_proj")
         x = b.op("Add", x, b.dialect.norm(b, y, f"{name}.{NORMS[3]}.weight", v.eps))
     # means over squares, in float32: their scale is beyond half precision
-    whole = b.op("Reshape", b.to_float32(x), b.op("Concat", b.constant([1]), *sizes, b.constant([v.hidden]), axis=0))
+    joined = b.op("Reshape", b.to_float32(x), b.op("Concat", b.constant([1]), *sizes, b.constant([v.hidden]), axis=0))
     means = b.op(
         "AveragePool",
-        b.op("Transpose", whole, perm=[0, 3, 1, 2]),
+        b.op("Transpose", joined, perm=[0, 3, 1, 2]),
         kernel_shape=[v.shuffle] * 2,
         strides=[v.shuffle] * 2,
     )

@@ -28,6 +28,16 @@ ELEMENT_TYPES = {
 Shape = Sequence[int | str]
 
 
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of a tower's attention; `value_size` is None for the size of queries and keys, `size`."""
+
+    count: int
+    size: int
+    value_size: int | None = None
+    causal: bool = False
+
+
 class Builder:
     """One graph under construction, in the operators of its `dialect`.
 
@@ -218,8 +228,8 @@ class Builder:
         shape = (rows,) if blocks == 1 else (rows, blocks)
         zeros = self.op("DequantizeLinear", self.zeros(name, ir.DataType.INT8, *shape), self.scalar(1))
         steps = self.op("Neg", self.op("Mul", zeros, self.scales(name, self.dialect.compute, *shape)))
-        apart = self.reshape(x, -1, blocks, location.shape[1] // blocks)
-        sums = self.op("ReduceSum", apart, self.constant([-1]), keepdims=0)
+        by_block = self.reshape(x, -1, blocks, location.shape[1] // blocks)
+        sums = self.op("ReduceSum", by_block, self.constant([-1]), keepdims=0)
         return self.op("Gemm", sums, self.reshape(steps, rows, blocks), product, transB=1)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
@@ -359,21 +369,10 @@ class Dialect(ABC):
 
     @abstractmethod
     def tower_attention(
-        self,
-        b: Builder,
-        q: ir.Value,
-        k: ir.Value,
-        v: ir.Value,
-        heads: int,
-        head_dim: int,
-        seen: ir.Value | None = None,
-        *,
-        causal: bool = False,
-        value_dim: int | None = None,
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: Heads, seen: ir.Value | None = None
     ) -> ir.Value:
-        """Attention of every token to every other, or `causal` to itself and those before; all [batch, tokens, hidden].
+        """Attention of every token to every other, or causal to itself and those before; all [batch, tokens, hidden].
 
-        `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not with `causal`.
-        Merged tokens are hidden by it if `sizes_from_values` is false, else removed. `value_dim`: the size of a head of
-        `v`, which the result has, if it is not `head_dim`.
+        `seen` [1 or batch, 1, 1, tokens] bool: the tokens that are attended to, None for all; not if causal.
+        Merged tokens are hidden by it if `sizes_from_values` is false, else removed.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.builder import Builder, Heads
 from vtx.tools.model.towers.convolutional import ATTENDING, BATCH_NORM, STEM
 from vtx.tools.model.vision import VisionConfig
 
@@ -77,6 +77,6 @@ def _attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, width: int, 
         b.op("Slice", together, b.constant([start]), b.constant([start + width]), b.constant([2]))
         for start in range(0, 3 * width, width)
     )
-    y = b.reshape(b.dialect.tower_attention(b, q, k, w, heads, width // heads), -1, width)
+    y = b.reshape(b.dialect.tower_attention(b, q, k, w, Heads(heads, width // heads)), -1, width)
     y = b.reshape(b.linear(y, f"{name}.token_mixer.proj", bias=True), -1, side**2, width)
     return b.reshape(b.op("Transpose", y, perm=[0, 2, 1]), 0, width, side, side)

@@ -43,20 +43,22 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value
     width = c.per_layer
     assert width is not None
     weight = b.weight(PER_LAYER_PROJECTION, FLOAT)
-    made = b.op("Mul", b.op("Gemm", hidden, weight, transB=1), b.constant(np.array(c.hidden**-0.5, np.float32)))
-    square = b.op("Pow", (made := b.reshape(made, -1, c.layers, width)), b.constant(np.array(2, np.float32)))
+    projection = b.op("Mul", b.op("Gemm", hidden, weight, transB=1), b.constant(np.array(c.hidden**-0.5, np.float32)))
+    square = b.op(
+        "Pow", (projection := b.reshape(projection, -1, c.layers, width)), b.constant(np.array(2, np.float32))
+    )
     if b.dialect.opsets[""] < 18:
         mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
     else:
         mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
     size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(c.eps, np.float32))))
-    normed = b.op("Mul", b.op("Div", made, size), b.weight(PER_LAYER_NORM, FLOAT))
-    own = b.op("Cast", rows, to=FLOAT.value)
-    own = b.op("Mul", b.reshape(own, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
-    both = b.op("Mul", b.op("Add", normed, own), b.constant(np.array(2**-0.5, np.float32)))
+    normed = b.op("Mul", b.op("Div", projection, size), b.weight(PER_LAYER_NORM, FLOAT))
+    embedding = b.op("Cast", rows, to=FLOAT.value)
+    embedding = b.op("Mul", b.reshape(embedding, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
+    total = b.op("Mul", b.op("Add", normed, embedding), b.constant(np.array(2**-0.5, np.float32)))
     for layer in range(1, c.layers + 1):
-        given = b.op("Gather", both, b.constant(np.array(layer - 1, np.int64)), axis=1)
-        b.output(given, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
+        layer_inputs = b.op("Gather", total, b.constant(np.array(layer - 1, np.int64)), axis=1)
+        b.output(layer_inputs, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
 
 
 def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
@@ -65,17 +67,17 @@ def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
     largest = b.dialect.largest
     if largest is None or rows * width <= largest:
         return b.op("Gather", b.stored(table), ids)
-    each = largest // width
-    found = list[ir.Value]()
-    for first in range(0, rows, each):
-        count = min(each, rows - first)
+    repeats = largest // width
+    parts_of = list[ir.Value]()
+    for first in range(0, rows, repeats):
+        count = min(repeats, rows - first)
         start = b.constant(np.array(first))
         within = b.op("Max", b.op("Sub", ids, start), b.constant(np.array(0)))
         within = b.op("Min", within, b.constant(np.array(count - 1)))
         part = b.op("Gather", b.stored_rows(table, first, count), within)
         behind = b.op("Unsqueeze", b.op("GreaterOrEqual", ids, start), b.constant([1]))
-        found.append(b.op("Where", behind, part, found[-1]) if found else part)
-    return found[-1]
+        parts_of.append(b.op("Where", behind, part, parts_of[-1]) if parts_of else part)
+    return parts_of[-1]
 
 
 def build_head(b: Builder, c: TextConfig) -> None:
@@ -95,11 +97,18 @@ def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
     Not ArgMax, because engines differ in the one of equal logits that they choose; float16 arithmetic gives equal ones.
     """
     last = b.constant([-1])
-    whole = [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
+    bounds = [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
     largest = b.op("Equal", logits, b.op("ReduceMax", logits, last, keepdims=1))
-    first = b.op("Where", largest, b.op("Range", *whole[:3]), whole[1])
+    first = b.op("Where", largest, b.op("Range", *bounds[:3]), bounds[1])
     finite = b.op("LessOrEqual", b.op("Abs", logits), b.constant(np.array(np.finfo(np.float32).max)))
-    return b.op("ReduceMin", b.op("Where", finite, first, whole[3]), last, keepdims=0)
+    return b.op("ReduceMin", b.op("Where", finite, first, bounds[3]), last, keepdims=0)
+
+
+def _gated_input(b: Builder, c: TextConfig, x: ir.Value, layer_input: ir.Value, prefix: str) -> ir.Value:
+    """The part of a layer's own input that is added, by a gate of the hidden states."""
+    gate = activate(b, b.linear(x, f"{prefix}.per_layer_input_gate", bias=False), c.activation)
+    projected = b.linear(b.op("Mul", gate, layer_input), f"{prefix}.per_layer_projection", bias=False)
+    return b.dialect.norm(b, projected, f"{prefix}.post_per_layer_input_norm.weight", c.eps)
 
 
 def build_stage(
@@ -148,14 +157,12 @@ def build_stage(
             delta = b.dialect.norm(b, delta, f"{prefix}.post_feedforward_layernorm.weight", c.eps)
         if inputs and layer in inputs:
             width = inputs[layer].width
-            given = b.from_float32(b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", width]))
+            layer_input = b.from_float32(b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", width]))
             if c.per_layer is None:
-                total = b.op("Add", total, given)
+                total = b.op("Add", total, layer_input)
             else:
                 total = b.op("Add", total, delta)
-                gate = activate(b, b.linear(total, f"{prefix}.per_layer_input_gate", bias=False), c.activation)
-                made = b.linear(b.op("Mul", gate, given), f"{prefix}.per_layer_projection", bias=False)
-                delta = b.dialect.norm(b, made, f"{prefix}.post_per_layer_input_norm.weight", c.eps)
+                delta = _gated_input(b, c, total, layer_input, prefix)
         if c.layer_scale:
             total = b.op("Mul", b.op("Add", total, delta), b.weight(f"{prefix}.layer_scalar"))
             delta = None
@@ -179,8 +186,8 @@ def _attention(
             continue
         y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
         if c.gated and part == "q":  # each head's query and gate stand side by side
-            each = b.constant([width, width])
-            y, gate = b.ops("Split", b.reshape(y, -1, heads, 2 * width), each, outputs=2, axis=-1)
+            sizes = b.constant([width, width])
+            y, gate = b.ops("Split", b.reshape(y, -1, heads, 2 * width), sizes, outputs=2, axis=-1)
             gate = b.op("Sigmoid", b.reshape(gate, -1, heads * width))
         if c.v_norm if part == "v" else c.qk_norm:  # of each head
             normed = b.dialect.norm(
@@ -191,8 +198,10 @@ def _attention(
             y = b.reshape(normed, -1, heads * width)
         y = attention.split(y, heads, layer)
         parts.append(y if part == "v" else attention.rotate(y, heads, layer))
-    q, *own = parts
-    attended = attention.join(attention.attend(q, own[0], own[1], layer) if own else attention.read(q, layer), layer)
+    q, *others_of = parts
+    attended = attention.join(
+        attention.attend(q, others_of[0], others_of[1], layer) if others_of else attention.read(q, layer), layer
+    )
     if gate is not None:
         attended = b.op("Mul", attended, gate)
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
@@ -229,9 +238,9 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     zero = b.constant(np.array(0, np.int64))
     one = b.constant(np.array(1, np.int64))
     every = b.op("Range", zero, b.op("Squeeze", slots), one)
-    own = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
-    seen = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", own, b.constant([1])))
-    weights = b.op("Softmax", b.op("Where", seen, products, b.constant(UNSEEN)), axis=-1)
+    slot = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
+    visible = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", slot, b.constant([1])))
+    weights = b.op("Softmax", b.op("Where", visible, products, b.constant(UNSEEN)), axis=-1)
     shares = b.op("Div", weights, b.constant(np.array(c.heads, np.float32)))
     mean = b.op("ReduceSum", shares, b.constant([0]), keepdims=0)
     if b.dialect.opsets[""] < 18:  # which made the axes an input

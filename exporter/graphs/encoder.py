@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.tools.model.tensors import Shapes, norm_tensors
@@ -28,7 +28,7 @@ def build_block(
     `causal`: a token attends to itself and those before.
     """
     q, k, w = projected(b, e, x, name, shape, "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, e.heads, e.hidden // e.heads, seen, causal=causal)
+    y = b.dialect.tower_attention(b, q, k, w, Heads(e.heads, e.hidden // e.heads, causal=causal), seen)
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
     hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)
@@ -45,13 +45,13 @@ def projected(
     b: Builder, e: Encoder, x: ir.Value, name: str, shape: tuple[int, int, int], parts: str
 ) -> list[ir.Value]:
     hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm1"), -1, e.hidden)
-    found = []
+    projections = []
     for part in parts:
         y = b.linear(hidden, f"{name}.self_attn.{part}_proj", bias=e.qkv_bias)
         if e.qk_norm and part != "v":
             y = b.dialect.norm(b, y, f"{name}.self_attn.{part}_norm.weight", e.eps)
-        found.append(b.reshape(y, *shape))
-    return found
+        projections.append(b.reshape(y, *shape))
+    return projections
 
 
 def norm(b: Builder, e: Encoder, x: ir.Value, name: str) -> ir.Value:

@@ -66,8 +66,8 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
     moment = b.op("Expand", time, b.constant([a.horizon, a.hidden]))
     y = b.op("Concat", b.linear(actions, "head.action_in_proj", bias=True), moment, axis=1)
     y = activate(b, b.linear(y, "head.action_time_mlp_in", bias=True), "silu")
-    own = b.linear(y, "head.action_time_mlp_out", bias=True)
-    x = b.op("Concat", b.linear(state, "head.state_proj", bias=True), own, axis=0)
+    projected = b.linear(y, "head.action_time_mlp_out", bias=True)
+    x = b.op("Concat", b.linear(state, "head.state_proj", bias=True), projected, axis=0)
 
     positions = b.input(names.POSITIONS, ir.DataType.INT64, [rows])
     tables = [
@@ -93,8 +93,8 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
         keys, values = (b.op("Concat", old, new, axis=1) for old, new in zip(past, (k, v), strict=True))
         slots = b.op("Shape", keys, start=1, end=2)
         every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
-        seen = b.op("Less", every, b.op("Sub", slots, hidden_from))  # [rows, slots]
-        mask = b.op("Where", seen, b.scalar(0), b.scalar(MASKED))
+        visible = b.op("Less", every, b.op("Sub", slots, hidden_from))  # [rows, slots]
+        mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
         shared = b.reshape(b.op("Mul", q, b.scalar(c.head_dim**-0.5)), c.kv_heads, -1, c.head_dim)
         products = b.op("MatMul", shared, b.op("Transpose", keys, perm=[0, 2, 1]))
         products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, rows]), slots, axis=0))

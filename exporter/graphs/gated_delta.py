@@ -12,6 +12,7 @@ Queries, keys and values are convolved before, and what is read is normed and ga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -29,6 +30,19 @@ NORM = np.array(1e-6, np.float32)  # added to the square of a query's or key's l
 NEVER = np.array(-1e30, np.float32)  # whose exponential is 0
 
 
+class DeltaInputs(NamedTuple):
+    """Each token's part in a delta rule, [conversations, value heads, tokens of each, width].
+
+    `beta` and `decay`, a logarithm, have the width 1.
+    """
+
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
+    beta: ir.Value
+    decay: ir.Value
+
+
 def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, name: str, layer: int) -> ir.Value:
     """The layer's gated delta rule over hidden states [tokens, hidden]."""
     d = c.delta
@@ -36,7 +50,7 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     columns, memory = states.read(layer)
     assert memory is not None
     joined = states.apart(b.linear(x, f"{name}.in_proj_qkv", bias=False), d.channels)
-    mixed, kept = states.convolve(joined, columns, f"{name}.conv1d")
+    mixed, history = states.convolve(joined, columns, f"{name}.conv1d")
     parts = b.constant([d.keys, d.keys, d.values])
     q, k, v = b.ops("Split", b.to_float32(activate(b, mixed, c.activation)), parts, outputs=3, axis=-1)
     q = b.op("Mul", _of_heads(b, q, d.key_heads, d.key_dim, d.value_heads), _number(b, d.key_dim**-0.5))
@@ -50,18 +64,19 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     steps = b.reshape(b.weight(f"{name}.dt_bias", FLOAT), -1, 1, 1)
     rate = b.op("Neg", b.op("Exp", b.reshape(b.weight(f"{name}.A_log", FLOAT), -1, 1, 1)))
     decay = b.op("Mul", b.op("Softplus", b.op("Add", gates[1], steps)), rate)
+    inputs = DeltaInputs(q, k, v, beta, decay)
     heads = b.op("Concat", states.conversations, b.constant([d.value_heads, d.key_dim, d.value_dim]), axis=0)
     matrices = b.op("Reshape", memory, heads)
-    each = b.op("Shape", q, start=2, end=3)
+    count = b.op("Shape", q, start=2, end=3)
     ends = b.op("Sub", states.ends, b.constant([1]))
     if b.dialect.branches:
-        read, new = _by_number(b, d, matrices, q, k, v, beta, decay, ends, each)
+        output, new = _by_number(b, d, matrices, inputs, ends, count)
     else:
-        read, new = _at_once(b, matrices, q, k, v, beta, decay, ends, each)
-    states.keep(b.op("Concat", kept, b.reshape(new, 0, -1, d.memory), axis=-1))
-    read = b.from_float32(b.reshape(b.op("Transpose", read, perm=[0, 2, 1, 3]), -1, d.value_heads, d.value_dim))
+        output, new = _at_once(b, matrices, inputs, ends, count)
+    states.keep(b.op("Concat", history, b.reshape(new, 0, -1, d.memory), axis=-1))
+    output = b.from_float32(b.reshape(b.op("Transpose", output, perm=[0, 2, 1, 3]), -1, d.value_heads, d.value_dim))
     gate = b.reshape(b.linear(x, f"{name}.in_proj_z", bias=False), -1, d.value_heads, d.value_dim)
-    normed = b.op("Mul", b.dialect.norm(b, read, f"{name}.norm.weight", c.eps), activate(b, gate, "silu"))
+    normed = b.op("Mul", b.dialect.norm(b, output, f"{name}.norm.weight", c.eps), activate(b, gate, "silu"))
     return b.linear(b.reshape(normed, -1, d.values), f"{name}.out_proj", bias=False)
 
 
@@ -89,16 +104,7 @@ def _turned(b: Builder, x: ir.Value) -> ir.Value:
 
 
 def _by_number(
-    b: Builder,
-    d: DeltaSpec,
-    matrices: ir.Value,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    beta: ir.Value,
-    decay: ir.Value,
-    ends: ir.Value,
-    each: ir.Value,
+    b: Builder, d: DeltaSpec, matrices: ir.Value, inputs: DeltaInputs, ends: ir.Value, each: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Results of one token of each conversation or of several, and the matrices [conversations, ends, heads, ...].
 
@@ -106,98 +112,82 @@ def _by_number(
     of one token gets their products with its key and query, and gives a factor and the parts of what is added:
     S' = exp(g) S + k written. That of several gives the new matrices, with the factors 0 and 1.
     """
-    ahead = [b.op("Slice", x, b.constant([0]), b.constant([1]), b.constant([2])) for x in (k, q)]
-    asked = b.op("MatMul", b.op("Concat", *ahead, axis=2), matrices)
+    key_and_query = [b.op("Slice", x, b.constant([0]), b.constant([1]), b.constant([2])) for x in (inputs.k, inputs.q)]
+    products = b.op("MatMul", b.op("Concat", *key_and_query, axis=2), matrices)
 
     def several() -> tuple[ir.Value, ...]:
-        read, new = _many(b, d, matrices, q, k, v, beta, decay, ends, each)
-        none, whole = (b.op("Identity", b.constant(np.full((1,) * 5, factor, np.float32))) for factor in (0, 1))
-        return read, none, new, whole
+        output, new = _many(b, d, matrices, inputs, ends, each)
+        none, one = (b.op("Identity", b.constant(np.full((1,) * 5, factor, np.float32))) for factor in (0, 1))
+        return output, none, new, one
 
     single = b.op("Squeeze", b.op("Equal", each, b.constant([1])))
-    read, factor, left, right = b.choose(single, lambda: _one(b, asked, q, k, v, beta, decay), several)
+    output, factor, column, right = b.choose(single, lambda: _one(b, products, inputs), several)
     before = b.op("Mul", b.op("Unsqueeze", matrices, b.constant([1])), factor)
-    return read, b.op("Add", before, b.op("Mul", left, right))
+    return output, b.op("Add", before, b.op("Mul", column, right))
 
 
-def _one(
-    b: Builder, asked: ir.Value, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, decay: ir.Value
-) -> tuple[ir.Value, ...]:
+def _one(b: Builder, asked: ir.Value, inputs: DeltaInputs) -> tuple[ir.Value, ...]:
     """Of one token of each conversation the results, and what makes new matrices of the old.
 
     `asked`: the products of its key and query with the matrices, [conversations, heads, 2, value size].
     """
-    decay = b.op("Exp", decay)
+    decay = b.op("Exp", inputs.decay)
     by_key, by_query = b.ops("Split", b.op("Mul", asked, decay), b.constant([1, 1]), outputs=2, axis=2)
-    written = b.op("Mul", b.op("Sub", v, by_key), beta)
-    alike = b.op("ReduceSum", b.op("Mul", q, k), b.constant([-1]), keepdims=1)
-    read = b.op("Add", by_query, b.op("Mul", alike, written))  # q S' = exp(g) q S + (q k) written
-    added = (decay, b.op("Transpose", k, perm=[0, 1, 3, 2]), written)
-    return read, *(b.op("Unsqueeze", x, b.constant([1])) for x in added)
+    written = b.op("Mul", b.op("Sub", inputs.v, by_key), inputs.beta)
+    cosine = b.op("ReduceSum", b.op("Mul", inputs.q, inputs.k), b.constant([-1]), keepdims=1)
+    output = b.op("Add", by_query, b.op("Mul", cosine, written))  # q S' = exp(g) q S + (q k) written
+    added = (decay, b.op("Transpose", inputs.k, perm=[0, 1, 3, 2]), written)
+    return output, *(b.op("Unsqueeze", x, b.constant([1])) for x in added)
 
 
 def _many(
-    b: Builder,
-    d: DeltaSpec,
-    matrices: ir.Value,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    beta: ir.Value,
-    decay: ir.Value,
-    ends: ir.Value,
-    each: ir.Value,
+    b: Builder, d: DeltaSpec, matrices: ir.Value, inputs: DeltaInputs, ends: ir.Value, each: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """The same of any number of tokens."""
     size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk
-    q, k, v, beta, decay = _in_chunks(b, (q, k, v, beta, decay), (d.key_dim, d.key_dim, d.value_dim, 1, 1), size)
-    passed = b.op("CumSum", decay, b.constant(np.array(3)))
-    system = _solve(b, q, k, v, beta, passed, size, CHUNK)
+    inputs = DeltaInputs(*_in_chunks(b, inputs, (d.key_dim, d.key_dim, d.value_dim, 1, 1), size))
+    passed = b.op("CumSum", inputs.decay, b.constant(np.array(3)))
+    system = _solve(b, inputs, passed, size, CHUNK)
     last = b.op("Slice", passed, b.constant([-1]), b.constant([END]), b.constant([3]))
-    kept = _turned(b, b.op("Mul", k, b.op("Exp", b.op("Sub", last, passed))))
+    weighted = _turned(b, b.op("Mul", inputs.k, b.op("Exp", b.op("Sub", last, passed))))
 
     def step(before: ir.Value, *parts: ir.Value) -> tuple[ir.Value, ...]:
-        *system, kept, decayed = parts
+        *system, weighted, decayed = parts
         out, written = _read(b, before, system)
-        after = b.op("Add", b.op("Mul", before, decayed), b.op("MatMul", kept, written))
+        after = b.op("Add", b.op("Mul", before, decayed), b.op("MatMul", weighted, written))
         return after, out, written, b.op("Identity", before)
 
-    _, out, written, begins = b.scan(step, matrices, (*system, kept, b.op("Exp", last)))
+    _, out, written, begins = b.scan(step, matrices, (*system, weighted, b.op("Exp", last)))
     chunk = b.op("Div", ends, size)
     place = b.op("Mod", ends, size)
-    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (k, passed, written, begins))
+    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (inputs.k, passed, written, begins))
     at_ends = _at_ends(b, k, passed, written, begins, place, size)
     # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
-    shape = b.op("Concat", b.op("Shape", v, start=1, end=3), b.constant([-1]), b.op("Shape", v, start=4), axis=0)
+    shape = b.op(
+        "Concat", b.op("Shape", inputs.v, start=1, end=3), b.constant([-1]), b.op("Shape", inputs.v, start=4), axis=0
+    )
     out = b.op("Reshape", b.op("Transpose", out, perm=[1, 2, 0, 3, 4]), shape)
     return b.op("Slice", out, b.constant([0]), each, b.constant([2])), at_ends
 
 
 def _at_once(
-    b: Builder,
-    matrices: ir.Value,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    beta: ir.Value,
-    decay: ir.Value,
-    ends: ir.Value,
-    each: ir.Value,
+    b: Builder, matrices: ir.Value, inputs: DeltaInputs, ends: ir.Value, each: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """The same of up to `DELTA_RUN` tokens, one chunk: a loop's parts and its outcome are there once."""
-    matrices, q, k, v, beta, decay = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, q, k, v, beta, decay))
-    passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), decay)  # TensorRT's CumSum may loop
-    out, written = _read(b, matrices, _solve(b, q, k, v, beta, passed, each, DELTA_RUN))
-    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, k, passed, written, matrices, ends, each)
+    matrices, *parts = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, *inputs))
+    inputs = DeltaInputs(*parts)
+    # TensorRT's CumSum may loop
+    passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), inputs.decay)
+    out, written = _read(b, matrices, _solve(b, inputs, passed, each, DELTA_RUN))
+    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, inputs.k, passed, written, matrices, ends, each)
 
 
-def _solve(
-    b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, beta: ir.Value, passed: ir.Value, size: ir.Value, most: int
-) -> tuple[ir.Value, ...]:
+def _solve(b: Builder, inputs: DeltaInputs, passed: ir.Value, size: ir.Value, most: int) -> tuple[ir.Value, ...]:
     """The inputs of `_read` for chunks of `size` tokens, `most` at most; `passed` is the decay since a chunk's begin.
 
     Decays are logarithms.
     """
+    q, k, v, beta, _ = inputs
     keys = _turned(b, k)
     lower = b.op("Cast", _square(b, np.tri(most, dtype=np.float32), size), to=ir.DataType.BOOL.value)
     between = b.op("Sub", passed, _turned(b, passed))
@@ -226,11 +216,11 @@ def _at_ends(
     """
     order = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
     place = b.op("Unsqueeze", place, b.constant([1]))
-    seen, own = (  # [ends, 1, 1, tokens of a chunk, 1]
+    until_end, at_end = (  # [ends, 1, 1, tokens of a chunk, 1]
         b.op("Unsqueeze", b.op(compare, order, place), b.constant([1, 2, 4])) for compare in ("LessOrEqual", "Equal")
     )
-    until = b.op("ReduceSum", b.op("Where", own, passed, _number(b, 0)), b.constant([3]), keepdims=1)
-    weights = b.op("Exp", b.op("Where", seen, b.op("Sub", until, passed), b.constant(NEVER)))
+    until = b.op("ReduceSum", b.op("Where", at_end, passed, _number(b, 0)), b.constant([3]), keepdims=1)
+    weights = b.op("Exp", b.op("Where", until_end, b.op("Sub", until, passed), b.constant(NEVER)))
     added = b.op("MatMul", _turned(b, b.op("Mul", k, weights)), written)
     at_ends = b.op("Add", b.op("Mul", begins, b.op("Exp", until)), added)
     return b.op("Transpose", at_ends, perm=[1, 0, 2, 3, 4])
@@ -245,9 +235,9 @@ def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], siz
     missing = b.op("Mod", b.op("Neg", b.op("Shape", joined, start=2, end=3)), size)
     pads = b.op("Concat", b.constant([0] * 6), missing, b.constant([0]), axis=0)
     shape = (b.op("Shape", joined, start=0, end=2), b.constant([-1]), size, b.constant([sum(widths)]))
-    apart = b.op("Reshape", b.op("Pad", joined, pads), b.op("Concat", *shape, axis=0))
-    apart = b.op("Transpose", apart, perm=[2, 0, 1, 3, 4])
-    return b.ops("Split", apart, b.constant([*widths]), outputs=len(widths), axis=-1)
+    chunks = b.op("Reshape", b.op("Pad", joined, pads), b.op("Concat", *shape, axis=0))
+    chunks = b.op("Transpose", chunks, perm=[2, 0, 1, 3, 4])
+    return b.ops("Split", chunks, b.constant([*widths]), outputs=len(widths), axis=-1)
 
 
 def _inverse(b: Builder, system: ir.Value, size: ir.Value, most: int) -> ir.Value:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.builder import Builder, Heads
 from vtx.exporter.graphs.encoder import build_block
 from vtx.tools.model.towers.joined import eva02, pix2struct, sam
 from vtx.tools.model.towers.joined.clip import CLIP
@@ -247,7 +247,7 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     own = [b.op("Expand", b.constant(places.reshape(1, *axes, 1, side)), shape) for axes in ((side, 1), (1, side))]
     k = b.reshape(b.op("Concat", k, *own, axis=-1), -1, tokens, v.heads * wide)
     q, w = b.reshape(q, -1, tokens, v.heads * wide), b.reshape(w, -1, tokens, v.hidden)
-    return b.dialect.tower_attention(b, q, k, w, v.heads, wide, value_dim=dim)
+    return b.dialect.tower_attention(b, q, k, w, Heads(v.heads, wide, value_size=dim))
 
 
 # EVA-02, as it was trained for detection
@@ -268,7 +268,7 @@ def _eva(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Valu
             bias = None if part == "k" else f"{p}.attn.{part}_bias"
             z = b.project(b.reshape(y, -1, v.hidden), f"{p}.attn.{part}_proj.weight", bias)
             parts.append(b.reshape(z, -1, side**2, v.hidden) if part == "v" else _rotated(b, v, z, side, turns[side]))
-        y = b.dialect.tower_attention(b, parts[0], parts[1], parts[2], v.heads, v.hidden // v.heads)
+        y = b.dialect.tower_attention(b, parts[0], parts[1], parts[2], Heads(v.heads, v.hidden // v.heads))
         y = b.reshape(b.linear(b.reshape(y, -1, v.hidden), f"{p}.attn.proj", bias=True), -1, side**2, v.hidden)
         x = b.op("Add", x, _out_of_windows(b, v, y, side))
         y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{eva02.HALVES[1]}", v.eps), -1, v.hidden)
@@ -336,7 +336,7 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
         q, k, w = (b.linear(y, f"{p}.attention.{part}", bias=False) for part in ("query", "key", "value"))
         q = b.op("Mul", q, b.scalar(dim**0.5))  # which attention divides by: the tower's scores have no scale
         q, k, w = (b.reshape(part, -1, v.grid**2, v.hidden) for part in (q, k, w))
-        y = b.reshape(b.dialect.tower_attention(b, q, k, w, v.heads, dim), -1, v.hidden)
+        y = b.reshape(b.dialect.tower_attention(b, q, k, w, Heads(v.heads, dim)), -1, v.hidden)
         x = b.op("Add", x, b.linear(y, f"{p}.attention.output", bias=False))
         y = b.dialect.norm(b, x, f"{p}.{pix2struct.HALVES[1]}.weight", v.eps)
         gate = activate(b, b.linear(y, f"{p}.mlp.wi_0", bias=False), v.activation)

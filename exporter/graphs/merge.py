@@ -54,9 +54,9 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     unit = b.op("Div", wide, b.op("Max", b.op("Sqrt", square), b.constant(np.array(TINY, np.float32))))
     together = b.op("ReduceSum", unit, b.constant([1]), keepdims=0)
     crossed = b.op("ReduceSum", b.op("Mul", together, together), b.constant([1]), keepdims=0)
-    own = b.op("ReduceSum", b.op("Mul", unit, unit), b.constant([1, 2]), keepdims=0)
-    cosine = b.op("Div", b.op("Sub", crossed, own), b.constant(np.array(PAIRS, np.float32)))
-    alike = b.op("GreaterOrEqual", cosine, tau)
+    squares = b.op("ReduceSum", b.op("Mul", unit, unit), b.constant([1, 2]), keepdims=0)
+    cosine = b.op("Div", b.op("Sub", crossed, squares), b.constant(np.array(PAIRS, np.float32)))
+    similar = b.op("GreaterOrEqual", cosine, tau)
 
     window_of = np.zeros(v.states, np.int64)
     member = np.zeros(v.states, bool)
@@ -64,21 +64,21 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     window_of[windows] = np.arange(len(windows))[:, None]
     member[windows], first[windows[:, 1:]] = True, False
     of_window = b.constant(window_of)
-    in_merged = b.op("And", b.op("Gather", alike, of_window), b.constant(member))
+    in_merged = b.op("And", b.op("Gather", similar, of_window), b.constant(member))
     means = b.op("Div", b.op("ReduceSum", inside, b.constant([1]), keepdims=0), b.scalar(WINDOW))
     hidden = b.op("Where", b.op("Unsqueeze", in_merged, b.constant([1])), b.op("Gather", means, of_window), hidden)
 
-    kept = b.op("Or", b.constant(first), b.op("Not", in_merged))
+    stays = b.op("Or", b.constant(first), b.op("Not", in_merged))
     merged = b.op("Cast", in_merged, to=ir.DataType.INT64.value)
     zero = b.constant(np.array(0, np.float32))
     similarity = b.op("Where", in_merged, b.op("Gather", cosine, of_window), zero)
     patch_index = b.constant(np.arange(v.states, dtype=np.int64) - v.class_token)  # raster order; the class token: -1
     if not b.dialect.sizes_from_values:
-        merged = b.op("Where", kept, merged, b.constant(np.array(-1)))
+        merged = b.op("Where", stays, merged, b.constant(np.array(-1)))
         hidden = b.op("Unsqueeze", hidden, b.constant([0]))
-        seen = b.reshape(kept, 1, 1, 1, v.states)
-        return Merged(hidden, b.op("Identity", patch_index), merged, similarity, seen)
-    indices = b.op("Squeeze", b.op("NonZero", kept), b.constant([0]))
+        visible = b.reshape(stays, 1, 1, 1, v.states)
+        return Merged(hidden, b.op("Identity", patch_index), merged, similarity, visible)
+    indices = b.op("Squeeze", b.op("NonZero", stays), b.constant([0]))
     hidden, patch_index, merged, similarity = (
         b.op("Gather", value, indices) for value in (hidden, patch_index, merged, similarity)
     )

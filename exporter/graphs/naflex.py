@@ -7,7 +7,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.encoder import projected
 from vtx.exporter.graphs.native import Grid
 from vtx.tools.model.towers.naflex import MERGER
@@ -106,15 +106,15 @@ def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple
 
     The patches of a square attend to each other; the new one is their mean and what an MLP makes of all together.
     """
-    each = MERGED**2
+    patches = MERGED**2
     hidden = v.hidden
-    apart, grid = naflex_squares(b, MERGED, hidden, x, grid)
-    squares = b.reshape(apart, -1, each, hidden)
-    q, k, w = projected(b, v, squares, MERGER, (-1, each, hidden), "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, v.heads, hidden // v.heads)
+    by_square, grid = naflex_squares(b, MERGED, hidden, x, grid)
+    squares = b.reshape(by_square, -1, patches, hidden)
+    q, k, w = projected(b, v, squares, MERGER, (-1, patches, hidden), "qkv")
+    y = b.dialect.tower_attention(b, q, k, w, Heads(v.heads, hidden // v.heads))
     y = b.linear(b.reshape(y, -1, hidden), f"{MERGER}.self_attn.out_proj", bias=True)
-    squares = b.op("Add", squares, b.reshape(y, -1, each, hidden))
-    joined = b.dialect.layer_norm(b, b.reshape(squares, -1, each * hidden), f"{MERGER}.pre_norm", v.eps)
+    squares = b.op("Add", squares, b.reshape(y, -1, patches, hidden))
+    joined = b.dialect.layer_norm(b, b.reshape(squares, -1, patches * hidden), f"{MERGER}.pre_norm", v.eps)
     y = b.linear(activate(b, b.linear(joined, f"{MERGER}.linear_1", bias=True), MERGER_ACTIVATION), LAST, bias=True)
-    means = b.op("Mul", b.op("ReduceSum", squares, b.constant([1]), keepdims=0), b.scalar(1 / each))
+    means = b.op("Mul", b.op("ReduceSum", squares, b.constant([1]), keepdims=0), b.scalar(1 / patches))
     return b.op("Unsqueeze", b.op("Add", y, means), b.constant([0])), grid

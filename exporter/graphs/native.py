@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.encoder import norm
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.towers.native import MERGER, POSITIONS, NativeTower, map_merger
@@ -145,20 +145,20 @@ def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
     full = [b.op("Mul", count, squares) for count in (down, across)]
     count = b.op("Mul", b.op("Mul", *grid), b.constant([each]))
     numbers = b.op("Reshape", _count(b, count), b.op("Concat", *grid, b.constant([each]), axis=0))
-    missing = [b.op("Sub", whole, own) for whole, own in zip(full, grid, strict=True)]
+    missing = [b.op("Sub", full_side, own) for full_side, own in zip(full, grid, strict=True)]
     pads = b.op("Concat", b.constant([0, 0, 0]), *missing, b.constant([0]), axis=0)
     padded = b.op("Pad", numbers, pads, b.constant(np.array(-1)))
     split = b.op("Concat", down, squares, across, squares, b.constant([each]), axis=0)
     by_window = b.reshape(b.op("Transpose", b.op("Reshape", padded, split), perm=[0, 2, 1, 3, 4]), -1)
     size = side * side * each
-    seen = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, size)
+    visible = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, size)
     indices = _count(b, b.op("Shape", by_window))
     windows = b.op("Concat", down, across, b.constant([side, side, each]), axis=0)
     back = b.op("Transpose", b.op("Reshape", indices, windows), perm=[0, 2, 1, 3, 4])
-    whole = b.op("Reshape", back, b.op("Concat", *full, b.constant([each]), axis=0))
+    full_side = b.op("Reshape", back, b.op("Concat", *full, b.constant([each]), axis=0))
     ends = b.op("Concat", *grid, axis=0)
-    own = b.op("Slice", whole, b.constant([0, 0]), ends, b.constant([0, 1]))
-    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(own, -1), seen)
+    own = b.op("Slice", full_side, b.constant([0, 0]), ends, b.constant([0, 1]))
+    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(own, -1), visible)
 
 
 def _attention(
@@ -180,14 +180,14 @@ def _attention(
         turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
         parts[number] = b.reshape(turned, -1, v.hidden)
     size = -1
-    seen = None
+    visible = None
     if within is not None:
         parts = [b.op("Gather", part, within.into) for part in parts]
         size = within.size
-        seen = within.seen
+        visible = within.seen
     batch = 1 if within is None else -1
     q, k, w = (b.reshape(part, batch, size, v.hidden) for part in parts)
-    y = b.reshape(b.dialect.tower_attention(b, q, k, w, v.heads, v.hidden // v.heads, seen), -1, v.hidden)
+    y = b.reshape(b.dialect.tower_attention(b, q, k, w, Heads(v.heads, v.hidden // v.heads), visible), -1, v.hidden)
     if within is not None:
         y = b.op("Gather", y, within.back)
     return b.linear(y, f"{name}.proj", bias=True)

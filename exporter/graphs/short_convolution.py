@@ -21,6 +21,8 @@ def mix_by_convolution(b: Builder, c: TextConfig, states: States, x: ir.Value, n
         for start in range(0, 3 * c.hidden, c.hidden)
     )
     past, _ = states.read(layer)
-    y, kept = states.convolve(states.apart(b.op("Mul", first, last), c.hidden), past, f"{name}.conv", bias=c.conv_bias)
-    states.keep(kept)
+    y, history = states.convolve(
+        states.apart(b.op("Mul", first, last), c.hidden), past, f"{name}.conv", bias=c.conv_bias
+    )
+    states.keep(history)
     return b.linear(b.op("Mul", gate, b.reshape(y, -1, c.hidden)), f"{name}.out_proj", bias=c.conv_bias)

@@ -29,8 +29,8 @@ class States:
         self._each: int | str = "conversations" if b.dialect.branches else 1
         self._past = b.input(names.STATE, FLOAT, [len(layers), self._each, c.state_numbers])
         self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, ["ends"])
-        each = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
-        self._columns = b.reshape(each, -1)  # of the past and the run together, the columns that are given out
+        numbers = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
+        self._columns = b.reshape(numbers, -1)  # of the past and the run together, the columns that are given out
         self.conversations = b.op("Shape", self._past, start=1, end=2) if b.dialect.branches else b.constant([1])
         self._states: list[ir.Value] = []
 
@@ -67,16 +67,16 @@ class States:
         kernel = b.weight(f"{name}.weight")
         mixed = list[ir.Value]()
         for tap in range(taps):
-            seen = b.op("Slice", columns, b.constant([tap]), b.constant([tap + 1 - taps or END]), axis)
+            column = b.op("Slice", columns, b.constant([tap]), b.constant([tap + 1 - taps or END]), axis)
             weight = b.reshape(b.op("Gather", kernel, b.constant(np.array(tap)), axis=2), c.convolved)
-            mixed.append(b.op("Mul", seen, weight))
+            mixed.append(b.op("Mul", column, weight))
         y = mixed[0]
         for part in mixed[1:]:
             y = b.op("Add", y, part)
         if bias:
             y = b.op("Add", y, b.weight(f"{name}.bias"))
-        kept = b.to_float32(b.op("Gather", columns, self._columns, axis=1))
-        return y, b.reshape(kept, 0, -1, (taps - 1) * c.convolved)
+        last = b.to_float32(b.op("Gather", columns, self._columns, axis=1))
+        return y, b.reshape(last, 0, -1, (taps - 1) * c.convolved)
 
     def keep(self, state: ir.Value) -> None:
         """Give out the next layer's states [conversations, ends, numbers]."""

@@ -144,12 +144,12 @@ def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tow
     else:
         x = _embeddings(b, v, pixels)
     tower = _TowerGraph([x], grid=grid)
-    used = max(c.feature_layers)
-    for layer in range(used):
+    blocks = max(c.feature_layers)
+    for layer in range(blocks):
         name = f"vision.encoder.layers.{layer}"
         shape = _shape(b, c, tower)
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
-        if extras.received is not None and layer + 1 in (extras.received, used):
+        if extras.received is not None and layer + 1 in (extras.received, blocks):
             received = received_attention(b, v, tower.query, tower.key)
             tower.received.append(b.op("Unsqueeze", received, b.constant([2])))
         if layer == 0 and tau is not None:
@@ -184,8 +184,8 @@ def _output_attention(b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Ex
         remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
         first = b.op("Gather", first, remain, axis=1)
         last = first if len(tower.received) == 1 else last
-    both = b.op("Concat", first, last, axis=-1)
-    b.output(b.reshape(_select(b, c, both), -1, 2), names.RECEIVED, FLOAT, [tokens, 2])
+    pair = b.op("Concat", first, last, axis=-1)
+    b.output(b.reshape(_select(b, c, pair), -1, 2), names.RECEIVED, FLOAT, [tokens, 2])
 
 
 def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _TowerGraph, images: int | str) -> None:

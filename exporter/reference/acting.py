@@ -58,14 +58,14 @@ def _velocity(
     """
     spec = reference.config.action
     text = reference.config.text
-    read = reference.weight
+    weight = reference.weight
     assert spec is not None
 
     def linear(x: Tensor, name: str, bias: str | None = None) -> Tensor:
-        return F.linear(x, read(f"head.{name}.weight"), None if bias is None else read(f"head.{name}.bias"))
+        return F.linear(x, weight(f"head.{name}.weight"), None if bias is None else weight(f"head.{name}.bias"))
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], read(f"head.{name}.weight"), spec.eps)
+        return F.rms_norm(x, x.shape[-1:], weight(f"head.{name}.weight"), spec.eps)
 
     def heads(x: Tensor, name: str) -> Tensor:
         return linear(x, name).reshape(*x.shape[:2], -1, text.head_dim).transpose(1, 2)
@@ -88,11 +88,11 @@ def _velocity(
         for number, prompt in enumerate(prompts):
             keys, values = (torch.cat((old, new[number]), 1) for old, new in zip(prompt[layer], (k, v), strict=True))
             sharing = q.shape[1] // len(keys)
-            seen = torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
-            seen[0, -horizon:] = False
+            visible = torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
+            visible[0, -horizon:] = False
             keys = keys.repeat_interleave(sharing, 0)
             values = values.repeat_interleave(sharing, 0)
-            y = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=seen)
+            y = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=visible)
             attended.append(y.transpose(0, 1).flatten(1))
         x = x + linear(torch.stack(attended), f"{p}.self_attn.o_proj")
         y = norm(x, f"{p}.post_attention_layernorm")
@@ -117,19 +117,19 @@ def record_golden_actions(
     ids = golden_ids(text, config.layout)
     pixels = golden.golden_pixels(config.layout.views(image, settings))
     decoded = golden.decoded_ids(ids, config.image_token_id)
-    drawn = np.random.default_rng(SEED)
-    state = drawn.standard_normal(spec.state, np.float32)
-    noise = drawn.standard_normal((spec.horizon, spec.width), np.float32)
+    rng = np.random.default_rng(SEED)
+    state = rng.standard_normal(spec.state, np.float32)
+    noise = rng.standard_normal((spec.horizon, spec.width), np.float32)
     with torch.inference_mode():
         features = reference.encode([image], settings)
         sample = Sample(decoded, features.first(golden.DECODED_TOKENS))
-        found = actions_of(reference, sample, ks, torch.from_numpy(state), torch.from_numpy(noise), report)
+        actions = actions_of(reference, sample, ks, torch.from_numpy(state), torch.from_numpy(noise), report)
     tensors: dict[str, NDArray[np.generic]] = {
         "ids": ids,
         "pixels": pixels,
         "features": features.hidden[: golden.FEATURE_TOKENS].numpy(),
         golden.STATE: state,
         golden.NOISE: noise,
-        **{golden.actions_key(k): a.numpy() for k, a in found.items()},
+        **{golden.actions_key(k): a.numpy() for k, a in actions.items()},
     }
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})

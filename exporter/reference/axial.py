@@ -61,8 +61,8 @@ class AxialReference:
             halves = zip(x.chunk(2, -1), axes, strict=True)
             return torch.cat([rotated(half, angles) for half, angles in halves], -1).transpose(0, 1)
 
-        seen = attended(turned(q), turned(k), w.transpose(0, 1), scale=1.0)
-        return self._linear(seen.transpose(0, 1).flatten(1), f"{name}.o_proj")
+        output = attended(turned(q), turned(k), w.transpose(0, 1), scale=1.0)
+        return self._linear(output.transpose(0, 1).flatten(1), f"{name}.o_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         if not self._v.clipped:

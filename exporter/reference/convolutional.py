@@ -53,8 +53,8 @@ class ConvolutionalReference:
             rows = x.flatten(2).transpose(1, 2)
             qkv = self._linear(self._norm(rows, f"vision.{name}.norm"), f"vision.{name}.token_mixer.qkv")
             q, k, w = (part.reshape(*part.shape[:2], -1, HEAD).transpose(1, 2) for part in qkv.chunk(3, -1))
-            seen = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
-            y = self._linear(seen, f"vision.{name}.token_mixer.proj").transpose(1, 2).reshape(x.shape)
+            output = F.scaled_dot_product_attention(q, k, w).transpose(1, 2).flatten(2)
+            y = self._linear(output, f"vision.{name}.token_mixer.proj").transpose(1, 2).reshape(x.shape)
             x = x + self._w(f"vision.{name}.layer_scale_1.gamma") * y
         else:
             x = self._convolved(x, f"{name}.token_mixer")

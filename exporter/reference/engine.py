@@ -59,10 +59,10 @@ class EngineReference:
         for sample in samples:
             session, prompt = self._prompt(sample)
             logits = session.prefill(prompt, self._full).logits
-            made = generate(
+            tokens = generate(
                 session, logits, Sampler(Sampling()), end_ids=end_ids, max_new_tokens=max_new_tokens, greedy=True
             )
-            answers.append(list(made))
+            answers.append(list(tokens))
             report(self._manifest.model.layers)
         return answers
 
@@ -78,7 +78,7 @@ class EngineReference:
         if attend is not None:
             raise RequestError("an engine does not give its attention; measure it without --device")
         stages = self._manifest.stages
-        found = list[dict[int | None, Tensor]]()
+        results = list[dict[int | None, Tensor]]()
         boundary = {stage.first: number for number, stage in enumerate(stages)}
         for number, sample in enumerate(samples):
             session, prompt = self._prompt(sample)
@@ -89,8 +89,8 @@ class EngineReference:
             if key != caches.prefix.key:
                 caches.enter(prompt, key, no_check)
             caches.prepare(self._full)
-            asked = caches.embed_text(question, of_prompt=True)
-            entering = [asked.then(caches.embed_text(answer)) if len(answer) else asked]
+            embedded = caches.embed_text(question, of_prompt=True)
+            entering = [embedded.then(caches.embed_text(answer)) if len(answer) else embedded]
             for stage in stages:
                 entering.append(entering[-1].after(caches.run(len(entering) - 1, entering[-1])))
                 watch(stage.last, number, torch.from_numpy(np.asarray(entering[-1].hidden)))
@@ -99,14 +99,14 @@ class EngineReference:
             for k in ks:
                 if k is not None:
                     caches.prepare(self._full)
-                    kept = np.zeros(int(prompt.is_vision.sum()), bool)
-                    caches.remove(boundary[k], Removal(kept, (), renumbers=False, shrinks=False))
+                    mask = np.zeros(int(prompt.is_vision.sum()), bool)
+                    caches.remove(boundary[k], Removal(mask, (), renumbers=False, shrinks=False))
                     tokens = entering[boundary[k]]
                     for later in range(boundary[k], len(stages)):
                         tokens = tokens.after(caches.run(later, tokens))
                     of_ks[k] = _last(tokens.hidden, sample)
-            found.append(of_ks)
-        return found
+            results.append(of_ks)
+        return results
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,77 +14,61 @@ from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.native import rotated
 
 LayerWeights = Callable[[str], Tensor | None]
+See = Callable[[Tensor, Tensor], None]
+
+
+SharedKV = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and their positions
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """The inputs of layer `layer` beside hidden states [batch, n, hidden].
+
+    `positions` are [n], or [n, 3] of three parts. Tokens whose `groups` [n] are equal and not -1 see each other both
+    ways. `cache` holds the keys and values before those of the new tokens, which are added to it. `given` [n, width]:
+    the layer's inputs of its own. `shared`: the keys and values of another layer, which it reads instead of its own;
+    without positions, these are the last ones up to its own.
+    """
+
+    positions: Tensor
+    layer: int = 1
+    cache: list[Tensor] | None = None
+    groups: Tensor | None = None
+    given: Tensor | None = None
+    shared: SharedKV | None = None
 
 
 def decoder_layer(
     c: TextConfig,
     x: Tensor,
-    positions: Tensor,
+    inputs: LayerInputs,
     weights: LayerWeights,
-    see: Callable[[Tensor, Tensor], None] | None = None,
+    see: See | None = None,
     feed: Callable[[str, Tensor], None] | None = None,
-    *,
-    cache: list[Tensor] | None = None,
-    groups: Tensor | None = None,
-    layer: int = 1,
-    given: Tensor | None = None,
-    shared: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Tensor:
-    """One layer of the llama family over hidden states [batch, n, hidden] at `positions` [n]; causal among these.
+    """One layer of the llama family over hidden states [batch, n, hidden]; causal among these.
 
-    Positions of three parts are [n, 3]. Tokens whose `groups` [n] are equal and not -1 see each other both ways.
-
-    `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in]. `cache` holds the keys
-    and values before those of the new tokens, which are added to it. `given` [n, width]: inputs of layer `layer`.
-    `shared`: the keys and values of another layer, which it reads instead of its own, and their positions; None: the
-    last ones up to its own.
+    `see` gets the rotated queries and keys, `feed` each matrix's name and its inputs [n, in].
     """
-    width = c.heads_of(layer)
 
     def weight(name: str) -> Tensor:
-        found = weights(name)
-        assert found is not None, name
-        return found
+        tensor = weights(name)
+        assert tensor is not None, name
+        return tensor
 
     def linear(y: Tensor, name: str) -> Tensor:
         if feed:
             feed(name, y[0])
         return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
 
-    def heads(y: Tensor) -> Tensor:
-        return y.reshape(*y.shape[:2], -1, width).transpose(1, 2)
-
     y = rms(x, weight("input_layernorm.weight"), c.eps)
     if weights("conv.in_proj.weight") is not None:
-        x = x + linear(_short_convolution(c, linear, weights, y, cache), "conv.out_proj")
+        x = x + linear(_short_convolution(c, linear, weights, y, inputs.cache), "conv.out_proj")
         return x + _mlp(c, x, weight, linear)
     if weights("linear_attn.A_log") is not None:
-        x = x + linear(_delta_rule(c, linear, weight, y, cache), "linear_attn.out_proj")
+        x = x + linear(_delta_rule(c, linear, weight, y, inputs.cache), "linear_attn.out_proj")
         return x + _mlp(c, x, weight, linear)
-    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
-    opened: Tensor | None = None
-    if c.gated:
-        apart = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
-        parts[0], opened = apart[..., 0, :].flatten(2), apart[..., 1, :].flatten(2).sigmoid()
-    parts = [heads(part) for part in parts]
-    for number, name in enumerate("qk"[: len(parts)]):
-        normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
-        parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, layer)
-    k, v, at = _appended(c, parts[1], parts[2], positions, cache) if shared is None else shared
-    q = parts[0]
-    sharing = c.heads // c.kv_heads
-    k = k.repeat_interleave(sharing, 1)
-    v = v.repeat_interleave(sharing, 1)
-    if see:
-        see(q, k)
-    both_ways = groups is not None and q.shape[2] > 1 and bool((groups >= 0).any())
-    if c.sliding is None and c.attention_softcap is None and shared is None and not both_ways:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=c.scale(layer))
-    else:
-        visible = _visible(c, layer, positions, at, k.shape[2], groups if both_ways else None)
-        y = _attend(c, q, k, v, visible, layer)
-    y = y.transpose(1, 2).flatten(2)
-    y = linear(y if opened is None else y * opened, "self_attn.o_proj")
+    y = linear(_attention(c, y, inputs, weight, linear, see), "self_attn.o_proj")
     before = "post_attention_layernorm"
     if c.post_norms:
         y = rms(y, weight(f"{before}.weight"), c.eps)
@@ -91,8 +76,8 @@ def decoder_layer(
     x = x + y
     y = _mlp(c, x, weight, linear, before)
     x = x + (rms(y, weight("post_feedforward_layernorm.weight"), c.eps) if c.post_norms else y)
-    if given is not None:
-        gated = activate(linear(x, "per_layer_input_gate"), c.activation) * given
+    if inputs.given is not None:
+        gated = activate(linear(x, "per_layer_input_gate"), c.activation) * inputs.given
         x = x + rms(linear(gated, "per_layer_projection"), weight("post_per_layer_input_norm.weight"), c.eps)
     return x * weight("layer_scalar") if c.layer_scale else x
 
@@ -104,6 +89,48 @@ def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, lay
     products = q @ k.transpose(2, 3) * c.scale(layer)
     bounded = c.attention_softcap * torch.tanh(products / c.attention_softcap)
     return bounded.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
+def _attention(
+    c: TextConfig,
+    y: Tensor,
+    inputs: LayerInputs,
+    weight: Callable[[str], Tensor],
+    linear: Callable[[Tensor, str], Tensor],
+    see: See | None,
+) -> Tensor:
+    """The attention of normed hidden states to each other, [batch, n, heads * head_dim], before the projection."""
+    positions = inputs.positions
+    shared = inputs.shared
+    width = c.heads_of(inputs.layer)
+    scale = c.scale(inputs.layer)
+    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
+    gate: Tensor | None = None
+    if c.gated:
+        halves = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
+        parts[0] = halves[..., 0, :].flatten(2)
+        gate = halves[..., 1, :].flatten(2).sigmoid()
+    parts = [part.reshape(*y.shape[:2], -1, width).transpose(1, 2) for part in parts]
+    for number, name in enumerate("qk"[: len(parts)]):
+        normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
+        parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, inputs.layer)
+    k, v, at = _appended(c, parts[1], parts[2], positions, inputs.cache) if shared is None else shared
+    q = parts[0]
+    k = k.repeat_interleave(c.heads // c.kv_heads, 1)
+    v = v.repeat_interleave(c.heads // c.kv_heads, 1)
+    if see:
+        see(q, k)
+    several = q.shape[2] > 1
+    groups = inputs.groups
+    if groups is not None and not (several and (groups >= 0).any()):
+        groups = None
+    if c.sliding is None and c.attention_softcap is None and shared is None and groups is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=several, scale=scale)
+    else:
+        visible = _visible(c, inputs.layer, positions, at, k.shape[2], groups)
+        y = _attend(c, q, k, v, visible, inputs.layer)
+    y = y.transpose(1, 2).flatten(2)
+    return y if gate is None else y * gate
 
 
 def _appended(
@@ -184,17 +211,17 @@ def _delta_rule(
     v = v.reshape(batch, count, d.value_heads, d.value_dim)
     rates = linear(x, "linear_attn.in_proj_b").sigmoid()
     steps = F.softplus(linear(x, "linear_attn.in_proj_a") + weight("linear_attn.dt_bias"))
-    kept = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None]
-    read = list[Tensor]()
+    decay = torch.exp(-weight("linear_attn.A_log").exp() * steps)[..., None, None]
+    outputs = list[Tensor]()
     for n in range(count):
-        matrices = matrices * kept[:, n]
-        known = (matrices * k[:, n, :, :, None]).sum(2)
-        matrices = matrices + k[:, n, :, :, None] * ((v[:, n] - known) * rates[:, n, :, None])[:, :, None]
-        read.append((matrices * q[:, n, :, :, None]).sum(2) * d.key_dim**-0.5)
+        matrices = matrices * decay[:, n]
+        stored = (matrices * k[:, n, :, :, None]).sum(2)
+        matrices = matrices + k[:, n, :, :, None] * ((v[:, n] - stored) * rates[:, n, :, None])[:, :, None]
+        outputs.append((matrices * q[:, n, :, :, None]).sum(2) * d.key_dim**-0.5)
     if cache is not None:
         cache[:] = columns[..., columns.shape[-1] - c.conv_taps + 1 :], matrices
     z = linear(x, "linear_attn.in_proj_z").reshape(v.shape)
-    return (rms(torch.stack(read, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
+    return (rms(torch.stack(outputs, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
 
 
 def _mlp(
@@ -214,8 +241,8 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(c: TextConfig, x: Tensor, positions: Tensor, layer: int) -> Tensor:
     rope = c.sliding.rope if c.sliding is not None and c.slides(layer) else c.rope
-    own = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
-    return rotated(x, own.float() * torch.tensor(rope.frequencies), rope.scale)
+    three_part = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
+    return rotated(x, three_part.float() * torch.tensor(rope.frequencies), rope.scale)
 
 
 def activate(x: Tensor, name: str) -> Tensor:

@@ -22,7 +22,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import NEWLINE
-from vtx.exporter.reference.layers import LayerWeights, activate, decoder_layer, rms, rotate
+from vtx.exporter.reference.layers import LayerInputs, LayerWeights, activate, decoder_layer, rms, rotate
 from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
@@ -49,9 +49,9 @@ class Encoded:
     maps: tuple[Tensor, ...] = ()
 
     def first(self, count: int) -> Encoded:
-        kept = np.arange(min(count, len(self.hidden)))
-        maps = tuple(each[:count] for each in self.maps)
-        return Encoded(self.hidden[:count], tuple(image.take(kept) for image in self.images), maps)
+        indices = np.arange(min(count, len(self.hidden)))
+        maps = tuple(layer_map[:count] for layer_map in self.maps)
+        return Encoded(self.hidden[:count], tuple(image.take(indices) for image in self.images), maps)
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
@@ -106,8 +106,11 @@ class _Streams:
     def text_positions(self) -> Tensor:
         return self.positions[~self.is_vision]
 
-    def keeping(self, stays: Tensor) -> _Streams:
-        """Streams of their own of the tokens [n] that stay, to run from the next layer on."""
+    def resting(self, policy: WithdrawToRest, layer: int, received: Tensor) -> _Streams:
+        """Streams of text and the image tokens that stay, those of which most is `received`, to run from `layer` on."""
+        count = policy.number_kept(len(received), layer)
+        stays = ~self.is_vision
+        stays[self.is_vision] = torch.from_numpy(highest(received.numpy(), count))
         maps = tuple(by_layer[stays[self.is_vision]] for by_layer in self.maps)
         inputs = None if self.layer_inputs is None else self.layer_inputs[stays]
         return _Streams(
@@ -122,24 +125,14 @@ class _Streams:
 
     def run(self, c: TextConfig, layer: int, weights: LayerWeights, **also: Any) -> None:
         """Run `full` through a layer, from 1: `decoder_layer`, and the map that follows it."""
-        given = None if self.layer_inputs is None else self.layer_inputs[:, layer - 1]
+        layer_inputs = None if self.layer_inputs is None else self.layer_inputs[:, layer - 1]
         source = c.source(layer)
         shared = None if source == layer else (self.kept[source][0], self.kept[source][1], None)
         cache = also.pop("cache", None)
         if cache is None and c.shared is not None:
             cache = []
-        self.full = decoder_layer(
-            c,
-            self.full[None],
-            self.positions,
-            weights,
-            layer=layer,
-            given=given,
-            shared=shared,
-            cache=cache,
-            groups=self.groups,
-            **also,
-        )[0]
+        inputs = LayerInputs(self.positions, layer, cache, self.groups, layer_inputs, shared)
+        self.full = decoder_layer(c, self.full[None], inputs, weights, **also)[0]
         if c.shared is not None and cache:
             self.kept[layer] = cache
         if layer <= len(self.maps):
@@ -152,31 +145,25 @@ class _Streams:
         between the two.
         """
         text = ~self.is_vision
-        given = None if self.layer_inputs is None else self.layer_inputs[text, layer - 1]
+        layer_inputs = None if self.layer_inputs is None else self.layer_inputs[text, layer - 1]
         source = c.source(layer)
         cache = list[Tensor]()
         if source == layer:
-            self.withdrawn = decoder_layer(
-                c,
-                self.withdrawn,
-                self.text_positions,
-                weights,
-                layer=layer,
-                given=given,
-                cache=None if c.shared is None else cache,
-                groups=self.groups[text],
-            )
+            new = None if c.shared is None else cache
+            inputs = LayerInputs(self.text_positions, layer, new, self.groups[text], layer_inputs)
+            self.withdrawn = decoder_layer(c, self.withdrawn, inputs, weights)
             self.left[layer] = cache
             return
         out = []
         for number, hidden in enumerate(self.withdrawn):
-            own = self.left.get(source)
-            ran = own is not None and number < len(own[0])
-            keys, values = (part[number][None] for part in own) if own and ran else self.kept[source]
-            shared = keys, values, self.text_positions if ran else self.positions
-            out.append(
-                decoder_layer(c, hidden[None], self.text_positions, weights, layer=layer, given=given, shared=shared)
+            cache_of_source = self.left.get(source)
+            has_run = cache_of_source is not None and number < len(cache_of_source[0])
+            keys, values = (
+                (part[number][None] for part in cache_of_source) if cache_of_source and has_run else self.kept[source]
             )
+            shared = keys, values, self.text_positions if has_run else self.positions
+            inputs = LayerInputs(self.text_positions, layer, given=layer_inputs, shared=shared)
+            out.append(decoder_layer(c, hidden[None], inputs, weights))
         self.withdrawn = torch.cat(out)
 
 
@@ -192,9 +179,9 @@ class Reference:
         tokens, maps = self.image_tokens(images, settings)
         if not tokens:
             return Encoded(torch.zeros((0, self.config.text.hidden)))
-        own = any(image.offsets is not None for image in tokens)
+        renumbered = any(image.offsets is not None for image in tokens)
         hidden_states = torch.from_numpy(np.concatenate([t.hidden for t in tokens]))
-        return Encoded(hidden_states, tuple(tokens) if own else (), maps)
+        return Encoded(hidden_states, tuple(tokens) if renumbered else (), maps)
 
     def image_tokens(
         self, images: Sequence[ImageSource], settings: ImageSettings
@@ -260,10 +247,7 @@ class Reference:
             weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
                 if layer in depths and rest is not None:
-                    count = WithdrawToRest(layer, rest).number_kept(len(received[number]), layer)
-                    stays = ~stream.is_vision
-                    stays[stream.is_vision] = torch.from_numpy(highest(received[number].numpy(), count))
-                    rested[number].append(stream.keeping(stays))
+                    rested[number].append(stream.resting(WithdrawToRest(layer, rest), layer, received[number]))
                 elif layer in depths:
                     stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                 see = partial(attend, layer, number) if attend else None
@@ -276,12 +260,12 @@ class Reference:
                     left.run(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
-        found = list[dict[int | None, Tensor]]()
+        results = list[dict[int | None, Tensor]]()
         order = [None, *depths]
-        for stream, own, sample in zip(streams, rested, samples, strict=True):
-            states = [stream.full, *stream.withdrawn, *(left.full for left in own)]
-            found.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
-        return found
+        for stream, rests, sample in zip(streams, rested, samples, strict=True):
+            states = [stream.full, *stream.withdrawn, *(left.full for left in rests)]
+            results.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
+        return results
 
     def keys_values(
         self, sample: Sample, report: Callable[[int], None] = lambda _: None
@@ -305,24 +289,23 @@ class Reference:
         """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim]."""
         (stream,) = self._enter([sample])
         depths = sorted(k for k in ks if k is not None)
-        found: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
+        results: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]
         for layer in range(1, self.config.text.layers + 1):
             weights = self._layer_weights(layer, keep=True)
             cache = list[Tensor]()
-            apart = list[Tensor]()
+            withdrawn = list[Tensor]()
             if layer in depths:
                 stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
             stream.run(self.config.text, layer, weights, cache=cache)
             if len(stream.withdrawn):
-                stream.withdrawn = decoder_layer(
-                    self.config.text, stream.withdrawn, stream.text_positions, weights, groups=groups, cache=apart
-                )
+                inputs = LayerInputs(stream.text_positions, cache=withdrawn, groups=groups)
+                stream.withdrawn = decoder_layer(self.config.text, stream.withdrawn, inputs, weights)
             for k in ks:
-                here = cache if k is None or layer < k else [part[depths.index(k)][None] for part in apart]
-                found[k].append((here[0][0], here[1][0]))
+                here = cache if k is None or layer < k else [part[depths.index(k)][None] for part in withdrawn]
+                results[k].append((here[0][0], here[1][0]))
             report(1)
-        return found
+        return results
 
     def greedy(
         self,
@@ -336,14 +319,14 @@ class Reference:
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
         streams = self._enter(samples)
-        kept: list[dict[int, list[Tensor]]] = [{} for _ in samples]
+        caches: list[dict[int, list[Tensor]]] = [{} for _ in samples]
         answers: list[list[int]] = [[] for _ in samples]
         active = list(range(len(samples)))
         while active:
             for layer in range(1, self.config.text.layers + 1):
                 weights = self._layer_weights(layer, keep=True)
                 for n in active:
-                    streams[n].run(self.config.text, layer, weights, cache=kept[n].setdefault(layer, []))
+                    streams[n].run(self.config.text, layer, weights, cache=caches[n].setdefault(layer, []))
                 report(1)
             best = self.head(torch.stack([streams[n].full[-1] for n in active])).argmax(-1)
             for n, token in zip(active, best.tolist(), strict=True):
@@ -353,9 +336,14 @@ class Reference:
                 ids = np.array(answers[n][-1:])
                 following = streams[n].positions[-1:] + 1
                 token = self._embedded(ids)
-                given = self._layer_inputs(token, ids)
+                layer_inputs = self._layer_inputs(token, ids)
                 streams[n] = replace(
-                    streams[n], full=token, positions=following, maps=(), layer_inputs=given, groups=torch.tensor([-1])
+                    streams[n],
+                    full=token,
+                    positions=following,
+                    maps=(),
+                    layer_inputs=layer_inputs,
+                    groups=torch.tensor([-1]),
                 )
         return answers
 
@@ -404,8 +392,10 @@ class Reference:
             if self.config.text.two_way == "images":  # image tokens that follow each other
                 first = is_vision & ~F.pad(is_vision, (1, 0))[:-1]
                 groups[is_vision] = first.cumsum(0)[is_vision]
-            given = self._layer_inputs(hidden, padded)
-            streams.append(_Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups, given))
+            layer_inputs = self._layer_inputs(hidden, padded)
+            streams.append(
+                _Streams(hidden, withdrawn, is_vision, positions, sample.features.maps, groups, layer_inputs)
+            )
         return streams
 
     def _embedded(self, ids: NDArray[np.int64]) -> Tensor:
@@ -430,10 +420,12 @@ class Reference:
         width = self.config.text.per_layer
         if width is None:
             return None
-        made = F.linear(hidden, self._weights.read(PER_LAYER_PROJECTION)) * text.hidden**-0.5
-        made = rms(made.reshape(len(hidden), text.layers, width), self._weights.read(PER_LAYER_NORM), text.eps)
-        own = self._weights.read(PER_LAYER, ids).reshape(len(ids), text.layers, width) * width**0.5
-        inputs: Tensor = (made + own) * 2**-0.5
+        projected = F.linear(hidden, self._weights.read(PER_LAYER_PROJECTION)) * text.hidden**-0.5
+        projected = rms(
+            projected.reshape(len(hidden), text.layers, width), self._weights.read(PER_LAYER_NORM), text.eps
+        )
+        embedded = self._weights.read(PER_LAYER, ids).reshape(len(ids), text.layers, width) * width**0.5
+        inputs: Tensor = (projected + embedded) * 2**-0.5
         return inputs
 
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:

@@ -62,8 +62,8 @@ class NativeReference:
             return self._linear(self._activate(self._linear(x, f"{name}.mlp.0"), "gelu"), f"{name}.mlp.2")
 
         for layer in range(v.layers):
-            seen = windows if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
-            x = self._block(x, f"vision.blocks.{layer}", angles, seen)
+            groups = windows if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
+            x = self._block(x, f"vision.blocks.{layer}", angles, groups)
             if layer in v.maps:
                 name = f"vision.deepstack_merger_list.{len(maps)}"
                 maps.append(merged(self._norm(squares(x), f"{name}.ln_q"), name))
@@ -76,9 +76,9 @@ class NativeReference:
         q = rotated(q, angles)
         k = rotated(k, angles)
         y = torch.empty_like(x)
-        for own in groups:
-            seen = attended(q[:, own], k[:, own], w[:, own])
-            y[own] = seen.transpose(0, 1).flatten(1)
+        for group in groups:
+            output = attended(q[:, group], k[:, group], w[:, group])
+            y[group] = output.transpose(0, 1).flatten(1)
         x = x + self._linear(y, f"{name}.attn.proj")
         y = self._norm(x, f"{name}.norm2")
         mlp = f"{name}.mlp"

@@ -84,8 +84,8 @@ class WeightEntry:
         """Its location in `file`."""
         weights = self.parts[0]
         shape = self.source.shape
-        others = [StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape) for part in self.parts[1:]]
-        return StoredTensor(file, weights.offset, weights.nbytes, self.form.dtype, shape, *others)
+        further = [StoredTensor(file, part.offset, part.nbytes, part.dtype, part.shape) for part in self.parts[1:]]
+        return StoredTensor(file, weights.offset, weights.nbytes, self.form.dtype, shape, *further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,12 @@ def form_of(
     matrix = info.source
     if not isinstance(matrix, Matrix) or matrix.scheme is None:
         return form
-    wanted = form.scheme is not None and form.dtype == matrix.scheme.dtype
-    if changed or info.transposed or not (wanted or (part_of(name) in precisions.own and multiplied(name, info.shape))):
+    same_form = form.scheme is not None and form.dtype == matrix.scheme.dtype
+    if (
+        changed
+        or info.transposed
+        or not (same_form or (part_of(name) in precisions.own and multiplied(name, info.shape)))
+    ):
         return form
     return Form(matrix.scheme.dtype, matrix.scheme, matrix)
 
@@ -246,17 +250,17 @@ def unused_weights(checkpoint: Checkpoint, needed: Iterable[str], *, tied: bool)
 
     Towers are excluded: layers after the last used one, and pooling heads, are normal there.
     """
-    known = {*needed, *((HEAD,) if tied else ())}
+    used_names = {*needed, *((HEAD,) if tied else ())}
     parts = ("text.", "projector.", "head.")
     unused = sorted(
         name
         for name in checkpoint.tensors
-        if name.startswith(parts) and name not in known and not name.endswith(_BUFFERS)
+        if name.startswith(parts) and name not in used_names and not name.endswith(_BUFFERS)
     )
     if not unused:
         return None
-    shown = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
+    listed = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
     return (
-        f"config.json does not account for {shown} ({len(unused)} in total), so they are not exported, as transformers "
-        "does not load them; if they matter, correct config.json, or merge their adapter"
+        f"config.json does not account for {listed} ({len(unused)} in total), so they are not exported, as "
+        "transformers does not load them; if they matter, correct config.json, or merge their adapter"
     )

@@ -170,12 +170,13 @@ def factors_of(sizes: Floats, alpha: float) -> Floats:
 
 
 def find_factors(
-    channels: Channels, sizes: Floats, inputs: Floats, matrices: Sequence[Floats], scheme: Scheme
+    channels: Channels, sizes: Floats, inputs: Floats, matrices: Sequence[Floats], schemes: Sequence[Scheme]
 ) -> tuple[float, Floats]:
     """Alpha and the factors of the source's channels with the least loss.
 
-    `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader; `inputs` [tokens,
-    in] is a sample of them. Raises ExportError if a weight is so large that no scale reaches it.
+    `sizes` [in] are mean magnitudes of the inputs of `matrices`, some rows [n, in] of each reader, and `schemes` how
+    they are stored; `inputs` [tokens, in] is a sample of the inputs. Raises ExportError if a weight is so large that no
+    scale reaches it.
     """
     pooled = channels.pooled(sizes)
     outputs = [inputs @ matrix.T for matrix in matrices]
@@ -183,8 +184,8 @@ def find_factors(
     def error(alpha: float) -> float:
         wide = channels.spread(factors_of(pooled, alpha))
         lost = 0.0
-        for name, matrix, whole in zip(channels.readers, matrices, outputs, strict=True):
-            restored = dequantise(*quantise(matrix * wide, scheme, name), scheme) / wide
+        for name, matrix, whole, storage in zip(channels.readers, matrices, outputs, schemes, strict=True):
+            restored = dequantise(*quantise(matrix * wide, storage, name), storage) / wide
             size = np.square(whole).sum(1)
             difference = np.square(inputs @ restored.T - whole).sum(1)
             # Each token counts alike; Eq. 4 sums squared errors, and a few tokens of trained models are a thousand

@@ -221,7 +221,9 @@ def _conversion(
     """The conversion of rows of an entry, whose tensor is `tensor`, and the elements to convert at a time."""
     if entry.form.matrix is not None:
         return partial(_taken, entry, entry.form.matrix), COMPUTED
-    feedback = scaling.feedback() if scaling else None
+    scheme = entry.form.scheme
+    rounded = scheme is not None and scheme.bits == 4
+    feedback = scaling.feedback() if scaling and rounded else None
     convert = partial(_converted, entry, scaling, tensor, feedback=feedback)
     large = feedback is not None or entry.source.source is not None
     return convert, COMPUTED if large else CHUNK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -16,7 +17,6 @@ from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import DeadlineError, RequestError
 from vtx.runtime.session.acting import Acting, ActionSeconds, checked
-from vtx.runtime.session.prefix import Check, no_check
 
 Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
 SMALLEST = 1e-8  # is added to each deviation, as the checkpoint's processor does
@@ -26,6 +26,23 @@ def check_instruction(instruction: object) -> None:
     """Raise RequestError unless it is text that says something."""
     if not isinstance(instruction, str) or not instruction.strip():
         raise RequestError(f"the instruction is {instruction!r:.40}; say in words what to do")
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRequest:
+    """What a caller wants to be done; its fields are the arguments of `Model.act`."""
+
+    images: Cameras
+    instruction: str
+    state: ArrayLike | None
+    k: K
+    noise: ArrayLike | None
+    seed: int | None
+    steps: int | None
+    normalized: bool
+    deadline_ms: float | None
+    unnorm_key: str | None
+    reduce: str | None
 
 
 class Deadline:
@@ -72,58 +89,40 @@ class Actor:
         """The number of pictures that ran through the tower for the last answer; others were there before."""
         return self._acting.encoded
 
-    def act(
-        self,
-        images: Cameras,
-        instruction: str,
-        state: ArrayLike | None = None,
-        *,
-        k: K = DEFAULT,
-        noise: ArrayLike | None = None,
-        seed: int | None = None,
-        steps: int | None = None,
-        normalized: bool = False,
-        deadline_ms: float | None = None,
-        unnorm_key: str | None = None,
-        reduce: str | None = DEFAULT,
-        check: Check = no_check,
-    ) -> NDArray[np.float32]:
-        """See `Model.act`; `check` is called where the deadline is looked at, and may raise, to stop there."""
-        deadline = Deadline(deadline_ms, "fewer steps or a smaller K")
+    def act(self, request: ActionRequest) -> NDArray[np.float32]:
+        """See `Model.act`."""
+        deadline = Deadline(request.deadline_ms, "fewer steps or a smaller K")
         loaded = self._loaded
         spec = self._spec
         loaded.check_open()
-        if unnorm_key is not None:
+        if request.unnorm_key is not None:
             raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
-        if reduce not in (DEFAULT, None, "none"):
+        if request.reduce not in (DEFAULT, None, "none"):
             raise RequestError(
-                f"reduce={reduce!r:.40}: models with an action expert support K, but no reductions; leave it out"
+                f"reduce={request.reduce!r:.40}: models with an action expert support K, but no reductions; leave it "
+                "out"
             )
-        if state is None:
+        if request.state is None:
             raise RequestError("no state is given, and this model reads the robot's state")
-        pictures = self._ordered(images)
-        given = self._state(state, normalized=normalized)
-        start = self._noise(noise, seed)
+        pictures = self._ordered(request.images)
+        state = self._state(request.state, normalized=request.normalized)
+        noise = self._noise(request.noise, request.seed)
+        instruction = request.instruction
         check_instruction(instruction)
-        count = spec.steps if steps is None else steps
-        check_whole("steps", count, 1, MAX_STEPS)
-        depth = loaded.policy(k, reduce=None).exit
-        if not normalized and spec.actions_mean is None:
+        steps = spec.steps if request.steps is None else request.steps
+        check_whole("steps", steps, 1, MAX_STEPS)
+        depth = loaded.policy(request.k, reduce=None).exit
+        if not request.normalized and spec.actions_mean is None:
             raise self._without_statistics("actions")
         prepared = loaded.prepare_all(pictures)
         if loaded.fit == "released":  # as openpi's tokenizer has it
             instruction = instruction.strip().replace("_", " ").replace("\n", " ")
         content = opening_parts(prepared, instruction)
         ids = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in prepared])
-
-        def in_time() -> None:
-            check()
-            deadline.left()
-
         with self._lock:
             views = [image.pixels for image in prepared]
-            actions = self._acting.act(ids, views, given, start, depth, count, in_time)
-        if normalized:
+            actions = self._acting.act(ids, views, state, noise, depth, steps, deadline.left)
+        if request.normalized:
             return actions
         mean, std = (np.array(values, np.float32) for values in (spec.actions_mean, spec.actions_std))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -145,21 +144,21 @@ class Actor:
             return [images[name] for name in names]
         pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
         if not pictures or (names and len(pictures) != len(names)):
-            wanted = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
-            raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {wanted}")
+            cameras = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
+            raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {cameras}")
         return pictures
 
     def _state(self, state: ArrayLike, *, normalized: bool) -> NDArray[np.float32]:
         """The state [size] as the expert takes it."""
         spec = self._spec
-        known = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
-        numbers = self._numbers("state", state, (known,))
+        width = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
+        numbers = self._numbers("state", state, (width,))
         if not normalized:
             if spec.state_mean is None:
                 raise self._without_statistics("states")
             mean, std = (np.array(values, np.float32) for values in (spec.state_mean, spec.state_std))
             numbers = (numbers - mean) / (std + np.float32(SMALLEST))
-        return np.pad(numbers, (0, spec.state - known))
+        return np.pad(numbers, (0, spec.state - width))
 
     def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
         shape = self._spec.horizon, self._spec.width

@@ -26,6 +26,14 @@ class Progress(NamedTuple):
     top_logprobs: tuple[Likely, ...] = ()
 
 
+class PromptLogprob(NamedTuple):
+    """The log probability of a token of the prompt, its rank among all (1: the likeliest), and the most likely ones."""
+
+    logprob: float
+    rank: int
+    likely: Likely
+
+
 UNLIKELY = -5.0  # mean log probability of imposed tokens below which they are told of
 
 
@@ -139,7 +147,8 @@ class Answer:
     (`max_new_tokens`), "context" (no KV slot left), "timeout" or "cancelled"; only with "end" a guided answer is
     complete. `logprobs` are the natural
     logarithms of the tokens' probabilities as the model gives them, before sampling, and `top_logprobs` the most likely
-    tokens at each position with theirs, (id, log probability); None if not asked for.
+    tokens at each position with theirs, (id, log probability); None if not asked for. `prompt_logprobs`: of each token
+    of the prompt, None up to the first one behind its last image, of which nothing is known; None if not asked for.
     `choices`: the probability of each choice that was given, normalised over them, and `choices_mass` the probability
     that the model's answer is one of them at all; None without choices, or if there are more than `MAX_SCORED`.
     `tool_calls`: the complete calls in an answer with tools, whose text has them too.
@@ -167,6 +176,7 @@ class Answer:
     boxes: tuple[Box, ...] | None = None
     thought: str | None = None
     thought_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -190,6 +200,7 @@ class Answer:
         facts |= facts.pop("reduced") or {}
         facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
         facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
+        facts |= {} if self.prompt_logprobs is None else {"prompt_logprobs": self.prompt_logprobs}
         facts |= {} if self.choices is None else {"choices": self.choices, "choices_mass": self.choices_mass}
         facts |= {"unsure": self.unsure} if self.judged else {}
         if self.fields is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.api.accepting import MAX_SCORED, doubt, threshold_of
-from vtx.runtime.api.answer import Answer, Imposed, Progress, Stats
+from vtx.runtime.api.answer import Answer, Imposed, Progress, PromptLogprob, Stats
 from vtx.runtime.api.boxes import Box, read_boxes
 from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
@@ -49,10 +49,12 @@ class TextOutput:
         stops: Sequence[str] = (),
         begun: Sequence[int] = (),
         divider: ThoughtDivider | None = None,
+        least: int = 0,
     ) -> None:
         """`begun`: tokens that the answer continues; its text then keeps a leading space.
 
-        `divider`: takes a thought out of the text; the detokenizer then has the texts of its marks.
+        `divider`: takes a thought out of the text; the detokenizer then has the texts of its marks. A stop string that
+        is complete with one of the first `least` tokens is text.
         """
         self._divider = divider
         for token in begun:
@@ -60,6 +62,7 @@ class TextOutput:
         self._continues = bool(begun)
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._least = least
         self._waiting = ""
         self.text = ""  # the pieces so far
         self.stopped = False
@@ -73,7 +76,9 @@ class TextOutput:
                 self._detokenizer.marks = {}
         text = self._waiting + piece
         text = text if self.text or self._continues else text.lstrip()
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        self._least -= token is not None
+        stops = () if self._least >= 0 else self._stops
+        ends = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
         cut = len(text)
         if ends:
             self.stopped, cut = True, min(ends)[1]
@@ -123,6 +128,7 @@ class AnswerInProgress(Request):
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._likely: list[Likely] = []
+        self._prompt_logprobs: list[PromptLogprob | None] | None = None
         self._imposed: list[float] = []  # log probabilities of the tokens that a form imposed
         self._seg_states: list[tuple[float, ...]] = []
         self._lookup: PromptLookup | None = None
@@ -135,7 +141,8 @@ class AnswerInProgress(Request):
         self._thoughts = loaded.text.thoughts(messages, ids)
         self._thought_tokens = 0
         detokenizer = loaded.text.stream(marks=self._thoughts is not None)
-        self._output = TextOutput(detokenizer, options.stop, loaded.text.begun(messages), self._thoughts)
+        begun = loaded.text.begun(messages)
+        self._output = TextOutput(detokenizer, options.stop, begun, self._thoughts, options.min_new_tokens)
         self._check_form()
 
     def _check_form(self) -> None:
@@ -176,7 +183,8 @@ class AnswerInProgress(Request):
                     expand = partial(loaded.text.asked, self._messages)
                     prompt = images.prompt(self._prompt_ids, token, policy, text, expand, self.check)
                     self._prompt_tokens = len(prompt.ids)
-                    session.begin(prompt, policy, after=self._after, check=self.check)
+                    scored = self._options.prompt_logprobs is not None
+                    session.begin(prompt, policy, after=self._after, check=self.check, scored=scored)
                 finally:
                     self._vision_seconds = images.seconds - before
                 waits = self.joins_prompts and 0 < len(session.waiting) <= QUESTION_ROWS
@@ -186,6 +194,8 @@ class AnswerInProgress(Request):
                 result = session.finish(check=self.check)
                 self._result, self._prefilled = result, perf_counter()
                 self.session = session
+                if scored:
+                    yield from self._score_prompt(prompt, session)
                 choices = self._options.guide.choices if self._options.guide is not None else None
                 if choices is not None and len(choices) <= MAX_SCORED:
                     yield ""  # other answers continue before the first pass
@@ -247,6 +257,7 @@ class AnswerInProgress(Request):
             boxes=self._boxes(text),
             thought=None if self._thoughts is None else self._thoughts.thought,
             thought_tokens=self._thought_tokens,
+            prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
         )
 
     def _calls(self, text: str) -> tuple[ToolCall, ...] | None:
@@ -312,6 +323,22 @@ class AnswerInProgress(Request):
             return None
         return read_boxes(text, form, self._images[0]) if self._images else ()
 
+    def _score_prompt(self, prompt: Prompt, session: Session) -> Generator[str]:
+        """Find the log probability of each token of a prompt behind its last image, some of them in a pass."""
+        count = self._options.prompt_logprobs
+        suffix = prompt.ids[prompt.prefix_length :].tolist()
+        found: list[PromptLogprob | None] = [None] * (prompt.prefix_length + 1)
+        for first in range(0, len(suffix) - 1, QUESTION_ROWS):
+            self.check()
+            following = suffix[first + 1 : first + 1 + QUESTION_ROWS]
+            all_logits = session.suffix_logits(first, first + len(following))
+            for token, logits, known in zip(following, all_logits, log_softmax(all_logits), strict=True):
+                value = float(known[token])
+                likely = most_likely(logits, count) if count else ()
+                found.append(PromptLogprob(value, 1 + int((known > value).sum()), likely))
+            yield ""  # other answers continue between two passes
+        self._prompt_logprobs = found
+
     def _score(self, choices: Sequence[str], session: Session, result: PrefillResult) -> Generator[str]:
         """Find the probability that the answer is a choice, up to its end token, for each; one pass a choice."""
         text = self._loaded.text
@@ -347,7 +374,11 @@ class AnswerInProgress(Request):
             token = None if limit is None else limit.next_token(len(ids))
             form = None if guided is None or (thoughts is not None and thoughts.inside) else guided
             if token is None:
-                token = sampler(logits if form is None else form.mask(logits))
+                allowed = logits if form is None else form.mask(logits)
+                if len(ids) < options.min_new_tokens:
+                    allowed = allowed.copy()
+                    allowed[list(text.end_ids)] = -np.inf
+                token = sampler(allowed)
             if token == text.seg_token_id:
                 self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
             if form is not None and form.imposes:
@@ -368,7 +399,7 @@ class AnswerInProgress(Request):
         if guided is not None:
             drafts = guided if thoughts is None else DraftsBehindThought(guided, thoughts)
         reads_logits = options.logprobs or options.top_logprobs or text.seg_token_id is not None
-        reads_logits = reads_logits or guided is not None or limit is not None
+        reads_logits = reads_logits or guided is not None or limit is not None or bool(options.min_new_tokens)
         tokens = generate(
             session,
             result.logits,

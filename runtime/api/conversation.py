@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.loaded import Images, LoadedBundle, Picture, as_list, opening_messages, sized_message
+from vtx.runtime.api.loaded import ImageReader, Images, LoadedBundle, opening_messages
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.room import check_room
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -30,6 +30,7 @@ from vtx.runtime.session.session import Selection, Session
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from vtx.runtime.bundle.spec.manifest import Manifest
     from vtx.runtime.session.caches import PrefixCaches
     from vtx.runtime.vision.layout import ImageDetail
 
@@ -57,12 +58,8 @@ class Conversation:
         shares_images: bool = True,
         prefix_file: Path | None = None,
         tenant: str = "",
-        sources: Sequence[Picture] | None = None,
-        fit: str | None = None,
     ) -> None:
         """`shares_images`: use what the bundle's `image_cache` and `tile_cache` have of the `tenant`, if it has them.
-
-        `sources`: what the images were read from, with `fit`, to read them again with other tokens.
 
         Raises RequestError: a `prefix_file` serves no prompt of the model.
         """
@@ -78,8 +75,7 @@ class Conversation:
         self.images = images
         self.system = system
         self.tenant = tenant
-        self._sources = sources
-        self._fit = fit
+        self.reader: ImageReader | None = None  # reads its images again, with other tokens
         self._shares_images = shares_images
         self._prefix_file = prefix_file
         self._turns = Turns()
@@ -108,15 +104,17 @@ class Conversation:
         A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats
         cannot be continued.
         """
-        sources = as_list(images)
-        self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
-        self._sources = sources
-        self._fit = fit
+        self._reread(self.loaded.reader(images, fit), image_tokens)
+
+    def _reread(self, reader: ImageReader, image_tokens: ImageDetail) -> None:
+        """Ask about what the reader gives from now on."""
+        self.replace_prepared(reader(image_tokens))
+        self.reader = reader
 
     def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
         """As `replace`, by images that are read already."""
         with self._turns.hold(Request(), closing=True):
-            self._sources = None
+            self.reader = None
             self.images = images
             self._encoded = self._encoded.replaced(images)
             self._session.caches.continues = True
@@ -162,9 +160,9 @@ class Conversation:
         """Like `ask`, but yield the text piece by piece."""
         settings = Settings.of(k, options, keywords)
         if image_tokens is not None:
-            if self._sources is None:
+            if self.reader is None:
                 raise RequestError("image_tokens is for images as they were opened; give it to replace or open")
-            self.replace(self._sources, fit=self._fit, image_tokens=image_tokens)
+            self._reread(self.reader, image_tokens)
         return self.stream_messages(self.opening(question), settings)
 
     async def aask(
@@ -235,6 +233,8 @@ class Conversation:
         policy = loaded.policy(settings.k, settings.options, settings.reduce, images)
         if settings.options.boxes:
             check_boxes(loaded.manifest, images)
+        if settings.options.prompt_logprobs is not None:
+            _check_scored(loaded.manifest, later=after is not None and not policy.fixed)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and "tools" not in messages[0]:
@@ -388,3 +388,16 @@ class Chat:
     ) -> AsyncAnswerStream:
         """Like `stream`, for `async for`."""
         return AsyncAnswerStream(self.stream(question, options, **keywords))
+
+
+def _check_scored(manifest: Manifest, *, later: bool) -> None:
+    """Raise RequestError if tokens of a prompt have no log probabilities here; `later`: it is a chat's later turn."""
+    problem = ""
+    if manifest.model.two_way == "prompt":
+        problem = f"the tokens of a prompt of {manifest.model.name} see those behind them"
+    elif not all(stage.keeps for stage in manifest.stages):
+        problem = f"{manifest.model.name} computes only the last token of a prompt in its last layers"
+    elif later:
+        problem = "an earlier question of this chat determines which image tokens stay"
+    if problem:
+        raise RequestError(f"prompt_logprobs: {problem}, so it has no log probabilities; leave prompt_logprobs out")

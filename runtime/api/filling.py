@@ -113,23 +113,29 @@ def _description(schema: Any) -> str:
 
 def _values(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """The values of a closed field by their texts; None if it is open, or two of them read the same."""
-    listed: Sequence[Any] | None = None
+    keys = schema.keys() - NOTES
     if "const" in schema or isinstance(schema.get("enum"), list):
-        listed = [schema["const"]] if "const" in schema else schema["enum"]
-        plain = not schema.keys() - {"const", "enum", "type", *NOTES}
-    elif schema.get("type") == "boolean":
-        return dict(YES_NO) if not schema.keys() - {"type", *NOTES} else None
-    else:
-        low = schema.get("minimum")
-        high = schema.get("maximum")
-        plain = schema.get("type") == "integer" and not schema.keys() - LISTED_KEYS
-        if plain and isinstance(low, int) and isinstance(high, int) and 0 <= high - low < MAX_SCORED:
-            listed = range(low, high + 1)
-    if not plain or listed is None or any(isinstance(value, dict | list) for value in listed):
+        if keys - {"const", "enum", "type"}:
+            return None
+        return _by_text([schema["const"]] if "const" in schema else schema["enum"])
+    if schema.get("type") == "boolean":
+        return dict(YES_NO) if keys == {"type"} else None
+    low = schema.get("minimum")
+    high = schema.get("maximum")
+    if schema.get("type") != "integer" or schema.keys() - LISTED_KEYS:
+        return None
+    if not isinstance(low, int) or not isinstance(high, int) or not 0 <= high - low < MAX_SCORED:
+        return None
+    return _by_text(range(low, high + 1))
+
+
+def _by_text(listed: Sequence[Any]) -> dict[str, Any] | None:
+    """Values by their texts; None if one is not a scalar, or two of them read the same."""
+    if any(isinstance(value, dict | list) for value in listed):
         return None
     values = {value if isinstance(value, str) else json.dumps(value): value for value in listed}
-    sound = len(values) == len(listed) and all(text == text.lstrip() for text in values)
-    return values if sound else None
+    distinct = len(values) == len(listed) and all(text == text.lstrip() for text in values)
+    return values if distinct else None
 
 
 class FillingStream(AnswerStream):

@@ -33,10 +33,10 @@ def card_depth(depths: Sequence[KindDepth], guide: Guide | None, model: ModelSpe
     kinds = kinds_of(guide)
     if not kinds <= by_kind.keys():
         return None, None
-    asked = depths if TEXT in kinds else [by_kind[kind] for kind in kinds]
-    ks = [depth.k for depth in asked if depth.k is not None]
-    rest = max(depth.rest for depth in asked)
-    if len(ks) < len(asked) or (rest and unscored(model, max(ks) - 1)):
+    choice = depths if TEXT in kinds else [by_kind[kind] for kind in kinds]
+    ks = [depth.k for depth in choice if depth.k is not None]
+    rest = max(depth.rest for depth in choice)
+    if len(ks) < len(choice) or (rest and unscored(model, max(ks) - 1)):
         return None, None
     return max(ks), rest or None
 

@@ -79,32 +79,32 @@ def load(
     failed = dict[str, str]()
     backend = None
     while backend is None:
-        chosen = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, failed=failed)
-        if not force and not ENGINES[chosen.device].gpu:
-            _check_memory(opened, chosen)
+        choice = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, failed=failed)
+        if not force and not ENGINES[choice.device].gpu:
+            _check_memory(opened, choice)
         try:
-            backend = open_backend(opened, chosen, threads)
+            backend = open_backend(opened, choice, threads)
         except DeviceError as e:
-            if device != AUTO or not ENGINES[chosen.device].gpu:
+            if device != AUTO or not ENGINES[choice.device].gpu:
                 raise
-            failed[chosen.device] = str(e)
+            failed[choice.device] = str(e)
     load_ms = 1000 * (time.perf_counter() - start)
     model = Model(
         opened,
         backend,
         load_ms,
-        chosen.why,
-        card=chosen.card,
+        choice.why,
+        card=choice.card,
         fit=fit,
         max_tiles=max_tiles,
         max_pixels=max_pixels,
         image_formats=formats,
     )
-    if chosen.ignored:
-        log.warning("card.json of %s is ignored: %s", opened.folder, chosen.ignored)
-    if chosen.card:
-        log.info("%s", chosen.card.in_words)
-    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, chosen.device, chosen.why, load_ms)
+    if choice.ignored:
+        log.warning("card.json of %s is ignored: %s", opened.folder, choice.ignored)
+    if choice.card:
+        log.info("%s", choice.card.in_words)
+    log.info("loaded %s on %s (%s) in %.0f ms", opened.folder, choice.device, choice.why, load_ms)
     return model
 
 
@@ -128,14 +128,14 @@ def choose_for(
 def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
     """Raise DeviceError if a bundle does not fit into this machine's memory."""
     floats = float_bytes(chosen)
-    needed = needed_memory(bundle, floats)
+    memory = needed_memory(bundle, floats)
     free = available_memory()
-    if free is not None and needed > free:
+    if free is not None and memory > free:
         from vtx.runtime.units import size
 
         wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
         raise DeviceError(
-            f"{bundle.manifest.model.name} needs about {size(needed)} of memory on "
+            f"{bundle.manifest.model.name} needs about {size(memory)} of memory on "
             f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
             "--precision int4 (--force tries all the same)"
         )

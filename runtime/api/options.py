@@ -33,12 +33,15 @@ class Options:
 
     Args:
         max_new_tokens: maximum tokens per answer.
+        min_new_tokens: tokens before which the answer neither ends nor a stop string is looked for; 0: none.
         ignore_eos: continue past end tokens.
         sampling: how tokens are drawn.
         gate_threshold: with K "auto", the gate probability above which the image tokens are dropped.
         stop: stop strings; the answer ends before the first one found.
         logprobs: return the log probability of each answer token.
         top_logprobs: with `logprobs`, also return this many of the most likely tokens at each position.
+        prompt_logprobs: also return the log probability of each token of the prompt's text after its last image, and
+            this many of the most likely ones there; None: none. Nothing of an earlier prompt's text is reused then.
         prompt_lookup: draft up to this many tokens by looking them up in the prompt and the answer so far, and verify
             them in one pass; 0: off. The tokens are the same as without it, unless logits are tied within rounding.
         about: text by which CDPruner, and DART before layer 1, select image tokens instead of the question; in a chat,
@@ -79,9 +82,17 @@ class Options:
     boxes: bool = False
     thinking: bool | None = None
     max_thinking_tokens: int | None = None
+    min_new_tokens: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"min_new_tokens is {self.min_new_tokens}; it must be at most {self.max_new_tokens}, the maximum "
+                "tokens of the answer"
+            )
         for name in ("ignore_eos", "logprobs", "boxes"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
@@ -92,36 +103,19 @@ class Options:
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
         check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
-        check_whole("top_logprobs", self.top_logprobs, 0)
-        if self.top_logprobs > MAX_LIKELY:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}; at most {MAX_LIKELY} are given")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            count = getattr(self, name) or 0
+            check_whole(name, count, 0)
+            if count > MAX_LIKELY:
+                raise RequestError(f"{name} is {count}; at most {MAX_LIKELY} are given")
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs is {self.top_logprobs} without logprobs; ask for logprobs, too")
         check_whole("prompt_lookup", self.prompt_lookup, 0)
         if self.prompt_lookup > MAX_DRAFT:
             raise RequestError(f"prompt_lookup is {self.prompt_lookup}; drafts have at most {MAX_DRAFT} tokens")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(
-                f"stop is {self.stop!r:.40}; it must be a string, or a list of strings, none of them empty"
-            )
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
-        object.__setattr__(self, "stop", tuple(stops))
-        if self.about is not None:
-            check_text("about", self.about)
-            if not self.about.strip(BLANK):
-                raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
-            if len(self.about) > MAX_ABOUT:
-                raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
-        if self.guide is not None:
-            from vtx.runtime.prompt.guiding import Guide
-
-            if not isinstance(self.guide, Guide):
-                raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
-            for name, value in (("stop", stops), ("ignore_eos", self.ignore_eos)):
-                if value:
-                    raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        self._check_about()
+        self._check_guide()
         if self.timeout is not None:
             check_number("timeout", self.timeout, "a number of seconds above 0 and at most 1e6", least=1e-9, most=1e6)
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -129,6 +123,36 @@ class Options:
             object.__setattr__(self, "rest", read_rest(self.rest))
         if self.accept is not None:
             object.__setattr__(self, "accept", read_accept(self.accept, self.guide))
+
+    def _check_about(self) -> None:
+        if self.about is None:
+            return
+        check_text("about", self.about)
+        if not self.about.strip(BLANK):
+            raise RequestError("about is empty; give the text by which image tokens are chosen, or leave it out")
+        if len(self.about) > MAX_ABOUT:
+            raise RequestError(f"about has {len(self.about):,} characters, the limit is {MAX_ABOUT:,}; shorten it")
+
+    def _check_guide(self) -> None:
+        if self.guide is None:
+            return
+        from vtx.runtime.prompt.guiding import Guide
+
+        if not isinstance(self.guide, Guide):
+            raise RequestError(f"guide is {self.guide!r:.40}; it must be a vtx.Guide")
+        for name in ("stop", "ignore_eos", "min_new_tokens"):
+            if getattr(self, name):
+                raise RequestError(f"{self.guide.kind} determines where the answer ends; leave {name} out")
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    """The texts that end an answer, given as one or as a list of them."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) and text for text in stops):
+        raise RequestError(f"stop is {stop!r:.40}; it must be a string, or a list of strings, none of them empty")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    return tuple(stops)
 
 
 class GuideKeywords(TypedDict, total=False):
@@ -147,12 +171,14 @@ class OptionKeywords(GuideKeywords, total=False):
     """The fields of `Options`, `Sampling` and `Guide` as keywords of a chat's turn."""
 
     max_new_tokens: int
+    min_new_tokens: int
     ignore_eos: bool
     sampling: Sampling
     gate_threshold: float
     stop: str | tuple[str, ...] | list[str]
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: int | None
     prompt_lookup: int
     about: str | None
     timeout: float | None

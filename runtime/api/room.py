@@ -103,8 +103,8 @@ class _LongPrompt:
 
     def frames(self) -> Iterator[str]:
         size = self.loaded.text.size
-        others = self.count - sum(size(video.in_prompt) for video in self.videos)
+        rest = self.count - sum(size(video.in_prompt) for video in self.videos)
         for frames in range(max([video.frames for video in self.videos], default=1) - 1, 0, -1):
-            if others + sum(size(video.refitted(frames)) for video in self.videos if video.refitted) <= self.room:
+            if rest + sum(size(video.refitted(frames)) for video in self.videos if video.refitted) <= self.room:
                 yield f"--frames {frames} (frames={frames}) of each video fits"
                 return

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from vtx.runtime.api.acting import Cameras, Deadline, check_instruction
+from vtx.runtime.api.acting import ActionRequest, Deadline, check_instruction
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.loaded import LoadedBundle
-from vtx.runtime.api.options import DEFAULT, K, Options
+from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionRange
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.session.acting import ActionSeconds
@@ -36,37 +36,24 @@ class TokenActor:
         self.encoded = 0
         self.token_ids: tuple[int, ...] = ()
 
-    def act(
-        self,
-        images: Cameras,
-        instruction: str,
-        state: ArrayLike | None = None,
-        *,
-        k: K = DEFAULT,
-        noise: ArrayLike | None = None,
-        seed: int | None = None,
-        steps: int | None = None,
-        normalized: bool = False,
-        deadline_ms: float | None = None,
-        unnorm_key: str | None = None,
-        reduce: str | None = DEFAULT,
-    ) -> NDArray[np.float32]:
+    def act(self, request: ActionRequest) -> NDArray[np.float32]:
         """See `Model.act`."""
-        deadline = Deadline(deadline_ms, "a smaller K")
+        deadline = Deadline(request.deadline_ms, "a smaller K")
         loaded = self._loaded
         loaded.check_open()
-        inputs = {"state": state, "noise": noise, "seed": seed, "steps": steps}
-        if unread := [name for name, value in inputs.items() if value is not None]:
+        unread = [name for name in ("state", "noise", "seed", "steps") if getattr(request, name) is not None]
+        if unread:
             raise RequestError(
                 f"{' and '.join(unread)}: this model makes actions of a picture and an instruction alone; leave it out"
             )
+        images = request.images
         if isinstance(images, Mapping):
             raise RequestError("this bundle names no cameras; give the picture itself")
         pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
         if len(pictures) != 1:
             raise RequestError(f"{len(pictures)} pictures are given, and this model sees one")
-        check_instruction(instruction)
-        limits = self._range(unnorm_key)
+        check_instruction(request.instruction)
+        limits = self._range(request.unnorm_key)
         count = len(limits.low)
         prepared = loaded.prepare_all(pictures)
         with self._lock:
@@ -75,7 +62,9 @@ class TokenActor:
             elif self._conversation.images[0].key != prepared[0].key:
                 self._conversation.replace_prepared(prepared)
             options = Options(max_new_tokens=count, timeout=deadline.left())
-            answer = self._conversation.stream(instruction.lower(), k, options, reduce=reduce).read()
+            answer = self._conversation.stream(
+                request.instruction.lower(), request.k, options, reduce=request.reduce
+            ).read()
             times = answer.stats.timings_ms
             decoding = times["first_token"] - times["vision"] - times["prefill"]
             decoding += (len(answer.token_ids) - 1) * times["decode_per_token"]
@@ -84,17 +73,19 @@ class TokenActor:
             self.token_ids = answer.token_ids
         deadline.left()
         if len(answer.token_ids) < count:
-            given = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
+            shortage = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
             loaded.check_open()
             if answer.stopped == "context":
                 raise ContextError(
-                    f"{given}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"
+                    f"{shortage}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"
                 )
-            raise BundleError(f"{given} and ends ({answer.stopped}), so no action is given; give another instruction")
+            raise BundleError(
+                f"{shortage} and ends ({answer.stopped}), so no action is given; give another instruction"
+            )
         edges = np.linspace(-1, 1, self._bins.edges)
         bins = np.clip(self._bins.vocab - 1 - np.array(answer.token_ids), 0, self._bins.edges - 2)
         numbers = ((edges[:-1] + edges[1:]) / 2)[bins]
-        if not normalized:
+        if not request.normalized:
             low = np.array(limits.low)
             high = np.array(limits.high)
             numbers = np.where(limits.mask, (numbers + 1) / 2 * (high - low) + low, numbers)

@@ -67,11 +67,11 @@ def check(graph: str, inputs: Iterable[Port], outputs: Iterable[Port], promised:
             raise BundleError(f"{graph} is not the graph that vtx.json says it is; export the bundle again")
         for name, dtype, shape in actual:
             spec = declared[name]
-            given = shape or ()
+            axes = shape or ()
             kind = DTYPES.get(spec.dtype, spec.dtype)
             sizes = [size if isinstance(size, int) else None for size in spec.shape]
-            agree = len(sizes) == len(given) and all(
-                a is None or not isinstance(b, int) or a == b for a, b in zip(sizes, given, strict=True)
+            agree = len(sizes) == len(axes) and all(
+                a is None or not isinstance(b, int) or a == b for a, b in zip(sizes, axes, strict=True)
             )
             if dtype != f"tensor({kind})" or not agree:
                 raise BundleError(

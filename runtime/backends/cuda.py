@@ -283,8 +283,8 @@ class MemoryPool:
                 if not any(self.unused.values()):
                     raise
                 self.cuda.wait()  # queued work may still read it
-                for kept in self.unused.values():
-                    kept.clear()
+                for buffers in self.unused.values():
+                    buffers.clear()
                 memory = make(capacity)
         return memory
 

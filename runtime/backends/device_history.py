@@ -83,12 +83,12 @@ class DeviceStateHistory(StateHistory):
         if ends > 1:
             if self._run is None or self._run.capacity < ends:
                 capacity = max(FEWEST, 1 << (ends - 1).bit_length())
-                made = self._pool.borrow(
+                states = self._pool.borrow(
                     self._several, capacity, lambda count: StateMemory(self._cuda, count, self._bytes)
                 )
                 if self._run is not None:  # of a run that failed
                     self._pool.give_back(self._several, self._run)
-                self._run = made
+                self._run = states
             return StatesAt(self._run.buffer.address, (layers, 1, ends, numbers))
         if self._room is None:
             self._room = self._taken()

@@ -50,10 +50,10 @@ class StatesPool:
         capacity = max(BLOCK, 1 << (tokens - 1).bit_length()) if tokens else BLOCK
         with self.cuda:
             # stages are numbered by their first layer, from 1
-            held = self.memory.borrow(-capacity, capacity, lambda count: StatesMemory(self.cuda, count, self.width))
+            memory = self.memory.borrow(-capacity, capacity, lambda count: StatesMemory(self.cuda, count, self.width))
         lease = _Lease()
-        self.memory.give_back_with(lease, -capacity, [held])
-        return DeviceStates(self, lease, held.buffer.address, tokens)
+        self.memory.give_back_with(lease, -capacity, [memory])
+        return DeviceStates(self, lease, memory.buffer.address, tokens)
 
     def joined(self, parts: Sequence[HiddenStates]) -> DeviceStates:
         """States of the host and of the device one after the other, as a copy."""

@@ -66,12 +66,17 @@ def choose(
             why = "; ".join([merits[name][1], *obstacles.values()])
             return _chosen(bundle.manifest, name, compute, why)
         obstacles[name] = obstacle
+    raise DeviceError(_most_telling(obstacles, compute))
+
+
+def _most_telling(obstacles: Mapping[str, str], compute: str | None) -> str:
+    """The obstacle to tell a user of those of all devices, the best device's first."""
     able = {name: obstacle for name, obstacle in obstacles.items() if compute in (None, *ENGINES[name].compute)}
     first, obstacle = next(iter((able or obstacles).items()))
     cpu = [able[name] for name in able if not ENGINES[name].gpu]
     if ENGINES[first].gpu and cpu and find_gpu() is None:  # no package makes a GPU
-        raise DeviceError(f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)")
-    raise DeviceError(obstacle)
+        return f"{cpu[0]} (this bundle's engines need an NVIDIA GPU, and there is none here)"
+    return obstacle
 
 
 def _chosen(manifest: Manifest, device: str, compute: str | None, why: str, number: int = 0) -> DeviceChoice:
@@ -84,12 +89,12 @@ def _chosen(manifest: Manifest, device: str, compute: str | None, why: str, numb
 
 def missing_instructions(compute: str) -> str | None:
     """The reason why no engine on this processor computes so, and the fix; None if it has the instructions."""
-    needed = INSTRUCTIONS.get(compute, ())
-    if not needed or not cpu_flags().isdisjoint(needed):
+    instructions = INSTRUCTIONS.get(compute, ())
+    if not instructions or not cpu_flags().isdisjoint(instructions):
         return None
     return (
-        f"{compute} arithmetic needs one of the instruction sets {', '.join(needed)}, and this processor reports none; "
-        "use --compute f32, or leave it out"
+        f"{compute} arithmetic needs one of the instruction sets {', '.join(instructions)}, and this processor reports "
+        "none; use --compute f32, or leave it out"
     )
 
 
@@ -152,8 +157,8 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
         return f"{engine.modules[0]} is not installed; {install(engine.extra)}"
     if compute is not None and (missing := missing_instructions(compute)):
         return missing
-    if number and (shown := len(find_gpus())) <= number:
-        return f"{name}:{number} is not there: the NVIDIA driver shows {shown} GPUs, numbered from 0; see nvidia-smi"
+    if number and (gpus := len(find_gpus())) <= number:
+        return f"{name}:{number} is not there: the NVIDIA driver shows {gpus} GPUs, numbered from 0; see nvidia-smi"
     return engine.load().obstacle(bundle, number)
 
 

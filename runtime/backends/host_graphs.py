@@ -99,18 +99,18 @@ class HostBackend(ABC):
     ) -> Callable[[NDArray[np.float32], float], NDArray[np.float32]]:
         m = self._manifest
         scales = read_kv_scales(self._bundle) if KV_DTYPES[names.kv_type(self.dialect, m.kv_dtype)].scaled else {}
-        given: dict[str, NDArray[Any]] = dict(read_rope(self._bundle))
-        given |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
+        inputs: dict[str, NDArray[Any]] = dict(read_rope(self._bundle))
+        inputs |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
         for stage, kv in zip(m.stages, prompt, strict=True):
-            for layer, both in zip(stage.cached, kv, strict=True):
-                pair = both.reshape(2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)
+            for layer, keys_and_values in zip(stage.cached, kv, strict=True):
+                pair = keys_and_values.reshape(2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)
                 kinds = (names.past_key, names.key_scale), (names.past_value, names.value_scale)
                 for part, (name, scale) in zip(pair, kinds, strict=True):
-                    given[name(layer)] = part * scales[scale(layer)][0] if scales else part
+                    inputs[name(layer)] = part * scales[scale(layer)][0] if scales else part
 
         def step(actions: NDArray[np.float32], time: float) -> NDArray[np.float32]:
             now = {names.ACTIONS: actions, names.TIME: np.full((1, 1), time, np.float32)}
-            return self._head.run(given | now)[names.CHANGE]
+            return self._head.run(inputs | now)[names.CHANGE]
 
         return step
 

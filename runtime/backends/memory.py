@@ -141,8 +141,8 @@ def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[in
         loaded = {i: loads[i]() for i in order}
         return [loaded[i] for i in range(len(loads))]
     with ThreadPoolExecutor(threads, "vtx-load") as pool:
-        begun = {i: pool.submit(loads[i]) for i in order}
+        futures = {i: pool.submit(loads[i]) for i in order}
         try:
-            return [begun[i].result() for i in range(len(loads))]
+            return [futures[i].result() for i in range(len(loads))]
         finally:
             pool.shutdown(cancel_futures=True)

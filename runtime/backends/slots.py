@@ -63,9 +63,9 @@ class LanePool:
         """Give a lane a free number. Its content is lost; the owner has a copy."""
         with self._lock:
             self._free.remove(number)
-            left = lane.number
+            lane_number = lane.number
             lane.number = number
-            self._vacate(left)
+            self._vacate(lane_number)
 
     def _vacate(self, number: int) -> None:
         for layer in self.kv:
@@ -79,13 +79,13 @@ def seen_slots(tokens: TokenStates, length: int) -> Ids:
 
     Tokens of one group, which stand together, see as far as the last of them.
     """
-    seen = length + np.arange(1, len(tokens) + 1, dtype=np.int64)
+    counts = length + np.arange(1, len(tokens) + 1, dtype=np.int64)
     groups = tokens.inputs.get(names.GROUP)
     if groups is not None:
         for group in np.unique(groups[groups >= 0]):
             members = np.flatnonzero(groups[:, 0] == group)
-            seen[members] = seen[members[-1]]
-    return seen
+            counts[members] = counts[members[-1]]
+    return counts
 
 
 def begin_of_group(tokens: TokenStates, number: int) -> int:
@@ -163,8 +163,8 @@ class SlotCounter(ABC):
                 self.place(at)
                 parts.append(self._run(part, at, query=False).copy())
                 self.fill(self.length + end - first)
-            whole = np.concatenate(parts)
-            return whole if outputs is None else whole[outputs]
+            table = np.concatenate(parts)
+            return table if outputs is None else table[outputs]
         filled = self.length + count
         if filled > self.capacity:
             raise AssertionError(f"{filled} tokens in a cache of {self.capacity} slots, {self.length} of them before")
@@ -328,9 +328,9 @@ class StateHistory:
 
     def __init__(self, spec: StageSpec, model: ModelSpec) -> None:
         self.shape = (len(spec.stateful), model.state_numbers)
-        held = HeldStates(model)
-        self.recent = held.recent
-        self.tried = held.tried
+        states = HeldStates(model)
+        self.recent = states.recent
+        self.tried = states.tried
         self.marks = set[int]()
         self.since: int | None = None
         self._held: dict[int, Any] = {0: self._zeros()}
@@ -360,7 +360,7 @@ class StateHistory:
 
     def nearest(self, length: int) -> int:
         """The most tokens, at most `length`, whose state is held."""
-        return max(held for held in self._held if held <= length)
+        return max(length_of_state for length_of_state in self._held if length_of_state <= length)
 
     def mark(self, length: int) -> None:
         """Have the state after `length` tokens held, now or once they have run."""
@@ -385,13 +385,13 @@ class StateHistory:
         """
         layers, numbers = self.shape
         if self._room is not None and np.shares_memory(states, self._room):
-            made = {length + int(ends[0]): self._room}
+            rooms = {length + int(ends[0]): self._room}
             self._room = None
         else:
-            apart = states.reshape(layers, len(ends), numbers)
-            made = {length + int(end): apart[:, number].copy() for number, end in enumerate(ends)}
-        self._forget(self._outlived(length) | {*made})
-        self._held |= made
+            by_end = states.reshape(layers, len(ends), numbers)
+            rooms = {length + int(end): by_end[:, number].copy() for number, end in enumerate(ends)}
+        self._forget(self._outlived(length) | {*rooms})
+        self._held |= rooms
 
     def _outlived(self, length: int) -> set[int]:
         """Places that go when tokens have run behind `length`: old states, and those of a run behind it that failed."""

@@ -121,9 +121,9 @@ class Bundle:
 
         Raises BundleError: a file is missing, or was replaced or written to since it was checked.
         """
-        used = [file for file in self.manifest.files if file == name or not file.endswith(".onnx")]
+        files = [file for file in self.manifest.files if file == name or not file.endswith(".onnx")]
         for yielded in (False, True):
-            for file in used:
+            for file in files:
                 if file not in self._checked:
                     self.check_file(file, whole=self.key is not None)
                 self._open(file, same=True).close()

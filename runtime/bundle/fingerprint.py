@@ -142,8 +142,8 @@ def check_sources(bundle: Bundle, engines: EngineSet, graph: str) -> EngineRecor
     if record is None:
         raise BundleError(f"{FOLDER}/{engines.target} holds no engine of {graph}; {cure}")
     for name, source in record.sources.items():
-        known = bundle.manifest.files.get(name)
-        if known is None or known.sha256 != source:
+        checksum = bundle.manifest.files.get(name)
+        if checksum is None or checksum.sha256 != source:
             raise BundleError(f"the engine {record.file} was built from another {name} than this bundle's; {cure}")
     return record
 

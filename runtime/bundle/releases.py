@@ -43,15 +43,15 @@ def check_release(release: BundleRelease | None, key: PublicKey, subject: str) -
                     f"have one; export it with --release, or remove {of_key}"
                 )
             return
-        seen = _newest(of_key / _hash(release.name.encode()))
+        newest = _newest(of_key / _hash(release.name.encode()))
     except FileNotFoundError:
         return
     except OSError as e:
         raise DeviceError(f"the releases in {of_key} cannot be read ({e.strerror}); set {STATE}") from e
-    if release.number < seen:
+    if release.number < newest:
         raise BundleError(
             f"{subject} is release {release.number} of {release.name}, and this device has answered with release "
-            f"{seen}; use a newer bundle, or remove {of_key / _hash(release.name.encode())} to go back"
+            f"{newest}; use a newer bundle, or remove {of_key / _hash(release.name.encode())} to go back"
         )
 
 
@@ -72,8 +72,8 @@ def note_release(release: BundleRelease, key: PublicKey) -> None:
 
 
 def _folder() -> Path:
-    given = os.environ.get(STATE)
-    return (Path(given) if given else home("XDG_STATE_HOME", ".local/state") / "vtx") / "releases"
+    folder = os.environ.get(STATE)
+    return (Path(folder) if folder else home("XDG_STATE_HOME", ".local/state") / "vtx") / "releases"
 
 
 def _newest(folder: Path) -> int:

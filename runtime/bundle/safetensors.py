@@ -187,8 +187,8 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
 def _stored_rows(info: TensorInfo, rows: RowIndex) -> NDArray[np.int64]:
     """The numbers of a tensor's rows among those that are stored from its offset on."""
     numbers = np.arange(*rows.indices(info.shape[0])) if isinstance(rows, slice) else rows
-    taken, of = info.spread or (1, 1)
-    stored: NDArray[np.int64] = numbers // taken * of + numbers % taken
+    part, of = info.spread or (1, 1)
+    stored: NDArray[np.int64] = numbers // part * of + numbers % part
     return stored
 
 
@@ -317,7 +317,7 @@ def _parse(raw: bytes, path: Path, size: int, identity: Identity | None, error: 
     parsed = parse_json(raw, f"the header of {path.name}", error=error)
     if not isinstance(parsed, dict):
         raise error(f"the header of {path.name} is not an object; download it again")
-    metadata = {} if (given := parsed.pop("__metadata__", None)) is None else given
+    metadata = {} if (raw_metadata := parsed.pop("__metadata__", None)) is None else raw_metadata
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise error(f"the __metadata__ of {path.name} is not a table of strings; download it again")
     if len(parsed) > MAX_TENSORS:

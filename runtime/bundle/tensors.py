@@ -27,11 +27,11 @@ FLOAT16_END = 65504.0
 def read_rope(bundle: Bundle) -> dict[str, Floats]:
     """The rotary tables by name, each [max_context, head_dim / 2] of its layers. Raises BundleError."""
     m = bundle.manifest
-    wanted = dict.fromkeys((names.COS, names.SIN), (m.max_context, m.model.head_dim // 2))
+    shapes = dict.fromkeys((names.COS, names.SIN), (m.max_context, m.model.head_dim // 2))
     if m.model.sliding is not None:
         shape = (m.max_context, m.model.sliding.head_dim // 2)
-        wanted |= dict.fromkeys((names.SLIDING_COS, names.SLIDING_SIN), shape)
-    return _read(bundle, m.rope, wanted)
+        shapes |= dict.fromkeys((names.SLIDING_COS, names.SLIDING_SIN), shape)
+    return _read(bundle, m.rope, shapes)
 
 
 def rope_at(tables: RopeTables, axes: Sequence[int], positions: NDArray[np.int64]) -> RopeTables:

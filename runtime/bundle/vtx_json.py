@@ -24,6 +24,7 @@ VALUES = (
     "tower",
     "int4_block",
     "int8_block",
+    "bits",
 )
 MAX_COMMAND = 2000  # characters
 
@@ -61,18 +62,7 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
     options = {"dialects": sorted(map(str, _table(manifest.get("dialects")))), **options}
     if manifest.get("default_k") == "auto":
         options = {**options, "k": ["auto"]}
-    for key, option in LISTS.items():
-        values = options.get(key)
-        if isinstance(values, list) and values:
-            words += [option, ",".join(map(str, values))]
-    for key in VALUES:
-        if isinstance(value := options.get(key), str | int) and not isinstance(value, bool):
-            words += [f"--{key.replace('_', '-')}", str(value)]
-    if options.get("allow_pickle") is True:
-        words.append("--allow-pickle")
-    reductions = options.get("reduce")
-    for spec in reductions if isinstance(reductions, list) else []:
-        words += ["--reduce", str(spec)]
+    words += _option_words(options)
     words += ["--gates", "GATES_FILE"] if "gates" in record else []
     words += ["--activation-aware", "--calibration", str(aware.get("data", "DATA"))] if aware else []
     words += ["--chat-template", "TEMPLATE_FILE"] if options.get("chat_template") is True else []
@@ -81,6 +71,24 @@ def remake_advice(manifest: Mapping[str, Any], folder: str | None) -> str:
     if not isinstance(model, str) or not model or len(command) > MAX_COMMAND or not command.isprintable():
         return "export it again with vtx-export"
     return f"make it again with: {command}"
+
+
+def _option_words(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command line for options whose value is in the record."""
+    words = list[str]()
+    for key, option in LISTS.items():
+        values = options.get(key)
+        if isinstance(values, list) and values:
+            words += [option, ",".join(map(str, values))]
+    for key in VALUES:
+        if isinstance(value := options.get(key), str | int | float) and not isinstance(value, bool):
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    if options.get("allow_pickle") is True:
+        words.append("--allow-pickle")
+    reductions = options.get("reduce")
+    for spec in reductions if isinstance(reductions, list) else []:
+        words += ["--reduce", str(spec)]
+    return words
 
 
 def _table(value: Any) -> Mapping[str, Any]:

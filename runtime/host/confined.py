@@ -78,8 +78,8 @@ class ChildLimits:
         if resource is None:
             return self
         memory, cpu, file = (
-            wanted if (most := resource.getrlimit(kind)[1]) == resource.RLIM_INFINITY else min(most, wanted)
-            for kind, wanted in (
+            limit if (most := resource.getrlimit(kind)[1]) == resource.RLIM_INFINITY else min(most, limit)
+            for kind, limit in (
                 (resource.RLIMIT_AS, self.memory),
                 (resource.RLIMIT_CPU, self.cpu_seconds),
                 (resource.RLIMIT_FSIZE, self.file),
@@ -140,9 +140,9 @@ def confine(
         raise error(f"{subject} {_end(code, text, limits)}; {cure}")
     if result.get("limit") in ("memory", "cpu", "file"):
         raise error(f"{subject} {_limit(result['limit'], limits)}; {cure}")
-    known = getattr(errors, str(result.get("error")), None)
-    if isinstance(known, type) and issubclass(known, VtxError):
-        raise known(str(result.get("message"))[:2000])
+    error_class = getattr(errors, str(result.get("error")), None)
+    if isinstance(error_class, type) and issubclass(error_class, VtxError):
+        raise error_class(str(result.get("message"))[:2000])
     if "value" not in result:
         raise error(f"{subject} cannot be read ({str(result.get('crash'))[:200]}); {cure}")
     return result["value"]
@@ -150,8 +150,10 @@ def confine(
 
 def confinement() -> tuple[str, ...]:
     """The restrictions of a child of this process, out of "limits", "seccomp" and "landlock"."""
-    held = confine(f"{confined_child.__name__}:confinement", None, subject="a child process", error=DeviceError)
-    return tuple(str(name) for name in held)
+    limits_of_child = confine(
+        f"{confined_child.__name__}:confinement", None, subject="a child process", error=DeviceError
+    )
+    return tuple(str(name) for name in limits_of_child)
 
 
 def scratch() -> BinaryIO:
@@ -171,7 +173,7 @@ def start_child(task: ChildTask, data: BinaryIO | None, answer: int, log: Binary
     command = child_command()
     path = [entry for entry in sys.path if os.path.isabs(entry)]
     arguments = json.dumps(path), json.dumps(None if data is None else asdict(task))
-    kept = {name: value for name, value in os.environ.items() if name in KEPT}
+    environment = {name: value for name, value in os.environ.items() if name in KEPT}
     with scratch() as question:
         write_task(question, task)
         return subprocess.Popen(
@@ -179,7 +181,7 @@ def start_child(task: ChildTask, data: BinaryIO | None, answer: int, log: Binary
             stdin=question if data is None else data,
             stdout=answer,
             stderr=log,
-            env=kept | ENVIRONMENT,
+            env=environment | ENVIRONMENT,
             start_new_session=True,
         )
 

@@ -99,8 +99,8 @@ def _result(target: str, request: Any, file: IO[bytes]) -> dict[str, Any]:
     except VtxError as error:
         if isinstance(error.__cause__, MemoryError):
             return {"limit": "memory"}
-        known = next(kind for kind in type(error).__mro__ if kind.__module__ == VtxError.__module__)
-        return {"error": known.__name__, "message": str(error)}
+        error_class = next(kind for kind in type(error).__mro__ if kind.__module__ == VtxError.__module__)
+        return {"error": error_class.__name__, "message": str(error)}
     except MemoryError:
         return {"limit": "memory"}
     except OSError as error:

@@ -41,7 +41,7 @@ def recognise(root: Path = Path("/"), library: Any = None) -> Device:
     gpus = find_gpus(library)
     profiles = [load_profile(name) for name in profile_names()]
     names = [gpu.name for gpu in gpus]
-    fits = (jetson.module in each.modules if jetson else each.name in names for each in profiles)
+    fits = (jetson.module in profile.modules if jetson else profile.name in names for profile in profiles)
     fitting = (name for name, fit in zip(profile_names(), fits, strict=True) if fit)
     return Device(jetson, gpus, next(fitting, None))
 
@@ -58,9 +58,9 @@ def _jetson(root: Path) -> Jetson | None:
     if not any(re.fullmatch(r"nvidia,tegra\d+", word) for word in compatible):
         return None
     matches = (re.search(r"p\d{4}-\d{4}$", word) for word in compatible)
-    known = {module for name in profile_names() for module in load_profile(name).modules}
+    names = {module for name in profile_names() for module in load_profile(name).modules}
     modules = [match[0] for match in matches if match]
-    module = next((number for number in modules if number in known), modules[-1] if modules else None)
+    module = next((number for number in modules if number in names), modules[-1] if modules else None)
     # e.g. "# R36 (release), REVISION: 4.3, ..." for 36.4.3
     release = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", _read(root / "etc/nv_tegra_release"))
     l4t = f"{release[1]}.{release[2]}" if release else None

@@ -78,12 +78,12 @@ def enter(reads: Sequence[str] = ()) -> tuple[str, ...]:
     libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return ()
-    held = ("landlock",) if _restrict_files(libc, [*_imported_from(), *_SYSTEM, *reads]) else ()
+    restrictions = ("landlock",) if _restrict_files(libc, [*_imported_from(), *_SYSTEM, *reads]) else ()
     program = _program(*_MACHINES[machine], os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     filtered = libc.syscall(_SECCOMP[machine], 1, 1, pointer) == 0  # set a filter, on all threads
-    return (*held, "seccomp") if filtered else held
+    return (*restrictions, "seccomp") if filtered else restrictions
 
 
 def _imported_from() -> list[str]:
@@ -139,7 +139,7 @@ def _program(column: int, architecture: int, process: int) -> bytes:
     allow = 0x7FFF0000
     refuse = 0x00050000 | errno.EPERM
     unknown = 0x00050000 | errno.ENOSYS
-    made: list[tuple[int, int, int, int]] = [
+    instructions: list[tuple[int, int, int, int]] = [
         (load, 0, 0, 4),
         (equal, 1, 0, architecture),
         (leave, 0, 0, 0x80000000),
@@ -150,7 +150,7 @@ def _program(column: int, architecture: int, process: int) -> bytes:
         """Test the lower half of an argument of the call `number`; `refused`: refuse the call if the test holds."""
         if number is not None:
             outcome = (0, 1) if refused else (1, 0)
-            made.extend(
+            instructions.extend(
                 [
                     (equal, 0, 4, number),
                     (load, 0, 0, 16 + 8 * argument),
@@ -161,8 +161,8 @@ def _program(column: int, architecture: int, process: int) -> bytes:
             )
 
     for number in _NEW_ALLOWED.values():
-        made += [(equal, 0, 1, number), (leave, 0, 0, allow)]
-    made += [(at_least, 0, 1, _NEW), (leave, 0, 0, unknown)]
+        instructions += [(equal, 0, 1, number), (leave, 0, 0, allow)]
+    instructions += [(at_least, 0, 1, _NEW), (leave, 0, 0, unknown)]
     unless(_OPEN[column], 1, any_bit, _WRITES, refused=True)
     unless(_OPENAT[column], 2, any_bit, _WRITES, refused=True)
     unless(_CLONE[column], 0, any_bit, _CLONE_THREAD, refused=False)
@@ -171,6 +171,6 @@ def _program(column: int, architecture: int, process: int) -> bytes:
     unless(_PRLIMIT[column], 0, equal, 0, refused=False)
     for numbers in _REFUSED.values():
         if numbers[column] is not None:
-            made += [(equal, 0, 1, numbers[column] or 0), (leave, 0, 0, refuse)]
-    made.append((leave, 0, 0, allow))
-    return b"".join(struct.pack("=HBBI", *step) for step in made)
+            instructions += [(equal, 0, 1, numbers[column] or 0), (leave, 0, 0, refuse)]
+    instructions.append((leave, 0, 0, allow))
+    return b"".join(struct.pack("=HBBI", *step) for step in instructions)

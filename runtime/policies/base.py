@@ -85,8 +85,8 @@ class PromptText:
     @property
     def key(self) -> str:
         """Equal for equal texts."""
-        seen = b"" if self.embeddings is None else self.embeddings.tobytes()
-        return hashlib.sha256(self.ids.tobytes() + self.after.tobytes() + seen).hexdigest()
+        content = b"" if self.embeddings is None else self.embeddings.tobytes()
+        return hashlib.sha256(self.ids.tobytes() + self.after.tobytes() + content).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,11 +219,13 @@ class Reduction:
     asked: list[Decision] | None = None  # decisions of gates so far
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(cast(Any, self)):
-            limits = each.metadata.get("limits")
-            value = getattr(self, each.name)
+        for option_field in dataclasses.fields(cast(Any, self)):
+            limits = option_field.metadata.get("limits")
+            value = getattr(self, option_field.name)
             if limits is not None and value is not None and not limits.allow(value):
-                raise RequestError(f"{self.name}: {each.name} is {option_text(value, exact=True)}; {limits.fix}")
+                raise RequestError(
+                    f"{self.name}: {option_field.name} is {option_text(value, exact=True)}; {limits.fix}"
+                )
         for values, message in self.conflicts:
             if all(getattr(self, option) == value for option, value in values.items()):
                 raise RequestError(f"{self.name}: {message}")
@@ -315,16 +317,16 @@ class Policy:
         renumbers = uses_question = False
         fixed = True
         for part in self.parts:
-            own = part.needs()
-            needs |= own
+            part_needs = part.needs()
+            needs |= part_needs
             if not part.whole:
                 reductions.append(part)
-                partial_cuts.update(own.cuts)
-            elif own.queries:
-                rest_cut = own.cuts[0]
+                partial_cuts.update(part_needs.cuts)
+            elif part_needs.queries:
+                rest_cut = part_needs.cuts[0]
                 partial_cuts.add(rest_cut)
-            elif part.fixed and own.cuts:
-                exit = own.cuts[0]
+            elif part.fixed and part_needs.cuts:
+                exit = part_needs.cuts[0]
             fixed = fixed and part.fixed
             renumbers = renumbers or part.renumbers
             if (entry := part.entry()) is not None:
@@ -332,8 +334,10 @@ class Policy:
                 uses_question = uses_question or entry.uses_question
             decisions = decisions if part.asked is None else part.asked
         derived = needs, tuple(reductions), frozenset(partial_cuts), exit, rest_cut, fixed, renumbers
-        for each, value in zip(fields(self)[2:], (*derived, tuple(entries), uses_question, decisions), strict=True):
-            object.__setattr__(self, each.name, value)
+        for derived_field, value in zip(
+            fields(self)[2:], (*derived, tuple(entries), uses_question, decisions), strict=True
+        ):
+            object.__setattr__(self, derived_field.name, value)
 
     def readers(self, layer: int, count: int) -> list[Reduction]:
         """The methods that read the attention of `layer` where `count` image tokens are left."""
@@ -342,17 +346,17 @@ class Policy:
 
     def ask(self, boundary: Boundary) -> Removal | None:
         """The removal of tokens here; None: all go on. Tokens that one part leaves out stay out."""
-        kept = np.ones(boundary.count, bool)
+        stays = np.ones(boundary.count, bool)
         by = list[str]()
         shrinks = renumbers = False
         for part in self.parts:
-            mask = part.keep_mask(boundary) if kept.any() and boundary.layer in part.needs().cuts else None
+            mask = part.keep_mask(boundary) if stays.any() and boundary.layer in part.needs().cuts else None
             if mask is not None and not mask.all():
-                kept = kept & mask
+                stays = stays & mask
                 by.append(part.name)
                 shrinks = shrinks or not part.whole
                 renumbers = renumbers or part.renumbers
-        return Removal(kept, tuple(by), renumbers, shrinks and self.needs.shrinks is not None) if by else None
+        return Removal(stays, tuple(by), renumbers, shrinks and self.needs.shrinks is not None) if by else None
 
 
 R = TypeVar("R", bound=Reduction)

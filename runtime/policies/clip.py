@@ -39,11 +39,11 @@ class Clip(Reduction, Entry, ABC):
         if (frames := image.patches.of_frames()) is None:
             return None
         choose = self.begin(len(frames))
-        kept = np.empty(0, np.int64)
+        indices = np.empty(0, np.int64)
         window = self.at_once or len(frames)
         for first in range(0, len(frames), window):
-            kept = choose(image.hidden[frames[first : first + window]])
+            indices = choose(image.hidden[frames[first : first + window]])
         stays = np.ones(len(image), bool)  # also a newline behind the frames
         stays[frames] = False
-        stays[frames.ravel()[kept]] = True
+        stays[frames.ravel()[indices]] = True
         return np.flatnonzero(stays)

@@ -32,11 +32,11 @@ def read_rest(value: object) -> Rest:
     """The rest that a number, a share from 0 to 1, or the text "57" or "10%" means. Raises RequestError."""
     rest = value
     if isinstance(value, str) and (text := re.fullmatch(r"([0-9]{1,9})(\.[0-9]{1,9})?(%?)", value)):
-        whole, fraction, percent = text.groups()
+        digits, fraction, percent = text.groups()
         if percent:
-            rest = float(f"{whole}{fraction or ''}") / 100
+            rest = float(f"{digits}{fraction or ''}") / 100
         elif not fraction:
-            rest = int(whole)
+            rest = int(digits)
     if isinstance(rest, numbers.Integral) and not isinstance(rest, bool) and 0 <= int(rest) <= MAX_NUMBER:
         return int(rest)
     if isinstance(rest, float) and 0 <= rest <= 1:
@@ -245,9 +245,9 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     """The first of `needs` that the graphs lack, in words; empty if they have all."""
     graphs = manifest.dialects[dialect]
     firsts = {stage.first for stage in manifest.stages}
-    asked = {stage.last for stage in manifest.stages if stage.query}
+    scored = {stage.last for stage in manifest.stages if stage.query}
     cuts = sorted(set(needs.boundaries) - firsts)
-    queries = sorted(set(needs.scored) - asked)
+    queries = sorted(set(needs.scored) - scored)
     if cuts:
         return f"a cut before layer {', '.join(map(str, cuts))}"
     if queries:

@@ -85,8 +85,8 @@ def check_together(parts: Sequence[Reduction]) -> None:
     for part in parts:
         for name in entry.vision_inputs() if (entry := part.entry()) else ():
             if name in setting:
-                both = f"{setting[name]} and {part.name}"
-                raise RequestError(f"{both} both set {name}; leave one out, or give {name}={OFF}")
+                pair = f"{setting[name]} and {part.name}"
+                raise RequestError(f"{pair} both set {name}; leave one out, or give {name}={OFF}")
             setting[name] = part.name
     _check_patches(parts)
     for before, after in pairwise(parts):
@@ -112,10 +112,10 @@ def _check_patches(parts: Sequence[Reduction]) -> None:
 
 def _parse_part(text: str) -> Reduction:
     name, _, rest = (part.strip() for part in text.partition(":"))
-    known = kinds()
-    if name not in known:
-        raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(known)}, and none")
-    kind = known[name]
+    reductions = kinds()
+    if name not in reductions:
+        raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(reductions)}, and none")
+    kind = reductions[name]
     options: dict[str, Any] = {}
     fields = {option.name: option for option in options_of(cast(Any, kind))}
     for number, item in enumerate(rest.split(",") if rest else ()):

@@ -7,10 +7,10 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,45 +94,26 @@ class Guide:
             raise RequestError(f"{ways[0]} is for a schema; give one, or leave {ways[0]} out")
         if len(ways) > 1:
             raise RequestError("schema_in_prompt and fill are mutually exclusive; leave one out")
-        given = [name for name in BYTES if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise RequestError(f"{len(given)} of {', '.join(BYTES)} are given to guide an answer; give one")
-        value = getattr(self, given[0])
-        if self.schema is not None:
-            try:
-                schema = json.loads(self.schema) if isinstance(self.schema, str) else self.schema
-                value = json.dumps(schema, allow_nan=False)
-            except (ValueError, TypeError, RecursionError) as e:
-                raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80}); correct it") from e
-            if not isinstance(schema, Mapping | bool):
-                raise RequestError(f"the schema is {value:.40}; it must be a JSON object, true or false")
-            object.__setattr__(self, "schema", value)
-        elif self.choices is not None:
-            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-                raise RequestError(f"choices is {value!r:.40}; it must be a list of at least one string")
-            if len(value) > MAX_CHOICES:
-                raise RequestError(f"{len(value):,} choices are given, the limit is {MAX_CHOICES:,}; give fewer")
-            object.__setattr__(self, "choices", tuple(value))
-            for choice in value:
-                if not isinstance(choice, str) or choice != choice.lstrip():
-                    raise RequestError(
-                        f"the choice {choice!r:.40} is not a string without whitespace at its start; answers have none"
-                    )
-            if len(set(value)) < len(value):
-                raise RequestError("choices holds the same string twice; leave one out")
+        constraints = [name for name in BYTES if getattr(self, name) is not None]
+        if len(constraints) != 1:
+            raise RequestError(f"{len(constraints)} of {', '.join(BYTES)} are given to guide an answer; give one")
+        kind = constraints[0]
+        value = getattr(self, kind)
+        if kind in _READERS:
+            value = _READERS[kind](value)
+            object.__setattr__(self, kind, value)
+        if kind == "choices":
             value = "".join(value)
-        elif self.tools is not None:
-            tools = value if isinstance(value, Tools) else Tools(value)
-            object.__setattr__(self, "tools", tools)
-            value = tools.functions
+        elif kind == "tools":
+            value = value.functions
         if not isinstance(value, str):
-            raise RequestError(f"{given[0]} is {value!r:.40}; it must be a string")
+            raise RequestError(f"{kind} is {value!r:.40}; it must be a string")
         try:
             size = len(value.encode())
         except UnicodeEncodeError as e:
-            raise RequestError(f"{given[0]} holds half a surrogate pair at character {e.start}; leave it out") from e
-        if size > BYTES[given[0]]:
-            raise RequestError(f"{given[0]} has {size:,} bytes, the limit is {BYTES[given[0]]:,}; give a shorter one")
+            raise RequestError(f"{kind} holds half a surrogate pair at character {e.start}; leave it out") from e
+        if size > BYTES[kind]:
+            raise RequestError(f"{kind} has {size:,} bytes, the limit is {BYTES[kind]:,}; give a shorter one")
 
     @property
     def kind(self) -> str:
@@ -143,6 +124,41 @@ class Guide:
     def listed_tools(self) -> list[dict[str, Any]]:
         """The tools that the answer may call, as the template prints them."""
         return self.tools.listed if isinstance(self.tools, Tools) else []
+
+
+def _schema_text(schema: Schema) -> str:
+    """A schema as JSON text."""
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as e:
+        raise RequestError(f"the schema is not JSON ({' '.join(str(e).split()):.80}); correct it") from e
+    if not isinstance(value, Mapping | bool):
+        raise RequestError(f"the schema is {text:.40}; it must be a JSON object, true or false")
+    return text
+
+
+def _checked_choices(choices: object) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+        raise RequestError(f"choices is {choices!r:.40}; it must be a list of at least one string")
+    if len(choices) > MAX_CHOICES:
+        raise RequestError(f"{len(choices):,} choices are given, the limit is {MAX_CHOICES:,}; give fewer")
+    for choice in choices:
+        if not isinstance(choice, str) or choice != choice.lstrip():
+            raise RequestError(
+                f"the choice {choice!r:.40} is not a string without whitespace at its start; answers have none"
+            )
+    if len(set(choices)) < len(choices):
+        raise RequestError("choices holds the same string twice; leave one out")
+    return tuple(choices)
+
+
+def _tools(tools: Tools | Sequence[Mapping[str, Any]]) -> Tools:
+    return tools if isinstance(tools, Tools) else Tools(tools)
+
+
+# How the value of a constraint is read, where it may have several forms.
+_READERS: Mapping[str, Callable[[Any], Any]] = {"schema": _schema_text, "choices": _checked_choices, "tools": _tools}
 
 
 def of_gbnf(text: str) -> str:
@@ -323,34 +339,49 @@ def _check_work(kind: str, body: Mapping[str, Any]) -> None:
             schemas.append(json.JSONDecoder().raw_decode(grammar[start.end() :].lstrip())[0])
     remainders = 0.0
     for schema in schemas:
-        patterns = 0
-        multiples = {1.0}
-        combined = False
-        nodes = [schema]
-        while nodes:
-            node = nodes.pop()
-            nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-            if not isinstance(node, dict):
-                continue
-            patterns += sum(isinstance(node.get(key), str) for key in ("pattern", "format"))
-            multiple = node.get("multipleOf")
-            several = node.get("allOf")
-            if isinstance(multiple, int | float) and multiple > 0:
-                digits = re.sub(r"e.*|[.]", "", json.dumps(multiple))
-                multiples.add(max(float(multiple), float(digits)))
-            parts = [key in node for key in ("$ref", "anyOf", "oneOf")] + [any(key in node for key in OWN_KEYS)]
-            combined |= sum(parts) + (len(several) if isinstance(several, list) else 0) > 1
-        if combined and patterns > MAX_COMBINED:
+        work = _schema_work(schema)
+        if work.combined and work.patterns > MAX_COMBINED:
             raise RequestError(
-                f"{kind} has {patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
+                f"{kind} has {work.patterns} patterns and formats and combines some by allOf, anyOf or $ref; "
                 f"the limit is then {MAX_COMBINED}; simplify it"
             )
-        remainders += math.prod(multiples) if combined else sum(multiples) - 1
+        remainders += math.prod(work.multiples) if work.combined else sum(work.multiples) - 1
         if remainders > MAX_MULTIPLE:
             raise RequestError(
                 f"{kind} asks for multiples of {min(remainders, 1e15):,.0f}, the limit is {MAX_MULTIPLE:,}; "
                 "leave multipleOf out"
             )
+
+
+class _SchemaWork(NamedTuple):
+    """The work of compiling a schema: patterns, the remainders of multiples, and whether parts are combined."""
+
+    patterns: int
+    multiples: set[float]
+    combined: bool
+
+
+def _schema_work(schema: Any) -> _SchemaWork:
+    patterns = 0
+    multiples = {1.0}
+    combined = False
+    nodes = [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        if not isinstance(node, dict):
+            continue
+        nodes += node.values()
+        patterns += sum(isinstance(node.get(key), str) for key in ("pattern", "format"))
+        multiple = node.get("multipleOf")
+        several = node.get("allOf")
+        if isinstance(multiple, int | float) and multiple > 0:
+            digits = re.sub(r"e.*|[.]", "", json.dumps(multiple))
+            multiples.add(max(float(multiple), float(digits)))
+        parts = sum(key in node for key in ("$ref", "anyOf", "oneOf")) + any(key in node for key in OWN_KEYS)
+        combined |= parts + (len(several) if isinstance(several, list) else 0) > 1
+    return _SchemaWork(patterns, multiples, combined)
 
 
 def _line(error: str) -> str:

@@ -22,12 +22,12 @@ LABEL = 60  # characters
 def draw_boxes(picture: Image.Image | Video, boxes: Sequence[Box]) -> Image.Image:
     """The picture in its own size, with a frame and its label for each box."""
     assert isinstance(picture, Image.Image), "boxes are refused for videos"
-    drawn = to_rgb(picture).copy()
-    draw, thick = ImageDraw.Draw(drawn), max(1, max(drawn.size) // 400)
-    font = ImageFont.load_default(max(10, max(drawn.size) // LETTERS))
+    canvas = to_rgb(picture).copy()
+    draw, thick = ImageDraw.Draw(canvas), max(1, max(canvas.size) // 400)
+    font = ImageFont.load_default(max(10, max(canvas.size) // LETTERS))
     for number, box in enumerate(boxes):
         colour = COLOURS[number % len(COLOURS)]
-        last = drawn.width - 1, drawn.height - 1
+        last = canvas.width - 1, canvas.height - 1
         corners = [min(round(box.left), last[0]), min(round(box.top), last[1])]
         corners += [min(round(box.right), last[0]), min(round(box.bottom), last[1])]
         draw.rectangle(corners, outline=colour, width=thick)
@@ -35,4 +35,4 @@ def draw_boxes(picture: Image.Image | Video, boxes: Sequence[Box]) -> Image.Imag
             place = corners[0] + thick, corners[1] + thick
             draw.rectangle(draw.textbbox(place, label, font), fill=colour)
             draw.text(place, label, (255, 255, 255), font)
-    return drawn
+    return canvas

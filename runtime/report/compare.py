@@ -74,12 +74,12 @@ def compare(bundle: Bundle, first: str, second: str) -> Iterator[GraphDifference
         graph = graph_file(bundle.manifest, other.dialect, part)
         if part.kind == "score":  # one graph, run after each of several stages
             graph += f" after layer {bundle.manifest.stages[part.number].last}"
-        wanted = reference.run(part, inputs)
-        given = other.run(part, inputs)
+        expected = reference.run(part, inputs)
+        actual = other.run(part, inputs)
         outputs = list[TensorDifference]()
-        for name, want in wanted.items():
-            if name in given:
-                got = given[name]  # also for NaN, and other shapes
+        for name, want in expected.items():
+            if name in actual:
+                got = actual[name]  # also for NaN, and other shapes
                 difference = math.inf
                 if want.shape == got.shape and not np.isnan(largest := float(np.abs(want - got).max())):
                     difference = largest / max(1e-9, float(np.abs(want).max()))
@@ -121,19 +121,19 @@ def _cases(bundle: Bundle, reference: GraphSource, other: GraphSource) -> Iterat
     hidden[is_image] = features[: is_image.sum()]
     embedded = reference.run(GraphPart("embed"), text)
     hidden[~is_image] = embedded[names.HIDDEN]
-    given = dict[str, NDArray[np.float32]]()  # to stages, of each token in addition
-    for each in m.token_inputs:
-        name = names.token_input(each.name)
-        given[each.name] = np.zeros((len(ids), each.width), np.float32)
+    token_inputs = dict[str, NDArray[np.float32]]()  # to stages, of each token in addition
+    for declared in m.token_inputs:
+        name = names.token_input(declared.name)
+        token_inputs[declared.name] = np.zeros((len(ids), declared.width), np.float32)
         for outputs, tokens in ((image, is_image), (embedded, ~is_image)):
             if name in outputs:
-                given[each.name][tokens] = outputs[name][: tokens.sum()]
+                token_inputs[declared.name][tokens] = outputs[name][: tokens.sum()]
     suffix = hidden[np.flatnonzero(is_image)[-1] + 1 :]
     for number, stage in enumerate(m.stages):
         if stage.first in m.gates:
             question = hidden[len(hidden) - len(suffix) :]
             yield GraphPart("gate", stage.first), {names.HIDDEN: question}, limit
-        inputs = {names.HIDDEN: hidden} | {names.token_input(name): given[name] for name in stage.inputs}
+        inputs = {names.HIDDEN: hidden} | {names.token_input(name): token_inputs[name] for name in stage.inputs}
         yield GraphPart("stage", number), inputs, limit
         if stage.query:
             yield GraphPart("score", number), inputs, limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,12 +21,14 @@ from vtx.runtime.host.device import Device, recognise, swap
 from vtx.runtime.host.machine import available_memory, version
 from vtx.runtime.installing import install
 from vtx.runtime.precision import ARITHMETIC
-from vtx.runtime.report.golden import Check, check_golden, choice_limit, logits_limit
+from vtx.runtime.report.golden import QUESTION, Check, check_golden, choice_limit, golden_image, logits_limit
 from vtx.runtime.report.traces.compare import compare_traces
 from vtx.runtime.report.traces.files import read_index
 from vtx.runtime.report.traces.record import write_traces
 from vtx.runtime.units import Progress, counter, size
+from vtx.runtime.vision.preprocess import without_notes
 
+EXPECTED_TOKENS = 8  # of the answer whose time is told
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "safetensors", "huggingface-hub")
 
 
@@ -68,20 +70,55 @@ class MachineReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Expectation:
+    """The time of a question about a new picture, asked once on this device after the golden prompt.
+
+    `first_token_ms` runs from the question to its first token, picture included; `token_ms` is that of each further
+    one, None if the answer had no more.
+    """
+
+    k: int | None
+    prompt_tokens: int
+    image_tokens: int
+    first_token_ms: float
+    token_ms: float | None
+
+    @classmethod
+    def of(cls, model: Model) -> Expectation | None:
+        """None for a model that does not answer in text."""
+        if model.manifest.action is not None:
+            return None
+        with without_notes(), model.open(golden_image()) as image:
+            stats = image.ask(QUESTION, max_new_tokens=EXPECTED_TOKENS, temperature=0.0).stats
+        first = stats.timings_ms["first_token"]
+        return cls(stats.k, stats.prompt_tokens, stats.vision_tokens, first, stats.timings_ms.get("decode_per_token"))
+
+    def in_words(self) -> str:
+        further = "" if self.token_ms is None else f", {self.token_ms:.1f} ms for each further one"
+        return (
+            f"expected here: {self.first_token_ms:.0f} ms to the first token of a question about a new picture, of "
+            f"{self.prompt_tokens} tokens ({self.image_tokens} of the picture) at K = {self.k or 'none'}{further}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BundleReport:
-    """One bundle computed again: the device, and each comparison with the record of its export."""
+    """One bundle computed again: the device, the reason for it, and each comparison with the record of its export."""
 
     bundle: str
     files: int
     device: str
     compute: str
+    why: str
     checks: tuple[Check, ...]
+    expected: Expectation | None = None
+    unasked: str | None = None  # the reason why its default question cannot be asked
 
     @classmethod
     def of(cls, model: Model, checks: Iterable[Check]) -> BundleReport:
         bundle = str(model.bundle.folder)
         files = len(model.manifest.files)
-        return cls(bundle, files, model.backend.device, model.backend.compute, tuple(checks))
+        return cls(bundle, files, model.backend.device, model.backend.compute, model.loaded.why, tuple(checks))
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -172,5 +209,12 @@ def check_traces(
 
 
 def check_bundle(folder: str, device: str, compute: str | None, require_signature: Path | None = None) -> BundleReport:
+    """A bundle's golden vectors on a device, and, if they are met, the time of a question there."""
     model = load(folder, device=device, compute=compute, require_signature=require_signature)
-    return BundleReport.of(model, check_golden(model))
+    report = BundleReport.of(model, check_golden(model))
+    if report.failed:
+        return report
+    try:
+        return replace(report, expected=Expectation.of(model))
+    except RequestError as e:  # such as a picture beyond the context
+        return replace(report, unasked=str(e))

@@ -79,8 +79,8 @@ def key_of(k: int | None) -> str:
 def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODED_TOKENS) -> NDArray[np.int64]:
     """The golden prompt's ids for the decoder: of the image's tokens only the first `count`."""
     is_vision = ids == image_token_id
-    kept: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= count)]
-    return kept
+    remaining: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= count)]
+    return remaining
 
 
 def bounded_prompt(ids: Ids, image_token_id: int, encode: Callable[[], ImageTokens] | None) -> Prompt:
@@ -156,9 +156,9 @@ def check_golden(model: Model) -> Iterator[Check]:
     if manifest.action is not None:
         for k in (None, *manifest.variants):
             acting = Acting(model.backend, manifest)
-            given = acting.prompt(prompt.ids, encoded.hidden[:DECODED_TOKENS], k, "golden", no_check)
-            found = acting.steps(given, len(prompt.ids), stored[STATE], stored[NOISE], manifest.action.steps)
-            yield Check(f"actions at K = {k or 'none'}", _distance(found, stored[actions_key(k)]), limit)
+            slots = acting.prompt(prompt.ids, encoded.hidden[:DECODED_TOKENS], k, "golden", no_check)
+            actions = acting.steps(slots, len(prompt.ids), stored[STATE], stored[NOISE], manifest.action.steps)
+            yield Check(f"actions at K = {k or 'none'}", _distance(actions, stored[actions_key(k)]), limit)
         return
     for k in (None, *manifest.variants):
         session = Session(model.backend, manifest)

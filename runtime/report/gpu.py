@@ -59,10 +59,10 @@ def use_driver(number: int = 0) -> dict[str, Any]:
         half = np.empty_like(NUMBERS)
         cuda.copy_out(half, to.address)
         cuda.wait()
-        told = cuda.pinned((1,), np.int64)
+        count = cuda.pinned((1,), np.int64)
         out = cuda.pinned((1,), np.int64)
-        graph = cuda.record(partial(_echo, cuda, source.address, told, out))
-        told[0] = 7
+        graph = cuda.record(partial(_echo, cuda, source.address, count, out))
+        count[0] = 7
         if graph is not None:
             graph.launch()
         cuda.wait()

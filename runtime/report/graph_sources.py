@@ -16,7 +16,7 @@ scales.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -31,7 +31,7 @@ from vtx.runtime.backends.ort.library import check_opset, check_release, load_on
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.graphs import DELTA_RUN
-from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.host.machine import cores
@@ -139,57 +139,73 @@ class DialectSource:
         return outputs
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """A stage's outputs for a prompt in one chunk, with caches that are empty before it."""
         stage = self._manifest.stages[number]
+        model = self._manifest.model
         count = len(inputs[names.HIDDEN])
+        sources = () if stage.keeps else model.sources(stage.first, stage.last)
+        feeds = {**inputs, **self._positions(count), **self._rope, **self._caches(stage, sources, count)}
+        for name, value in self._slot_numbers(sources, count).items():
+            feeds[name] = np.array([value], np.int32)
+        if self._scales:
+            for layer in stage.cached or sources:
+                for name in (names.key_scale(layer), names.value_scale(layer)):
+                    feeds[name] = self._scales[name]
+        outputs = self._session_run(self._graphs.stages[number], feeds)
+        for layer in {*stage.cached} & {*model.sources(model.shared or 1, model.layers)}:
+            self._shared[names.past_key(layer)] = outputs[names.present_key(layer)]
+            self._shared[names.past_value(layer)] = outputs[names.present_value(layer)]
+        return outputs
+
+    def _caches(self, stage: StageSpec, sources: Sequence[int], count: int) -> dict[str, NDArray[Any]]:
+        """A stage's inputs from caches before a prompt of `count` tokens: its own are empty."""
         model = self._manifest.model
         slots = count if self.dialect in names.IN_PLACE else 0
         heads = model.kv_heads
         sizes = (slots, heads) if self.dialect in names.TENSORRT else (heads, slots)
-        past = (names.past_key, names.past_value)
-        present = (names.present_key, names.present_value)
-        sources = () if stage.keeps else model.sources(stage.first, stage.last)
-        caches = {
-            name(n): np.zeros((1, *sizes, model.heads_of(n)), self._kv_type) for n in stage.cached for name in past
-        }
-        caches |= {name(n): self._shared[name(n)] for n in sources for name in past}
-        if stage.stateful:  # none before the first token; the one after the last is compared
-            caches[names.STATE] = np.zeros((len(stage.stateful), 1, model.state_numbers), np.float32)
-            caches[names.STATE_ENDS] = np.array([count], np.int64)
-            if model.delta is not None and self.dialect in names.TENSORRT and count > DELTA_RUN:
-                raise BundleError(
-                    f"the golden prompt has {count} tokens, the {self.dialect!r} graphs of this model take {DELTA_RUN} "
-                    "at once; compare with the device: --compare ort,tensorrt"
-                )
-        slot_numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
-        told = {name: slot_numbers[name] for name in names.SLOTS[self.dialect]}
-        if sources:
-            told = {names.source_slot(n): count - 1 for n in sources if told}
-        numbers = {name: np.array([value], np.int32) for name, value in told.items()}
-        scales = {
-            name(n): self._scales[name(n)]
-            for n in stage.cached or sources
-            if self._scales
-            for name in (names.key_scale, names.value_scale)
-        }
+        caches = dict[str, NDArray[Any]]()
+        for layer in stage.cached:
+            for name in (names.past_key(layer), names.past_value(layer)):
+                caches[name] = np.zeros((1, *sizes, model.heads_of(layer)), self._kv_type)
+        for layer in sources:
+            for name in (names.past_key(layer), names.past_value(layer)):
+                caches[name] = self._shared[name]
+        if not stage.stateful:
+            return caches
+        if model.delta is not None and self.dialect in names.TENSORRT and count > DELTA_RUN:
+            raise BundleError(
+                f"the golden prompt has {count} tokens, the {self.dialect!r} graphs of this model take {DELTA_RUN} "
+                "at once; compare with the device: --compare ort,tensorrt"
+            )
+        caches[names.STATE] = np.zeros((len(stage.stateful), 1, model.state_numbers), np.float32)
+        caches[names.STATE_ENDS] = np.array([count], np.int64)  # the state after the last token is compared
+        return caches
+
+    def _slot_numbers(self, sources: Sequence[int], count: int) -> dict[str, int]:
+        """The inputs of a stage that number its slots, or those of the layers that it reads."""
+        numbers = {names.LAST_SLOT: count - 1, names.TOTAL_SLOTS: count}
+        inputs = names.SLOTS[self.dialect]
+        if sources and inputs:
+            return {names.source_slot(layer): count - 1 for layer in sources}
+        return {name: numbers[name] for name in inputs}
+
+    def _positions(self, count: int) -> dict[str, NDArray[Any]]:
+        """The inputs of a stage that tell the positions of a prompt's tokens, and what each sees."""
+        model = self._manifest.model
         positions = {names.POSITIONS: np.arange(count)[None]}
         if model.two_way:
             positions[names.SEEN_SLOTS] = np.arange(1, count + 1)[None]
         if model.sliding is not None:
             positions[names.FIRST_SLOT] = np.maximum(np.arange(count) - model.sliding.window + 1, 0)[None]
-        outputs = self._session_run(
-            self._graphs.stages[number], {**inputs, **positions, **self._rope, **caches, **numbers, **scales}
-        )
-        for n in {*stage.cached} & {*model.sources(model.shared or 1, model.layers)}:
-            self._shared |= {kept(n): outputs[given(n)] for kept, given in zip(past, present, strict=True)}
-        return outputs
+        return positions
 
     def _session_run(self, graph: str, inputs: Tensors) -> dict[str, NDArray[Any]]:
         try:
             options = session_options(self._ort, cores())
             path = os.fspath(self._bundle.path(graph))
             session = self._ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            wanted = [output.name for output in session.get_outputs()]
-            return dict(zip(wanted, session.run(wanted, dict(inputs)), strict=True))
+            outputs = [output.name for output in session.get_outputs()]
+            return dict(zip(outputs, session.run(outputs, dict(inputs)), strict=True))
         except Exception as e:
             raise BundleError(f"onnxruntime cannot run {graph}: {' '.join(str(e).split())[:300]}") from e
 

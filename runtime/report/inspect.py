@@ -72,12 +72,15 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 
 def fidelity_lines(manifest: Manifest) -> list[str]:
-    """The cost of integer weights and of narrower arithmetic as an export measured it; empty if it did not."""
+    """The bits of mixed weights, and what integer weights and narrower arithmetic cost, as far as an export says it."""
+    lines = list[str]()
+    mixed = manifest.record.get("mixed")
+    if isinstance(mixed, dict) and isinstance(wider := mixed.get("int8"), list):
+        lines.append(f"weights: {mixed.get('bits')} bits in the mean of the decoder's; int8: {len(wider)} matrices")
     measured = manifest.record.get("arithmetic")
     own = measured.get("f32") if isinstance(measured, dict) else None
     if not isinstance(measured, dict) or not isinstance(own, dict):
-        return []
-    lines = list[str]()
+        return lines
     tokens = measured.get("tokens")
     if measured.get("reference") == "the checkpoint":
         lines.append(f"quality: {_divergence(own)}, over {tokens} tokens of its answers, beside the checkpoint")

@@ -57,22 +57,22 @@ def draw_tokens(
     """One row for each question and image: the image as the tower sees it, lit where a token is left after each cut."""
     side = manifest.model.tower.grid
     rows = list[tuple[str, list[Panel]]]()
-    shown = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
-    for question, report in shown:
+    reductions = [(q, stats.reduced) for q, stats in zip(questions, answers, strict=True) if stats.reduced is not None]
+    for question, report in reductions:
         for number, picture in enumerate(pictures):
             values = picture.pixels.transpose(1, 2, 0) * np.array(manifest.image.std) + np.array(manifest.image.mean)
             pixels: NDArray[np.float64] = (values / manifest.image.rescale).clip(0, 255)  # as the tower sees them
             entered = len(report.kept[0].patches[number])
             merged = len(report.merged[number])
-            whole = set(range(side**2)) <= set(report.kept[0].patches[number])  # its first panel is the image itself
-            panels: list[Panel] = [] if whole else [("the image", _enlarged(pixels))]
-            for kept in report.kept:
-                caption = f"layer {kept.layer}: {len(kept.patches[number])} of {entered} ({kept.by})"
-                if kept.layer == 1:
+            covers = set(range(side**2)) <= set(report.kept[0].patches[number])  # its first panel is the image itself
+            panels: list[Panel] = [] if covers else [("the image", _enlarged(pixels))]
+            for remainder in report.kept:
+                caption = f"layer {remainder.layer}: {len(remainder.patches[number])} of {entered} ({remainder.by})"
+                if remainder.layer == 1:
                     caption = f"{entered} tokens enter" + (f", {merged} merged" if merged else "")
-                panels.append((caption, _panel(pixels, side, report, kept, number)))
+                panels.append((caption, _panel(pixels, side, report, remainder, number)))
             rows.append((question if len(pictures) == 1 else f"image {number + 1}: {question}", panels))
-    reports = [report for _, report in shown]
+    reports = [report for _, report in reductions]
     return _sheet(rows, _legend(any(map(any, (r.merged for r in reports))), any(map(any, (r.keys for r in reports)))))
 
 
@@ -124,23 +124,23 @@ def _sheet(rows: Sequence[tuple[str, Sequence[Panel]]], legend: Image.Image) -> 
         top = MARGIN + number * height
         _write(sheet, (MARGIN, top), title, TEXT, sheet.width - 2 * MARGIN)
         for column, (caption, image) in enumerate(panels):
-            left = MARGIN + column * width
-            _write(sheet, (left, top + HEADER), caption, SMALL, image.width)
+            x0 = MARGIN + column * width
+            _write(sheet, (x0, top + HEADER), caption, SMALL, image.width)
             y = top + HEADER + CAPTION
-            sheet.paste(image, (left, y))
-            ImageDraw.Draw(sheet).rectangle((left - 1, y - 1, left + image.width, y + image.height), outline=EDGE)
+            sheet.paste(image, (x0, y))
+            ImageDraw.Draw(sheet).rectangle((x0 - 1, y - 1, x0 + image.width, y + image.height), outline=EDGE)
     sheet.paste(legend, (MARGIN, sheet.height - LEGEND - MARGIN))
     return sheet
 
 
 def _legend(merged: bool, keys: bool) -> Image.Image:
     entries = {"lit: goes on": True, "dark: left out": True, "merged window": merged, "key token": keys}
-    shown = [label for label, there in entries.items() if there]
+    labels = [label for label, there in entries.items() if there]
     step = 190
     square = LEGEND - 8
-    image = Image.new("RGB", (step * len(shown), LEGEND), "white")
+    image = Image.new("RGB", (step * len(labels), LEGEND), "white")
     draw = ImageDraw.Draw(image)
-    for number, label in enumerate(shown):
+    for number, label in enumerate(labels):
         x = number * step
         light = 215 if label != "dark: left out" else round(215 * DIMMED)
         draw.rectangle((x, 0, x + square, square), fill=(light, light, light))

@@ -59,8 +59,8 @@ class Batching:
         backend = self._backend
         if self.obstacle is not None or not batches(backend) or len(streams) < 2:
             return
-        with ExitStack() as held:
-            paused = [held.enter_context(stream.paused()) for stream in streams]
+        with ExitStack() as locks:
+            paused = [locks.enter_context(stream.paused()) for stream in streams]
             sessions = [session for session in paused if session is not None]
             if not backend.runs_of_each:
                 sessions = [session for session in sessions if len(session.to_run) == 1]

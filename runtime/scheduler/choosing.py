@@ -72,16 +72,16 @@ class Chooser:
         A method without a measurement is judged by its FLOPs, beside those that have one.
         """
         with self._lock:
-            known = self._prompt.get(method)
-            if known is None and self._prompt:
+            rate = self._prompt.get(method)
+            if rate is None and self._prompt:
                 rates = [seconds * method.flops / max(1.0, other.flops) for other, seconds in self._prompt.items()]
-                known = sum(rates) / len(rates)
-        return None if known is None else known * fresh
+                rate = sum(rates) / len(rates)
+        return None if rate is None else rate * fresh
 
     def quickest(self, fresh: int) -> float | None:
         """The expected seconds to the first token by the quickest method."""
-        known = [seconds for method in self.methods if (seconds := self.prompt_seconds(method, fresh)) is not None]
-        return min(known, default=None)
+        times = [seconds for method in self.methods if (seconds := self.prompt_seconds(method, fresh)) is not None]
+        return min(times, default=None)
 
     def choose(self, fresh: int, tokens: int, left: float, room: float = math.inf) -> Chosen:
         """The most accurate method by which an answer of at most `tokens` ends in `left` seconds, else the quickest.
@@ -92,21 +92,21 @@ class Chooser:
         best = self.methods[0].figure
         further = (self._token or 0.0) * max(0.0, min(tokens, self._tokens or tokens) - 1)
         expected = {method: self.prompt_seconds(method, fresh) for method in self.methods}
-        known = {method: seconds for method, seconds in expected.items() if seconds is not None}
-        if not known:
+        times = {method: seconds for method, seconds in expected.items() if seconds is not None}
+        if not times:
             return Chosen(self.methods[0], f"{_ms(left)} left; nothing has been measured yet", best)
-        for method, seconds in known.items():
+        for method, seconds in times.items():
             if seconds + further <= left and seconds <= room:
-                return Chosen(method, self._why(method, known, further, left, room), best)
-        method = min(known, key=lambda method: (known[method], -method.figure))
-        why = self._why(method, known, further, left, room)
+                return Chosen(method, self._why(method, times, further, left, room), best)
+        method = min(times, key=lambda method: (times[method], -method.figure))
+        why = self._why(method, times, further, left, room)
         return Chosen(method, f"{why}; none makes it, this is the quickest", best)
 
     def _why(self, method: Allowed, known: dict[Allowed, float], further: float, left: float, room: float) -> str:
         best = self.methods[0]
-        others = f", {_ms(max(0.0, room))} of them for the prompt, as others wait" if room < left else ""
+        queueing = f", {_ms(max(0.0, room))} of them for the prompt, as others wait" if room < left else ""
         slower = "" if method is best else f"{best.name} takes about {_ms(known[best] + further)}, "
-        return f"{_ms(left)} left{others}; {slower}{method.name} about {_ms(known[method] + further)}"
+        return f"{_ms(left)} left{queueing}; {slower}{method.name} about {_ms(known[method] + further)}"
 
 
 def read_allowed(path: Path, most_drop: float) -> tuple[str, list[Allowed]]:

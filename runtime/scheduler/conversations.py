@@ -64,36 +64,39 @@ class ConversationPool:
         not free.
         """
         self._check_free(needed)
-        conversation = None
-        best = 0
-        keys = _keys(images)
-        of_tenant = [kept for kept in self._kept if kept.tenant == tenant]
-        for kept in of_tenant:
-            agreed, held = kept.agreement(ids)
-            # One that agrees in less than half of what it holds is left for the request that continues it.
-            if _keys(kept.images) == keys and agreed > best and 2 * agreed >= held:
-                conversation = kept
-                best = agreed
-        if conversation is None:
-            self.misses += 1
-            before = _keys(instead_of)
-            former = next((kept for kept in reversed(of_tenant) if before and _keys(kept.images) == before), None)
-            if former is not None:
-                self._kept.remove(former)
-                former.replace_prepared(tuple(images))
-            conversation = former or Conversation(self._loaded, tuple(images), prefix_file=prefix_file, tenant=tenant)
-            is_image = ids == self._loaded.manifest.text.image_token_id
-            prefix = int(np.flatnonzero(is_image)[-1]) + 1 if is_image.any() else 0
-            for other in [*(each for each, _ in self._leased), *self._kept] if prefix and former is None else ():
-                if other.tenant == tenant and _keys(other.images) == keys and other.agreement(ids)[0] >= prefix:
-                    conversation.share_prefix(other)
-                    break
-        else:
+        of_tenant = [conversation for conversation in self._kept if conversation.tenant == tenant]
+        conversation = _nearest(of_tenant, _keys(images), ids)
+        if conversation is not None:
             self.hits += 1
             self._kept.remove(conversation)
+        else:
+            self.misses += 1
+            before = _keys(instead_of)
+            for former in reversed(of_tenant):
+                if before and _keys(former.images) == before:
+                    self._kept.remove(former)
+                    former.replace_prepared(tuple(images))
+                    conversation = former
+                    break
+            else:
+                conversation = Conversation(self._loaded, tuple(images), prefix_file=prefix_file, tenant=tenant)
+                self._share_prefix(conversation, ids)
         self._leased.append((conversation, needed))
         self._evict()
         return conversation
+
+    def _share_prefix(self, conversation: Conversation, ids: NDArray[np.int64]) -> None:
+        """Let a new conversation begin with the prefix of another one of its tenant about the same images."""
+        is_image = ids == self._loaded.manifest.text.image_token_id
+        if not is_image.any():
+            return
+        prefix = int(np.flatnonzero(is_image)[-1]) + 1
+        keys = _keys(conversation.images)
+        for other in [*(leased for leased, _ in self._leased), *self._kept]:
+            same = other.tenant == conversation.tenant and _keys(other.images) == keys
+            if same and other.agreement(ids)[0] >= prefix:
+                conversation.share_prefix(other)
+                return
 
     def lease_unshared(self, images: Sequence[PreparedImage], *, needed: int = 0, tenant: str = "") -> Conversation:
         """A new conversation, which finds no image encoded. Raises NoMemoryError as `lease` does."""
@@ -126,13 +129,15 @@ class ConversationPool:
     @property
     def _in_use(self) -> int:
         """Bytes of the conversations in use, at the end of their answers."""
-        return sum(each.cache_bytes + max(0, most - each.kv_bytes) for each, most in self._leased)
+        return sum(
+            conversation.cache_bytes + max(0, most - conversation.kv_bytes) for conversation, most in self._leased
+        )
 
     def _free(self, needed: int) -> bool:
         """Drop kept conversations until this much memory is free beside what those in use may yet take."""
         if not self._in_host_memory:
             return True
-        needed += sum(max(0, most - each.kv_bytes) for each, most in self._leased)
+        needed += sum(max(0, most - conversation.kv_bytes) for conversation, most in self._leased)
         while needed and (free := available_memory()) is not None and needed > free:
             if not self._kept:
                 return False
@@ -156,7 +161,9 @@ class ConversationPool:
 
     def _drop(self, *, many: bool = False) -> None:
         """Drop a kept conversation: of the tenant with the most bytes, or if there are too `many`, with the most."""
-        entries = [(kept, kept.tenant, 1 if many else kept.cache_bytes) for kept in self._kept]
+        entries = [
+            (conversation, conversation.tenant, 1 if many else conversation.cache_bytes) for conversation in self._kept
+        ]
         dropped = next_dropped(entries)
         self.kept_bytes -= dropped.cache_bytes
         self._kept.remove(dropped)
@@ -165,3 +172,18 @@ class ConversationPool:
 
 def _keys(images: Sequence[PreparedImage]) -> list[str]:
     return [image.key for image in images]
+
+
+def _nearest(conversations: Sequence[Conversation], keys: Sequence[str], ids: NDArray[np.int64]) -> Conversation | None:
+    """The conversation about the images `keys` that agrees with most of `ids`.
+
+    One that agrees in less than half of what it holds is left for the request that continues it.
+    """
+    nearest = None
+    most = 0
+    for conversation in conversations:
+        agreed, length = conversation.agreement(ids)
+        if _keys(conversation.images) == keys and agreed > most and 2 * agreed >= length:
+            nearest = conversation
+            most = agreed
+    return nearest

@@ -171,9 +171,9 @@ class Engine:
         """
         leased = list[Conversation]()
         chooser = self._chooser if asked.adapts and asked.images else None
-        chosen = list[Chosen]()
+        methods = list[Chosen]()
         fresh = len(asked.ids)
-        needed = self._kv_bytes(asked, adapts=chooser is not None)
+        kv_bytes = self._kv_bytes(asked, adapts=chooser is not None)
 
         def begin() -> AnswerStream:
             nonlocal fresh
@@ -184,28 +184,28 @@ class Engine:
                 images = EncodedImages(loaded.backend, asked.images[-1:], self.images, self.tiles, asked.tenant)
                 if asked.stands(images.encoded(asked.images[-1], policy.entries, self.scheduler.heartbeat.beat)):
                     raise StandsError
-            if asked.reuse:
+            if asked.reuse and asked.settings.options.prompt_logprobs is None:
                 conversation = self.pool.lease(
                     asked.images,
                     asked.ids,
                     instead_of=asked.instead_of,
                     prefix_file=asked.prefix_file,
-                    needed=needed,
+                    needed=kv_bytes,
                     tenant=asked.tenant,
                 )
             else:
-                conversation = self.pool.lease_unshared(asked.images, needed=needed, tenant=asked.tenant)
+                conversation = self.pool.lease_unshared(asked.images, needed=kv_bytes, tenant=asked.tenant)
             leased.append(conversation)
             try:
                 settings = asked.settings
-                left = max(1e-3, ends_at - job.begun)
-                if left < math.inf:
-                    settings = replace(settings, options=replace(settings.options, timeout=left))
+                seconds = max(1e-3, ends_at - job.begun)
+                if seconds < math.inf:
+                    settings = replace(settings, options=replace(settings.options, timeout=seconds))
                 if chooser is not None:
                     fresh = max(1, fresh - leased[0].agreement(asked.ids)[0])
-                    chosen.append(chooser.choose(fresh, settings.options.max_new_tokens, left, job.room))
-                    settings = replace(settings, k=chosen[0].method.k, reduce=chosen[0].method.reduce)
-                    choosing(chosen[0])
+                    methods.append(chooser.choose(fresh, settings.options.max_new_tokens, seconds, job.room))
+                    settings = replace(settings, k=methods[0].method.k, reduce=methods[0].method.reduce)
+                    choosing(methods[0])
                 stream = leased[0].stream_messages(asked.messages, settings, resume=True)
                 if self.batching.joins_prompts:
                     stream.join_prompts()
@@ -218,8 +218,8 @@ class Engine:
             self.pool.give_back(leased.pop(), keep=keep)
 
         def emitting(event: Event) -> None:
-            if chooser is not None and chosen and isinstance(event, Done):
-                chooser.measured(chosen[0].method, fresh, event.answer)
+            if chooser is not None and methods and isinstance(event, Done):
+                chooser.measured(methods[0].method, fresh, event.answer)
             emit(event)
 
         job = Job(
@@ -231,7 +231,7 @@ class Engine:
             limit=limit,
             priority=asked.settings.options.priority,
             tokens=asked.settings.options.max_new_tokens,
-            fits=partial(self.pool.fits, needed),
+            fits=partial(self.pool.fits, kv_bytes),
         )
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))
@@ -268,14 +268,16 @@ class Engine:
         try:
             while True:
                 while reading and len(running) < most:
-                    if (read := next(source, None)) is None:
+                    if (entry := next(source, None)) is None:
                         reading = False
                         break
-                    tag, asked = read
-                    if isinstance(asked, Exception):
-                        yield tag, asked
+                    tag, questions = entry
+                    if isinstance(questions, Exception):
+                        yield tag, questions
                         continue
-                    jobs = [self.job(each, partial(emit, tag, number, turn)) for turn, each in enumerate(asked)]
+                    jobs = [
+                        self.job(question, partial(emit, tag, number, turn)) for turn, question in enumerate(questions)
+                    ]
                     running[number] = tag, jobs, [None] * len(jobs)
                     for job in jobs:
                         self.scheduler.submit(job)
@@ -296,10 +298,10 @@ class Engine:
 
     def ask(self, asked: AnswerRequest) -> Answer:
         """The answer to one request, next to those that other threads ask for. Raises what ended it."""
-        [(_, found)] = self.answers([(None, [asked])])
-        if isinstance(found, Exception):
-            raise found
-        return found[0]
+        [(_, result)] = self.answers([(None, [asked])])
+        if isinstance(result, Exception):
+            raise result
+        return result[0]
 
     def _kv_bytes(self, asked: AnswerRequest, *, adapts: bool) -> int:
         """Bytes of K and V of a whole prompt and its longest answer, without image tokens behind a fixed K."""

@@ -31,6 +31,7 @@ ABSENT = (
     "reasoning_effort",
     "chat_template_kwargs",
     "timings_per_token",
+    "prompt_logprobs",
     *NAMES,
 )
 REASONS = {

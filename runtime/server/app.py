@@ -26,6 +26,7 @@ from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.listing import Listing
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.resuming import Resumable
 from vtx.runtime.server.tracing import Tracing
 from vtx.runtime.server.watchdog import Watchdog
 
@@ -113,7 +114,8 @@ def make_app(
         lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
     )
-    logged = Versioned(AccessLog(Guard(app, keys, local_hosts=local_hosts), access, as_json=access_json), app.routes)
+    guarded = Guard(Resumable(app, limits), keys, local_hosts=local_hosts)
+    logged = Versioned(AccessLog(guarded, access, as_json=access_json), app.routes)
     if not origins:
         return logged
     return CORSMiddleware(

@@ -358,7 +358,7 @@ class Endpoints:
             chat = request.chat = prepared.chat
             self._uploads.forget(request.upload)
             notes = {**chat.notes}
-            objects = endpoint.objects(replace(chat, notes=notes), engine.model, len(prepared.ids[0]))
+            objects = endpoint.objects(replace(chat, notes=notes), engine.model, prepared.ids)
             async with aclosing(_events(engine, prepared, request, notes)) as events:
                 answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
         times_begun = [job.begun for job in place.jobs]

@@ -19,7 +19,7 @@ from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.card import read_card
 from vtx.runtime.bundle.seal import PublicKey
-from vtx.runtime.errors import DeviceError, RequestError, VtxError
+from vtx.runtime.errors import BundleError, DeviceError, RequestError, VtxError
 from vtx.runtime.policies import parse
 from vtx.runtime.scheduler.choosing import Chooser
 from vtx.runtime.scheduler.engine import Engine
@@ -122,10 +122,13 @@ class Engines:
             known = self._aliases.get(given, given)
             if known in self._bundles:
                 return known
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> Refusal:
         problem = f"there is no model {name[:80]!r}" if name else "the request has no model"
-        raise Refusal(
+        return Refusal(
             404,
-            f"{problem}; this server has {', '.join([*self._bundles, *self._aliases])}",
+            f"{problem}; this server has {', '.join([*self._bundles, *self._aliases]) or 'none'}",
             code="model_not_found",
             param="model",
         )
@@ -149,6 +152,8 @@ class Engines:
             engine = self.acquire_loaded(name)
             if engine is not None:
                 return engine
+            if name not in self._bundles:  # removed since it was named
+                raise self._unknown(name)
             self._make_room(name, self._needed[name])
             engine = self._opened(name, self._load(Path(self._bundles[name].folder)))
             engine.users = 1
@@ -163,45 +168,76 @@ class Engines:
         old one. What fails leaves the old one in its place. May take long.
         """
         told = []
-        for name, old in list(self._bundles.items()):
+        for name, bundle in list(self._bundles.items()):
             try:
-                with self._loading:
-                    if self.closed:
-                        raise shutting_down()
-                    bundle = Bundle.open(old.folder, key=self._key)
-                    served = self._loaded.get(name)
-                    refitted = served is not None and served.model.loaded.card != read_card(bundle)
-                    if bundle.manifest == old.manifest and not refitted:
-                        told.append(f"{name} is unchanged")
-                        continue
-                    needed = self._needs(name, bundle)
-                    engine = None
-                    replaced = self._loaded.get(name)
-                    if replaced is not None:
-                        self._make_room(name, needed)
-                        model = self._load(Path(bundle.folder))
-                        try:
-                            self._verify(model)
-                            engine = self._opened(name, model)
-                        except BaseException:
-                            model.close()
-                            raise
-                    with self._lock:
-                        self._bundles[name], self._needed[name] = bundle, needed
-                        if engine is not None:
-                            self._replaced.append(self._loaded[name])
-                            self._loaded[name] = engine
-                told.append(f"{name} was replaced")
-                if replaced is not None:
-                    while replaced.users and not self.closed:
-                        time.sleep(LOOK_SECONDS)
-                    with self._lock:
-                        self._replaced.remove(replaced)
-                        self._count(replaced)
-                    close(replaced)
+                replaced = self.replace(name, Path(bundle.folder))
+                told.append(f"{name} was replaced" if replaced else f"{name} is unchanged")
             except (VtxError, OSError, MemoryError) as e:
                 told.append(f"{name} was not replaced: {e}")
+        self.retire()
         return told
+
+    def replace(self, name: str, folder: Path, *, whole: bool = False) -> bool:
+        """Serve the bundle of a folder under this name, in the place of what it was; False if it is the same.
+
+        `whole`: each of its files is hashed first. Answers that run end with the old one, which `retire` closes. Raises
+        VtxError, OSError or MemoryError, and changes nothing.
+        """
+        with self._loading:
+            if self.closed:
+                raise shutting_down()
+            bundle = Bundle.open(folder, key=self._key)
+            old = self._bundles.get(name)
+            served = self._loaded.get(name)
+            refitted = served is not None and served.model.loaded.card != read_card(bundle)
+            if old is not None and bundle.manifest == old.manifest and not refitted:
+                return False
+            damage = [problem for _, problem in bundle.verify() if problem is not None] if whole else []
+            if damage:
+                raise BundleError(damage[0])
+            needed = self._needs(name, bundle)
+            engine = self._beside(name, bundle, needed) if served is not None else None
+            with self._lock:
+                # Whole new mappings, since other threads may read the old ones.
+                self._bundles = {**self._bundles, name: bundle}
+                self._needed = {**self._needed, name: needed}
+                if engine is not None:
+                    self._replaced.append(self._loaded[name])
+                    self._loaded[name] = engine
+            return True
+
+    def remove(self, name: str) -> None:
+        """Serve the bundle of this name no more. Answers that run end, and `retire` closes it."""
+        with self._loading, self._lock:
+            self._bundles = {other: bundle for other, bundle in self._bundles.items() if other != name}
+            engine = self._loaded.pop(name, None)
+            if engine is not None:
+                self._replaced.append(engine)
+
+    def retire(self, *, wait: bool = True) -> None:
+        """Close engines that are replaced or removed, once their last answers have ended; without `wait` those idle."""
+        with self._lock:
+            replaced = list(self._replaced)
+        for engine in replaced:
+            while wait and engine.users and not self.closed:
+                time.sleep(LOOK_SECONDS)
+            with self._lock:
+                if engine not in self._replaced or (engine.users and not self.closed):
+                    continue
+                self._replaced.remove(engine)
+                self._count(engine)
+            close(engine)
+
+    def _beside(self, name: str, bundle: Bundle, needed: int) -> Engine:
+        """An engine of this bundle, verified, beside the one of the same name."""
+        self._make_room(name, needed)
+        model = self._load(Path(bundle.folder))
+        try:
+            self._verify(model)
+            return self._opened(name, model)
+        except BaseException:
+            model.close()
+            raise
 
     def _needs(self, name: str, bundle: Bundle) -> int:
         try:
@@ -262,6 +298,7 @@ class Engines:
             for engine in self.loaded:
                 close(engine)
             self._loaded.clear()
+            self.retire()
 
     def silences(self) -> dict[str, float]:
         """Seconds since the last sign of life of each loaded model's thread, by name."""

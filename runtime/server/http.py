@@ -28,11 +28,11 @@ def header(scope: Scope, name: bytes) -> str:
 async def read_json_body(
     scope: Scope, receive: Receive, limits: Limits, hold: Callable[[int], bool] = lambda _: True
 ) -> bytearray:
-    """The body of a request that says it is JSON; one that is too large is read, up to twice the limit, and dropped.
+    """The body of a request that says it is JSON, or is not a page's and says nothing.
 
-    So is one for which `hold`, called with the bytes so far, has no room. Raises Refusal if it has another type or is
-    compressed (415), too large (413), too slow (408) or without room (429); ClientLeft if the client did not send all
-    of it.
+    One that is too large is read, up to twice the limit, and dropped. So is one for which `hold`, called with the bytes
+    so far, has no room. Raises Refusal if it has another type or is compressed (415), too large (413), too slow (408)
+    or without room (429); ClientLeft if the client did not send all of it.
     """
     body = bytearray()
 
@@ -57,7 +57,9 @@ async def read_json_body(
         if not room:
             raise no_room("the bodies of other requests take all memory for them")
 
-    if header(scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+    kind = header(scope, b"content-type").partition(";")[0].strip().lower()
+    # Pages in a browser may leave out the type, but not their origin; LiteLLM leaves out both.
+    if kind != "application/json" and (kind or header(scope, b"origin")):
         raise Refusal(415, "the body must be JSON, with the header Content-Type: application/json")
     if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")

@@ -22,7 +22,8 @@ class Limits(Capacity):
     `seconds`: from there to the answer's end, with waiting. `write_seconds`: for a client to receive what was sent.
     `comment_seconds`: without an event of a stream, after which it gets a comment. `stall_seconds`: without a sign of
     life of a thread that computes. `fetch_seconds`: for an image at an address, which may have as many bytes as a body.
-    `grace_seconds`: for running answers to end after a signal.
+    `grace_seconds`: for running answers to end after a signal. `stream`: bytes of a stream that may be taken up again,
+    `resume_seconds`: for its client to do so, while it runs and after its end.
     """
 
     body: int = 32 << 20
@@ -30,6 +31,7 @@ class Limits(Capacity):
     uploads: int = 256
     client_uploads: int = 64
     sent: int = 64 << 20
+    stream: int = 1 << 20
     pixels: int = 32 << 20
     images: int = 8
     prompts: int = 32
@@ -42,6 +44,7 @@ class Limits(Capacity):
     comment_seconds: float = 15.0
     stall_seconds: float = 600.0
     grace_seconds: float = 30.0
+    resume_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -27,6 +27,7 @@ ABSENT = (
     "reasoning_effort",
     "chat_template_kwargs",
     "timings_per_token",
+    "prompt_logprobs",
 )
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
 NANOSECONDS = 1_000_000  # a millisecond
@@ -94,6 +95,7 @@ class ModelOptions:
     main_gpu: int | None = optional(None)
     num_thread: int | None = optional(None)
     use_mmap: bool | None = optional(None)
+    use_mlock: bool | None = optional(None)
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -166,6 +168,8 @@ def _common_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     if "options" in fields:
         options = reader.read(ModelOptions, fields.pop("options"), at("options"))
         fields |= {name: getattr(options, name) for name in SAMPLING}
+        if isinstance(options.stop, tuple):
+            fields["stop"] = list(options.stop)  # as a body has it
         fields["repetition_penalty"] = options.repeat_penalty
         if options.num_predict is not None:
             fields["max_tokens"] = UNBOUNDED if options.num_predict < 0 else options.num_predict

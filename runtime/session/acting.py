@@ -64,13 +64,13 @@ class Acting:
         """The tokens of all pictures [3, height, width], and their keys; new ones run through the tower in one pass."""
         keys = [hashlib.sha256(view.tobytes()).digest() for view in views]
         new = {key: view for key, view in zip(keys, views, strict=True) if key not in self._pictures}
-        known = dict(self._pictures)
+        tokens_of = dict(self._pictures)
         if new:
             tokens = self.backend.vision(np.stack([*new.values()])).hidden
-            known |= zip(new, np.split(tokens, len(new)), strict=True)
+            tokens_of |= zip(new, np.split(tokens, len(new)), strict=True)
         self.encoded = len(new)
-        self._pictures = {key: known[key] for key in keys}
-        return keys, np.concatenate([known[key] for key in keys])
+        self._pictures = {key: tokens_of[key] for key in keys}
+        return keys, np.concatenate([tokens_of[key] for key in keys])
 
     def prompt(self, ids: Ids, features: HiddenStates, k: int | None, key: object, check: Check) -> list[Any]:
         """K and V of a prompt's tokens in every stage; image tokens leave before layer `k`.
@@ -78,10 +78,10 @@ class Acting:
         Equal keys mean equal images.
         """
         room = self.manifest.max_context
-        taken = len(ids) + self._spec.horizon + 1
-        if taken > room:
+        count = len(ids) + self._spec.horizon + 1
+        if count > room:
             raise ContextError(
-                f"the prompt and the actions take {taken} tokens, {len(features)} of them for images, and {room} fit "
+                f"the prompt and the actions take {count} tokens, {len(features)} of them for images, and {room} fit "
                 f"into this bundle; give fewer cameras or a shorter instruction{self.manifest.or_more_context}"
             )
         key = ids.tobytes(), k, key
@@ -92,7 +92,7 @@ class Acting:
         hidden = np.empty((len(ids), self.manifest.model.hidden), np.float32)
         hidden[is_image], hidden[~is_image] = features, self.backend.embed(ids[~is_image]).hidden
         positions = np.arange(len(ids))
-        found = list[Any]()
+        slots = list[Any]()
         for number, stage in enumerate(self.manifest.stages):
             check()
             if stage.first == k:
@@ -104,9 +104,9 @@ class Acting:
             group = np.zeros((len(hidden), 1), np.float32)
             cache.keep(0)
             hidden = cache.append(TokenStates(hidden, {names.GROUP: group}), positions)
-            found.append(cache.read(np.arange(len(positions))))
-        self._prompt = key, found
-        return found
+            slots.append(cache.read(np.arange(len(positions))))
+        self._prompt = key, slots
+        return slots
 
     def act(
         self,

@@ -96,30 +96,35 @@ class PrefixCaches:
 
         Raises ValueError for other sizes or types.
         """
+        self._check_fits(prefix, kv)
         slots = np.arange(prefix.size)
         caches = dict[int, StageCache]()
-        stages = self.stages[: prefix.depth]
-        alike = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
-        if prefix.size >= self.capacity or not alike or not all(stage.keeps for stage in stages):
-            raise ValueError("it has more tokens or stages than the bundle, or others")
-        wanted = {each.name: (prefix.size, each.width) for each in self._token_inputs}
-        wanted |= {names.GROUP: (prefix.size, 1)} if self._groups else {}
-        if {name: each.shape for name, each in prefix.inputs.items()} != wanted:
-            raise ValueError("it has other inputs than the bundle")
-        if kv.keys() != {layer for stage in stages for layer in stage.cached}:
-            raise ValueError(f"it has K and V of layers {sorted(kv)}")
-        for number, stage in enumerate(stages):
+        for number, stage in enumerate(self.stages[: prefix.depth]):
             cache = caches[number] = self._backend.stage(number, self.capacity)
             none = cache.read(slots[:0])
-            given = [kv[layer] for layer in stage.cached]
+            stored = [kv[layer] for layer in stage.cached]
             slides = isinstance(none, tuple)
-            for layer, mine, theirs in zip(stage.cached, none[0] if slides else none, given, strict=True):
+            for layer, mine, theirs in zip(stage.cached, none[0] if slides else none, stored, strict=True):
                 if theirs.dtype != mine.dtype or theirs.shape != tuple(size or len(slots) for size in mine.shape):
                     raise ValueError(f"K and V of layer {layer} are {theirs.dtype} {list(theirs.shape)}")
-            cache.write(slots, (given, prefix.positions) if slides else given, length=len(slots))
+            cache.write(slots, (stored, prefix.positions) if slides else stored, length=len(slots))
         self.full = caches
         self.prefix = prefix
         self.continues = True
+
+    def _check_fits(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
+        """Raise ValueError unless a prefix and its K and V have the bundle's stages, widths and inputs."""
+        stages = self.stages[: prefix.depth]
+        same = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
+        if prefix.size >= self.capacity or not same or not all(stage.keeps for stage in stages):
+            raise ValueError("it has more tokens or stages than the bundle, or others")
+        shapes = {declared.name: (prefix.size, declared.width) for declared in self._token_inputs}
+        if self._groups:
+            shapes[names.GROUP] = (prefix.size, 1)
+        if {name: values.shape for name, values in prefix.inputs.items()} != shapes:
+            raise ValueError("it has other inputs than the bundle")
+        if kv.keys() != {layer for stage in stages for layer in stage.cached}:
+            raise ValueError(f"it has K and V of layers {sorted(kv)}")
 
     def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
         """A prompt's prefix before the decoder: its text embedded, its images encoded."""
@@ -135,10 +140,10 @@ class PrefixCaches:
         hidden = embedded.hidden
         inputs = embedded.inputs
         hidden[is_vision] = np.concatenate([image.hidden for image in images])
-        for each in self._token_inputs:
-            if each.of_images:
-                signals = [image.patches.signals[names.token_input(each.name)] for image in images]
-                inputs[each.name][is_vision] = np.concatenate(signals)
+        for declared in self._token_inputs:
+            if declared.of_images:
+                signals = [image.patches.signals[names.token_input(declared.name)] for image in images]
+                inputs[declared.name][is_vision] = np.concatenate(signals)
         if self._groups and not self.two_way:  # image tokens that follow each other are one
             first = is_vision & ~np.concatenate([[False], is_vision[:-1]])
             inputs[names.GROUP][is_vision, 0] = np.cumsum(first)[is_vision]
@@ -155,11 +160,11 @@ class PrefixCaches:
         tokens = self._backend.embed(ids)
         if not self._token_inputs and not self._groups:
             return tokens
-        missing = [each for each in self._token_inputs if not each.of_text]
-        more = {each.name: np.zeros((len(tokens), each.width), np.float32) for each in missing}
+        missing = [declared for declared in self._token_inputs if not declared.of_text]
+        inputs = {declared.name: np.zeros((len(tokens), declared.width), np.float32) for declared in missing}
         if self._groups:
-            more[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt and self.two_way else -1, np.float32)
-        return TokenStates(tokens.hidden, {**tokens.inputs, **more})
+            inputs[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt and self.two_way else -1, np.float32)
+        return TokenStates(tokens.hidden, {**tokens.inputs, **inputs})
 
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
@@ -196,12 +201,12 @@ class PrefixCaches:
                 cache.write(saved.dropped, saved.kv, length=prefix.size)
             self.prefix = replace(prefix, saved_kv=())
         cuts = policy.partial_cuts
-        wanted = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
-        self.holding |= wanted  # a caller that goes back to an earlier K finds them
+        numbers = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
+        self.holding |= numbers  # a caller that goes back to an earlier K finds them
         self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
-        if self.prefix.common and (wanted or len(self.prefix.begun) < self._exit):
+        if self.prefix.common and (numbers or len(self.prefix.begun) < self._exit):
             self.prefix = self.prefix.whole_from(int(np.argmax(self.prefix.is_vision)))
-        missing = [number for number in wanted if not self.prefix.held(number)]
+        missing = [number for number in numbers if not self.prefix.held(number)]
         if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
             missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
             self._text_only = False  # a caller that changes K once may do so again
@@ -231,21 +236,21 @@ class PrefixCaches:
             end = len(suffix)
             return self.cache(number).append(suffix.part(end - 1, end), np.array([prefix.next_position + end - 1]))
         following = prefix.next_position + np.arange(len(suffix))
-        whole = number < self.first_pruned
+        full = number < self.first_pruned
         if self.follow(number):
             return self.cache(number).append(suffix, following, query=query)
-        cache = self._cache_for(number, prefix, whole=whole)
+        cache = self._cache_for(number, prefix, whole=full)
         alone = query and (alone or self._groups)
         together = self.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
-        hidden, ran = self._continue(number, prefix, behind, following[: len(behind)], query=query and together)
+        hidden, result = self._continue(number, prefix, behind, following[: len(behind)], query=query and together)
         deeper = prefix.deeper(hidden, hold=number in self.holding)
-        if whole:
+        if full:
             self.prefix = deeper
         else:
             self.pruned_prefix = deeper
-        if len(ran):
-            return ran
+        if len(result):
+            return result
         cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
 
@@ -291,8 +296,8 @@ class PrefixCaches:
         positions = prefix.positions[start:]
         if positions.ndim > 1:  # text has one time, row and column
             places = places[:, None].repeat(positions.shape[1], 1)
-        both = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=query, outputs=outputs)
-        return both[:count].copy(), both[count:]
+        pair = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=query, outputs=outputs)
+        return pair[:count].copy(), pair[count:]
 
     def follow(self, number: int) -> bool:
         """Cut the cache of stage `number` to the prefix, so that a suffix follows it; False if that has yet to run."""
@@ -319,8 +324,8 @@ class PrefixCaches:
         if not again:
             former = self._former
             self._former = None
-            held = [self.pruned.get(n) for n in range(number, len(self.stages))]
-            if former is not None and all(cache and cache.capacity == self._room(pruned) for cache in held):
+            caches = [self.pruned.get(n) for n in range(number, len(self.stages))]
+            if former is not None and all(cache and cache.capacity == self._room(pruned) for cache in caches):
                 pruned = pruned.after_removal(former, self.prefix.common, len(self.stages))
             self.pruned_prefix = pruned
         self.first_pruned = number if first else self.first_pruned
@@ -399,12 +404,12 @@ class PrefixCaches:
             stays = survivors[layout.present]
             if stays.all():
                 continue
-            kept = np.flatnonzero(stays)
+            indices = np.flatnonzero(stays)
             dropped = np.flatnonzero(~stays)
             if number < self.first_pruned:
-                saved.append(SavedKV(number, kept, dropped, cache.read(dropped)))
-            moved = np.concatenate([kept, np.arange(layout.slots, layout.slots + suffix)])
+                saved.append(SavedKV(number, indices, dropped, cache.read(dropped)))
+            moved = np.concatenate([indices, np.arange(layout.slots, layout.slots + suffix)])
             cache.write(np.arange(len(moved)), cache.read(moved), length=len(moved))
-            layouts[number] = replace(layout, slots=len(kept))
+            layouts[number] = replace(layout, slots=len(indices))
         self.prefix = replace(prefix, saved_kv=tuple(saved))
         return layouts

@@ -87,20 +87,20 @@ class PreparedImage:
         """
         assert not extras or self.kind == "image", "policies that need extra inputs are refused for videos"
         views = list[ImageTokens]()
-        kept = tiles if len(self.views) > 1 else None
+        pieces = tiles if len(self.views) > 1 else None
         for view in self.views:
             check()
             key = (
                 ()
-                if kept is None
+                if pieces is None
                 else (self.kind, view.shape, hashlib.sha256(view.tobytes()).digest(), *_values(extras))
             )
-            tokens = None if kept is None else kept.get(key, tenant)
+            tokens = None if pieces is None else pieces.get(key, tenant)
             if tokens is None:
                 pixels = view if view.ndim == 4 else view[None]
                 tokens = backend.video(pixels) if self.kind == "video" else backend.vision(pixels, extras)
-                if kept is not None:
-                    kept.put(key, tokens, tenant)
+                if pieces is not None:
+                    pieces.put(key, tokens, tenant)
             views.append(tokens)
         return replace(self.arrange(views), key=self.key[:64])  # of the pixels alone
 
@@ -108,7 +108,7 @@ class PreparedImage:
         """The tokens of a video that `clip` chooses; of the others those of one window are in memory at a time."""
         choose = clip.begin(len(self.views))
         frames = range(len(self.views))
-        kept = list[ImageTokens]()
+        images = list[ImageTokens]()
         numbers = np.empty(0, np.int64)
         count = 0
         for first in frames[:: clip.at_once]:
@@ -118,21 +118,23 @@ class PreparedImage:
                 view = self.views[place]
                 views.append(backend.video(view if view.ndim == 4 else view[None]))
             tokens = self.arrange(views, first=first)
-            shown = tokens.patches.of_frames()
+            of_frames = tokens.patches.of_frames()
             patches = tokens.patches
-            assert shown is not None
+            assert of_frames is not None
             assert patches.frames is not None
             indices = np.where(patches.indices >= 0, patches.indices + first * len(views[0]), patches.indices)
-            own = replace(patches, indices=indices, frames=np.where(patches.frames >= 0, patches.frames + first, -1))
-            stays = choose(tokens.hidden[shown])
-            entering = shown.ravel()[stays[stays >= count] - count]
+            frame_patches = replace(
+                patches, indices=indices, frames=np.where(patches.frames >= 0, patches.frames + first, -1)
+            )
+            stays = choose(tokens.hidden[of_frames])
+            entering = of_frames.ravel()[stays[stays >= count] - count]
             if frames[-1] < first + clip.at_once:  # a newline behind the frames
                 entering = np.concatenate([entering, np.flatnonzero(patches.frames < 0)])
-            before = [part.take(np.flatnonzero(np.isin(numbers, stays))) for part in kept]
-            kept = [concatenated([*before, replace(tokens, patches=own).take(entering)])]
+            before = [part.take(np.flatnonzero(np.isin(numbers, stays))) for part in images]
+            images = [concatenated([*before, replace(tokens, patches=frame_patches).take(entering)])]
             numbers = stays
-            count = count + shown.size
-        return replace(kept[0], key=self.key[:64])
+            count = count + of_frames.size
+        return replace(images[0], key=self.key[:64])
 
 
 def _values(extras: Extras) -> tuple[tuple[str, bytes], ...]:
@@ -158,7 +160,7 @@ def enter(
             name = f"{PROJECTED} {entry!r}"
             if (hidden := tokens.derived.get(name)) is None:
                 hidden = project(merged.states(tokens.tower))
-                for other in [known for known in list(tokens.derived) if known.startswith(PROJECTED)]:
+                for other in [derived for derived in list(tokens.derived) if derived.startswith(PROJECTED)]:
                     tokens.derived.pop(other, None)
                 tokens.derived[name] = hidden
             tokens = ImageTokens(hidden, merged.patches, key=tokens.key)
@@ -251,8 +253,8 @@ class PictureCache:
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
-            found = self._kept.get(("", key))
-            return found is not None and found.done()
+            future = self._kept.get(("", key))
+            return future is not None and future.done()
 
     def prepared(self, key: Hashable, prepare: Callable[[], PreparedImage], tenant: str = "") -> PreparedImage:
         """The tenant's picture of this key, prepared now unless it is kept.
@@ -261,38 +263,38 @@ class PictureCache:
         """
         entry = tenant, key
         with self._lock:
-            found = self._kept.get(entry)
-            if preparing := found is None:
-                found = self._kept[entry] = Future()
+            future = self._kept.get(entry)
+            if preparing := future is None:
+                future = self._kept[entry] = Future()
             self._kept.move_to_end(entry)
         if preparing:
             try:
-                found.set_result(prepare())
+                future.set_result(prepare())
             except BaseException as e:
                 with self._lock:
                     del self._kept[entry]
-                found.set_exception(e)
+                future.set_exception(e)
                 raise
             with self._lock:
                 self._shrink()
-        return found.result()
+        return future.result()
 
     def _size(self) -> int:
-        return sum(found.result().nbytes for found in self._kept.values() if found.done())
+        return sum(future.result().nbytes for future in self._kept.values() if future.done())
 
     def _shrink(self) -> None:
         while self._size() > self.limit_bytes:
-            done = [(entry, found.result()) for entry, found in self._kept.items() if found.done()]
+            done = [(entry, future.result()) for entry, future in self._kept.items() if future.done()]
             del self._kept[next_dropped((entry, entry[0], image.nbytes) for entry, image in done)]
 
 
 def nbytes(tokens: ImageTokens) -> int:
     """Bytes of an image's tokens, of their patches' signals, and of what policies derived from them."""
     patches = tokens.patches
-    known = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
+    arrays = [*patches.signals.values(), *list(tokens.derived.values())]  # a list at once: another thread may add to it
     tower = 0 if tokens.tower is None else tokens.tower.nbytes
     uncut = 0 if tokens.uncut is None else nbytes(tokens.uncut)
-    return tokens.hidden.nbytes + patches.indices.nbytes + tower + uncut + sum(array.nbytes for array in known)
+    return tokens.hidden.nbytes + patches.indices.nbytes + tower + uncut + sum(array.nbytes for array in arrays)
 
 
 @dataclass(slots=True)
@@ -350,7 +352,9 @@ class EncodedImages:
                 check()
                 images.append(encode())
             forms = zip(images, self.images, strict=True)
-            ids = expand([replace(own.in_prompt, spans=image.runs or (len(image),)) for image, own in forms])
+            ids = expand(
+                [replace(image_form.in_prompt, spans=image.runs or (len(image),)) for image, image_form in forms]
+            )
             skipped = max(0, sum(image.positions - len(image) for image in images))
         return Prompt(ids, ids == image_token_id, encoders, skipped)
 
@@ -424,5 +428,5 @@ def selecting_text(
     if after is not None and after.policy == policy:
         question = np.array(after.ids, np.int64)
     text = np.concatenate([before, question])
-    seen = embeddings() if policy.needs.text_tower else None
-    return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), seen)
+    vectors = embeddings() if policy.needs.text_tower else None
+    return PromptText(text, backend.embed(text).hidden, np.arange(len(text)) >= len(before), vectors)

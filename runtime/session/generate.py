@@ -47,12 +47,12 @@ def generate(
     that differs from the draft ends it. `greedy`: `sample` does no more than choose the largest logit, so logits
     may stay on a device that chooses it.
     """
-    chosen: int | None = None
+    choice: int | None = None
     greedy = greedy and session.chooses
-    for left in reversed(range(max_new_tokens)):
-        token = sample(logits) if chosen is None else chosen
+    for remaining in reversed(range(max_new_tokens)):
+        token = sample(logits) if choice is None else choice
         complete = drafts is not None and drafts.push(token)
-        ends = complete or not left or token in end_ids or session.length + 1 >= session.capacity
+        ends = complete or not remaining or token in end_ids or session.length + 1 >= session.capacity
         foreseen: NDArray[np.float32] | None = None
         draft: Sequence[int] = ()
         if ends:
@@ -60,7 +60,7 @@ def generate(
         elif drafts is not None:
             foreseen = session.accept(token)  # the logits after it, if the draft foresaw it
             if foreseen is None:
-                draft = drafts.draft(min(left - 1, session.draft_room))
+                draft = drafts.draft(min(remaining - 1, session.draft_room))
             else:
                 drafts.accept()
         session.next_token = None if ends or draft or foreseen is not None else token
@@ -69,8 +69,8 @@ def generate(
         if ends:
             return
         check()
-        chosen = session.choose(token) if greedy and foreseen is None and not draft else None
-        if chosen is None:
+        choice = session.choose(token) if greedy and foreseen is None and not draft else None
+        if choice is None:
             logits = session.decode(token, draft) if foreseen is None else foreseen
 
 
@@ -85,7 +85,7 @@ def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
     lengths = [[cache.length for cache in of_one] for of_one in caches]
     try:
         ids = [session.to_run for session in sessions]
-        counts = [len(each) for each in ids]
+        counts = [len(of_session) for of_session in ids]
         tokens = sessions[0].caches.embed_text(np.concatenate(ids).astype(np.int64))
         for number, stage in enumerate(zip(*caches, strict=True)):
             firsts = [session.next_position(number) for session in sessions]

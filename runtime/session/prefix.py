@@ -18,7 +18,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patc
 
 Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
-Check = Callable[[], None]  # called before every step of a computation; it may raise, to stop there
+Check = Callable[[], object]  # called before every step of a computation; it may raise, to stop there
 
 
 def no_check() -> None:
@@ -124,8 +124,8 @@ class Prefix:
     def text_states(self, count: int) -> tuple[HiddenStates, ...]:
         """The hidden states of the text among the first `count` tokens after each stage so far."""
         text = ~self.is_vision
-        found = [hidden[text[self._tokens_of(hidden)]] for hidden in self.boundaries[1:]]
-        return tuple(hidden[: int(text[:count].sum())] for hidden in found)
+        states = [hidden[text[self._tokens_of(hidden)]] for hidden in self.boundaries[1:]]
+        return tuple(hidden[: int(text[:count].sum())] for hidden in states)
 
     def agreement(self, other: Prefix) -> int:
         """The number of leading tokens with which another prefix begins, too, before the decoder."""
@@ -134,10 +134,10 @@ class Prefix:
             return 0
         same = self.is_vision[:count] == other.is_vision[:count]
         pairs: list[tuple[NDArray[Any], NDArray[Any]]] = [
-            (each, other.inputs[name]) for name, each in self.inputs.items()
+            (values, other.inputs[name]) for name, values in self.inputs.items()
         ]
-        for mine, others in [*pairs, (self.positions, other.positions), (self.boundaries[0], other.boundaries[0])]:
-            same &= (mine[:count] == others[:count]).reshape(count, -1).all(1)
+        for mine, theirs in [*pairs, (self.positions, other.positions), (self.boundaries[0], other.boundaries[0])]:
+            same &= (mine[:count] == theirs[:count]).reshape(count, -1).all(1)
         return count if same.all() else int(np.argmin(same))
 
     def after(self, other: Prefix) -> Prefix:
@@ -153,11 +153,11 @@ class Prefix:
     def after_removal(self, other: Prefix, common: int, stages: int) -> Prefix:
         """As `after`, for what is left of both, if that is text and `other` has run; before, `common` tokens agreed."""
         mine = self.removals
-        others = other.removals
-        alike = len(mine) == len(others) == 1 and (mine[0][0], mine[0][2]) == (others[0][0], others[0][2])
+        theirs = other.removals
+        same = len(mine) == len(theirs) == 1 and (mine[0][0], mine[0][2]) == (theirs[0][0], theirs[0][2])
         images = any((prefix.present & prefix.is_vision).any() for prefix in (self, other))
         count = int(self.present[:common].sum())
-        if not alike or images or other.depth < stages or not count:
+        if not same or images or other.depth < stages or not count:
             return self
         if not np.array_equal(self.positions[:count], other.positions[:count]):
             return self
@@ -193,7 +193,7 @@ class Prefix:
             boundaries=(hidden,),
             present=present,
             first=boundary,
-            inputs={name: each[stays] for name, each in self.inputs.items()},
+            inputs={name: values[stays] for name, values in self.inputs.items()},
             removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)),
             common=0,
             begun=(),

@@ -58,14 +58,14 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
         "positions": prefix.positions[:count],
         "hidden": prefix.boundaries[0][:count],
     }
-    tensors |= {f"input {name}": each[:count] for name, each in prefix.inputs.items()}
-    tensors |= {f"text {number}": each for number, each in enumerate(prefix.text_states(count))}
+    tensors |= {f"input {name}": values[:count] for name, values in prefix.inputs.items()}
+    tensors |= {f"text {number}": values for number, values in enumerate(prefix.text_states(count))}
     for number, stage in enumerate(caches.stages[: prefix.depth]):
         kv = caches.full[number].read(np.arange(count))
         layers = kv[0] if isinstance(kv, tuple) else kv  # with positions, which are the prefix's, where layers slide
         if not isinstance(layers, list | np.ndarray):
             raise RequestError(f"on {backend.device} K and V stay on the GPU and cannot be saved; leave the file out")
-        tensors |= {f"kv {layer}": each for layer, each in zip(stage.cached, layers, strict=True)}
+        tensors |= {f"kv {layer}": values for layer, values in zip(stage.cached, layers, strict=True)}
     write_safetensors(path, tensors, {**_binding(bundle, backend), "sha256": _checksum(tensors)})
 
 
@@ -74,7 +74,11 @@ def check_prefix(path: Path, bundle: Bundle, backend: Backend) -> None:
     model = bundle.manifest.model
     slots = bundle.manifest.max_context
     key = bundle.key
-    rows = len(bundle.manifest.stages) + 3 + sum(each.width for each in bundle.manifest.token_inputs) // model.hidden
+    rows = (
+        len(bundle.manifest.stages)
+        + 3
+        + sum(declared.width for declared in bundle.manifest.token_inputs) // model.hidden
+    )
     most = (1 << 20) + 2 * slots * model.layers * backend.kv_slot_bytes + 4 * slots * model.hidden * rows
     try:
         size = path.stat().st_size
@@ -112,7 +116,7 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     if header.metadata.get("sha256") != _checksum(tensors):
         raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it")
     try:
-        kv = {int(name[3:]): each for name, each in tensors.items() if name.startswith("kv ")}
+        kv = {int(name[3:]): tensor for name, tensor in tensors.items() if name.startswith("kv ")}
         caches.begin(_prefix(tensors), kv)
     except (KeyError, ValueError, IndexError, TypeError) as e:
         raise BundleError(f"{path.name} does not hold a prompt of this bundle ({e}); remove it") from e
@@ -124,13 +128,15 @@ def _prefix(tensors: Tensors) -> Prefix:
     is_vision = tensors["is_vision"].astype(bool)
     positions = tensors["positions"]
     count = len(hidden)
-    inputs = {name[6:]: each for name, each in tensors.items() if name.startswith("input ")}
+    inputs = {name[6:]: values for name, values in tensors.items() if name.startswith("input ")}
     text = [tensors[f"text {number}"] for number in range(sum(name.startswith("text ") for name in tensors))]
     sizes = [len(tensors["ids"]), len(is_vision), len(positions), *map(len, inputs.values())]
-    widths = {each.shape[1:] for each in (hidden, *text)}
-    alike = set(sizes) == {count} and {len(each) for each in text} == {int((~is_vision).sum())} and len(widths) == 1
-    typed = positions.dtype == np.int64 and all(each.dtype == np.float32 for each in (hidden, *text, *inputs.values()))
-    if not count or not alike or not typed or is_vision.ndim != 1 or hidden.ndim != 2:
+    widths = {values.shape[1:] for values in (hidden, *text)}
+    same = set(sizes) == {count} and {len(values) for values in text} == {int((~is_vision).sum())} and len(widths) == 1
+    typed = positions.dtype == np.int64 and all(
+        values.dtype == np.float32 for values in (hidden, *text, *inputs.values())
+    )
+    if not count or not same or not typed or is_vision.ndim != 1 or hidden.ndim != 2:
         raise ValueError("its tensors have other sizes or types")
     key = tensors["ids"].astype(np.int64).tobytes(), ("a file",)
     present = np.ones(count, bool)

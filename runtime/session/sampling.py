@@ -91,10 +91,10 @@ class Sampler:
             for token, times in self._given.items():
                 logits[token] -= np.float32(s.presence_penalty + times * s.frequency_penalty)
         if penalty != 1:
-            used = np.array([token for token in self._used if token < len(logits)], np.int64)
+            tokens = np.array([token for token in self._used if token < len(logits)], np.int64)
             logits = logits.copy()
             with np.errstate(over="ignore"):
-                logits[used] = np.where(logits[used] < 0, logits[used] * penalty, logits[used] / penalty)
+                logits[tokens] = np.where(logits[tokens] < 0, logits[tokens] * penalty, logits[tokens] / penalty)
         token = self._draw(logits)
         if not self.greedy:
             self._used.add(token)

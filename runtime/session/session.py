@@ -119,6 +119,7 @@ class Session:
         # tokens that ran on trial, the logits after each, and its hidden state [1, hidden]
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
         self._state: HiddenStates = np.zeros((1, 0), np.float32)  # [1, hidden], where the backend keeps it
+        self._states: HiddenStates | None = None  # [suffix, hidden], of a prompt that was to keep them
 
     @property
     def state(self) -> NDArray[np.float32]:
@@ -161,14 +162,14 @@ class Session:
         prefix = self.caches.prefix
         is_vision = ids == self._image_token
         before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
-        held = np.concatenate([before, np.array(self._suffix, np.int64)])
+        cached_ids = np.concatenate([before, np.array(self._suffix, np.int64)])
         text = np.flatnonzero(~is_vision)
-        if not len(held):
+        if not len(cached_ids):
             return 0, 0
-        count = min(len(held), len(text))
-        differing = np.flatnonzero(held[:count] != ids[text[:count]])
+        count = min(len(cached_ids), len(text))
+        differing = np.flatnonzero(cached_ids[:count] != ids[text[:count]])
         first = int(differing[0]) if len(differing) else count
-        return int(text[first]) if first < len(text) else len(ids), len(held) + int(is_vision.sum())
+        return int(text[first]) if first < len(text) else len(ids), len(cached_ids) + int(is_vision.sum())
 
     def prefill(
         self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check
@@ -186,10 +187,19 @@ class Session:
         self.begin(prompt, policy, after=after, check=check)
         return self.finish(check=check)
 
-    def begin(self, prompt: Prompt, policy: Policy, *, after: Selection | None = None, check: Check = no_check) -> None:
+    def begin(
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        *,
+        after: Selection | None = None,
+        check: Check = no_check,
+        scored: bool = False,
+    ) -> None:
         """The first part of `prefill`: run the prompt, but for its end if that is text behind what the caches hold.
 
-        That end is then `waiting`, and may run in one pass with tokens of other sessions before `finish` does.
+        That end is then `waiting`, and may run in one pass with tokens of other sessions before `finish` does. Of a
+        prompt that is to be `scored`, `suffix_logits` gives the logits, and no part of its suffix is reused or waits.
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
@@ -205,16 +215,19 @@ class Session:
         self._ahead = None
         self.waiting = []
         self._embedded = None
+        self._states = None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
         try:
-            known = key == self.caches.prefix.key
-            reused = known and length > 0 and self.caches.prefix.depth > 0
-            if not known:
+            same = key == self.caches.prefix.key
+            reused = same and length > 0 and self.caches.prefix.depth > 0
+            if not same:
                 self.caches.enter(prompt, key, check)
                 self._suffix = []
                 self.selection = None
             agreed = 0  # tokens of the suffix that the caches hold
-            if after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
+            if scored:
+                self._states = self._select(Selection(key, policy, tuple(suffix)))
+            elif after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
                 self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
             else:
                 cached = after == self.selection
@@ -234,15 +247,20 @@ class Session:
         finally:
             self._check = no_check
 
+    def suffix_logits(self, first: int, last: int) -> NDArray[np.float32]:
+        """The logits [tokens, vocab] after tokens `first` to before `last` of the suffix of a prompt that is scored."""
+        assert self._states is not None, "the prompt was not to be scored"
+        return self._backend.head(self._states[first:last])
+
     def finish(self, *, check: Check = no_check) -> PrefillResult:
         """The result of the prompt that has begun; what is `waiting` of it runs now, unless it has run ahead."""
-        ahead = self._ahead
+        logits_ahead = self._ahead
         self._ahead = None
         if self.waiting:
             self._run_waiting(check)
         for cache in self.decoding_caches if self.caches.stateful else ():
             cache.mark(cache.length)
-        return self._result(self._backend.head(self._state)[0] if ahead is None else ahead, *self._begun)
+        return self._result(self._backend.head(self._state)[0] if logits_ahead is None else logits_ahead, *self._begun)
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
@@ -267,11 +285,11 @@ class Session:
 
         The tokens of a `draft` run behind it in the same pass, on trial: `accept` has the logits after them.
         """
-        ahead = self._ahead
+        logits_ahead = self._ahead
         self._ahead = None
-        if ahead is not None:
+        if logits_ahead is not None:
             assert token == self._suffix[-1], "another token ran ahead"
-            return ahead
+            return logits_ahead
         assert not self._drafts, "a draft is neither accepted nor forgotten"
         if self._run_step is not None and not draft:
             stepped = self._step(self._run_step, token, logits=True).logits
@@ -391,11 +409,11 @@ class Session:
                 self.capacity,
             )
 
-    def _select(self, selection: Selection, *, waits: bool = False) -> None:
+    def _select(self, selection: Selection, *, waits: bool = False) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue.
 
-        If it `waits` and the policy asks for nothing of the question, and all of the prefix is in the caches already,
-        it does not run, and is left `waiting`.
+        Returns its states [suffix, hidden] as far as it has come. If it `waits` and the policy asks for nothing of the
+        question, and all of the prefix is in the caches already, it does not run, and is left `waiting`.
         """
         self.selection = None
         self._suffix = []
@@ -412,11 +430,8 @@ class Session:
         waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
         for number, stage in enumerate(self._stages):
             if number and self._image_count(number - 1):
-                removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
-                if removal is not None:
-                    present = caches.remove(number, removal).present
-                    self._cuts.append(Cut(stage.first, removal.by, present[caches.prefix.is_vision]))
-                    survivors = present if removal.shrinks else survivors
+                shrunk = self._cut(number, tokens, policy)
+                survivors = survivors if shrunk is None else shrunk
             self._check()
             self._layouts.append(caches.layout(number))
             if waits and caches.follow(number):
@@ -439,6 +454,17 @@ class Session:
             self._embedded = tokens
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
+        return tokens.hidden
+
+    def _cut(self, number: int, tokens: TokenStates, policy: Policy) -> Mask | None:
+        """Remove what the policy removes before stage `number`; the tokens left, if all stages shrink to them later."""
+        caches = self.caches
+        removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
+        if removal is None:
+            return None
+        present = caches.remove(number, removal).present
+        self._cuts.append(Cut(self._stages[number].first, removal.by, present[caches.prefix.is_vision]))
+        return present if removal.shrinks else None
 
     def _rest_cut(self) -> Cut | None:
         """The cut at K behind which a rest of the image goes on, if there is one."""
@@ -455,20 +481,22 @@ class Session:
         prefix = self.caches.prefix
         stages = self._stages
         first_run = self._reused_stages
-        kept = [self._image_count(number) for number in range(len(stages))]
-        exit_stage = kept.index(0) if prefix.is_vision.any() and 0 in kept else None
+        counts = [self._image_count(number) for number in range(len(stages))]
+        exit_stage = counts.index(0) if prefix.is_vision.any() and 0 in counts else None
         k = None if exit_stage is None else stages[exit_stage].first
         rest = self._rest_cut()
         if rest is not None:
             k = rest.layer
-        image_ran = any(count for count, stage in zip(kept[first_run:], stages[first_run:], strict=True) if stage.keeps)
+        image_ran = any(
+            count for count, stage in zip(counts[first_run:], stages[first_run:], strict=True) if stage.keeps
+        )
         slots = list[int]()
         vision_kept = list[int]()
         for number, stage in enumerate(stages):
             length = self.caches.cache(number).length
             cached = stage.cached
             slots += [length * (layer in cached) for layer in range(stage.first, stage.last + 1)]
-            vision_kept += [kept[number]] * stage.layers
+            vision_kept += [counts[number]] * stage.layers
         return PrefillResult(
             logits=logits,
             k=k,

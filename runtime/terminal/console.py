@@ -130,9 +130,9 @@ def command(*, epilog: str, leaves: bool = False) -> Callable[[Callable[..., Non
     def make(function: Callable[..., None]) -> click.Command:
         version = click.version_option(package_name="vtx-edge", message="%(prog)s %(version)s")
         settings = {"help_option_names": ["-h", "--help"]}
-        made = click.command(cls=Command, context_settings=settings, epilog=epilog)(version(function))
-        made.leaves = leaves
-        return made
+        wrapped = click.command(cls=Command, context_settings=settings, epilog=epilog)(version(function))
+        wrapped.leaves = leaves
+        return wrapped
 
     return make
 
@@ -215,13 +215,13 @@ def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
         return [list(range(len(widths)))]
     first = min(widths[0], width // 3)
     tables = [[0]]
-    used = first
-    for column, needed in enumerate(widths[1:], 1):
-        if used + needed > width and len(tables[-1]) > 1:
+    total = first
+    for column, column_width in enumerate(widths[1:], 1):
+        if total + column_width > width and len(tables[-1]) > 1:
             tables.append([0])
-            used = first
+            total = first
         tables[-1].append(column)
-        used += needed
+        total += column_width
     return tables
 
 

@@ -47,12 +47,12 @@ def first_today(text: str) -> bool:
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     today = date.today().isoformat()
     try:
-        shown = file.read_text(encoding="utf-8").split() if file.exists() else []
-        shown = shown if shown[:1] == [today] else [today]
-        if key in shown:
+        hints = file.read_text(encoding="utf-8").split() if file.exists() else []
+        hints = hints if hints[:1] == [today] else [today]
+        if key in hints:
             return False
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("\n".join([*shown, key]), encoding="utf-8")
+        file.write_text("\n".join([*hints, key]), encoding="utf-8")
     except (OSError, ValueError):
         pass  # shown once more than needed
     return True
@@ -70,7 +70,7 @@ def remember(folder: Path) -> None:
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         _file().write_bytes(os.fsencode(folder))
-        others = [other for other in exported()[:KEPT] if other != folder]
-        _history().write_bytes(b"\0".join(map(os.fsencode, [*reversed(others), folder])))
+        former = [other for other in exported()[:KEPT] if other != folder]
+        _history().write_bytes(b"\0".join(map(os.fsencode, [*reversed(former), folder])))
     except OSError:
         note(f"this bundle could not be recorded as the last one; name it with --bundle {folder}")

@@ -277,8 +277,8 @@ def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> Im
     if fit is None:
         return settings
     if layout.max_views > 1 or settings.own_size:
-        seen = "at native resolution" if settings.own_size else "in tiles"
+        form = "at native resolution" if settings.own_size else "in tiles"
         raise RequestError(
-            f"fit {fit!r:.20} has no effect here: this model sees images of any shape {seen}; leave it out"
+            f"fit {fit!r:.20} has no effect here: this model sees images of any shape {form}; leave it out"
         )
     return fitted(settings, fit)

@@ -61,9 +61,9 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
                 )
             image = image.resize((width, height), Image.Resampling[settings.resample.upper()])
         shown_height, shown_width = settings.size
-        left = (width - shown_width) // 2
+        x0 = (width - shown_width) // 2
         top = (height - shown_height) // 2
-        return normalised(image.crop((left, top, left + shown_width, top + shown_height)), settings)
+        return normalised(image.crop((x0, top, x0 + shown_width, top + shown_height)), settings)
     except MemoryError as error:
         raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
 
@@ -73,16 +73,16 @@ def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     if settings.centred:  # with openpi's rounding
         ratio = max(image.width / width, image.height / height)
         sides = max(1, int(image.width / ratio)), max(1, int(image.height / ratio))
-        left = (width - sides[0]) // 2
+        x0 = (width - sides[0]) // 2
         top = (height - sides[1]) // 2
         out = normalised(Image.new("RGB", (width, height)), settings)
     else:
         scale = min(height / image.height, width / image.width)
         sides = max(1, int(image.width * scale)), max(1, int(image.height * scale))
-        left = top = 0
+        x0 = top = 0
         out = np.zeros((3, height, width), np.float32)
     resized = image.resize(sides, Image.Resampling[settings.resample.upper()])
-    out[:, top : top + sides[1], left : left + sides[0]] = normalised(resized, settings)
+    out[:, top : top + sides[1], x0 : x0 + sides[0]] = normalised(resized, settings)
     return out
 
 
@@ -180,19 +180,19 @@ def shown_region(width: int, height: int, settings: ImageSettings) -> tuple[floa
 
     With bars it is larger than the picture.
     """
-    left = 0
+    x0 = 0
     top = 0
     across = width
     down = height
     if settings.pad:
         across = down = max(width, height)
-        left = -((across - width) // 2)
+        x0 = -((across - width) // 2)
         top = -((down - height) // 2)
     columns, rows = resized_size(across, down, settings.resize)
     shown_height, shown_width = settings.size
     scale_x = across / columns
     scale_y = down / rows
-    first_x = left + (columns - shown_width) // 2 * scale_x
+    first_x = x0 + (columns - shown_width) // 2 * scale_x
     first_y = top + (rows - shown_height) // 2 * scale_y
     return first_x, first_y, first_x + shown_width * scale_x, first_y + shown_height * scale_y
 

@@ -77,10 +77,10 @@ class Patches:
     def highest_of_each_view(self, signal: str, part: float) -> Mask:
         """Of each view the `part` of its tokens, rounded up, with the highest `signal`; never a newline."""
         values = self.signals[signal]
-        chosen = np.zeros(len(self), bool)
-        for own in self.of_views():
-            chosen[own] = highest(values[own], share(part, len(own)))
-        return chosen
+        mask = np.zeros(len(self), bool)
+        for view in self.of_views():
+            mask[view] = highest(values[view], share(part, len(view)))
+        return mask
 
     def of_views(self) -> list[Ids]:
         """The indices of each view's tokens, without newlines."""
@@ -92,8 +92,8 @@ class Patches:
         """The indices [frames, tokens] of each frame's tokens, of a whole video; None: this is an image."""
         if self.frames is None:
             return None
-        shown = np.flatnonzero(self.frames >= 0)
-        return shown.reshape(int(self.frames.max()) + 1, -1)
+        indices = np.flatnonzero(self.frames >= 0)
+        return indices.reshape(int(self.frames.max()) + 1, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,8 +129,8 @@ class MergedTokens:
 
     def states(self, tower: TowerTokens) -> HiddenStates:
         """The sums [n, width]."""
-        given = tower.states.reshape(-1, tower.states.shape[-1])[self.sources]
-        sums: HiddenStates = np.add.reduceat(given * self.weights[:, None], self.starts)
+        states = tower.states.reshape(-1, tower.states.shape[-1])[self.sources]
+        sums: HiddenStates = np.add.reduceat(states * self.weights[:, None], self.starts)
         return sums
 
 
@@ -173,13 +173,13 @@ class ImageTokens:
         indices = outputs.get(names.PATCH_INDEX, patches.indices)
         merged = outputs.get(names.MERGED, patches.merged)
         present = np.flatnonzero(merged != names.GONE)
-        known = names.VISION_SIGNALS
-        signals = {name: x for name, x in outputs.items() if name in known or name.startswith(names.TOKEN_INPUT)}
+        signal_names = names.VISION_SIGNALS
+        signals = {name: x for name, x in outputs.items() if name in signal_names or name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
         before = None
-        if tower is not None and (own := outputs.get(names.TOWER_TOKENS)) is not None:
+        if tower is not None and (tower_tokens := outputs.get(names.TOWER_TOKENS)) is not None:
             width = tower.state_width
-            before = TowerTokens(own[..., :width], own[..., width:-1], own[..., -1])
+            before = TowerTokens(tower_tokens[..., :width], tower_tokens[..., width:-1], tower_tokens[..., -1])
         if len(present) == len(hidden):
             return cls(hidden, patches, tower=before)
         return cls(hidden[present], patches.take(present), len(hidden) - len(present), tower=before)
@@ -212,8 +212,8 @@ class ImageTokens:
             return ImageTokens(hidden, patches, key=self.key, tower=self.tower)
         offsets = np.arange(len(self), dtype=np.int64) if self.offsets is None else self.offsets
         span = len(self) if self.span is None else self.span
-        own = np.repeat(np.arange(len(self.runs)), self.runs)[which] if self.runs else None
-        runs = () if own is None else tuple(np.bincount(own, minlength=len(self.runs)).tolist())
+        view_numbers = np.repeat(np.arange(len(self.runs)), self.runs)[which] if self.runs else None
+        runs = () if view_numbers is None else tuple(np.bincount(view_numbers, minlength=len(self.runs)).tolist())
         return ImageTokens(hidden, patches, 0, offsets[which], span, key=self.key, tower=self.tower, runs=runs)
 
 
@@ -247,11 +247,11 @@ def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
     placed = list[ImageTokens]()
     before = 0
     for number, view in enumerate(views):
-        own = view.patches.indices
-        indices = np.where(own >= 0, own + before, own)
-        numbers = np.where(own == NEWLINE, -1, number)
+        view_indices = view.patches.indices
+        indices = np.where(view_indices >= 0, view_indices + before, view_indices)
+        numbers = np.where(view_indices == NEWLINE, -1, number)
         placed.append(replace(view, patches=replace(view.patches, indices=indices, views=numbers, frames=None)))
-        before += len(own)
+        before += len(view_indices)
     tokens = concatenated(placed)
     towers = [view.tower for view in views if view.tower is not None]
     if not towers:
@@ -265,15 +265,17 @@ def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
 def concatenated(parts: Sequence[ImageTokens]) -> ImageTokens:
     """Tokens one after the other, each with its patch as it is; a signal that some lack is 0 there."""
     patches = [part.patches for part in parts]
-    widths = {name: signal.shape[1:] for own in patches for name, signal in own.signals.items()}
+    widths = {name: signal.shape[1:] for patches_of in patches for name, signal in patches_of.signals.items()}
     signals = {
-        name: np.concatenate([own.signals.get(name, np.zeros((len(own), *width), np.float32)) for own in patches])
+        name: np.concatenate(
+            [patches_of.signals.get(name, np.zeros((len(patches_of), *width), np.float32)) for patches_of in patches]
+        )
         for name, width in widths.items()
     }
 
     def column(name: str) -> Any:
-        each = [getattr(own, name) for own in patches]
-        return None if any(part is None for part in each) else np.concatenate(each)
+        values = [getattr(patches_of, name) for patches_of in patches]
+        return None if any(part is None for part in values) else np.concatenate(values)
 
     columns = Patches(column("indices"), column("merged"), signals, column("views"), column("frames"))
     hidden = np.concatenate([part.hidden for part in parts])
@@ -292,9 +294,9 @@ def share(part: float, count: int) -> int:
 
 def highest(values: NDArray[np.float32], count: int) -> Mask:
     """True for the `count` largest of `values` [n]; of equal ones the earlier."""
-    chosen = np.zeros(len(values), bool)
-    chosen[np.argsort(-values, kind="stable")[:count]] = True
-    return chosen
+    mask = np.zeros(len(values), bool)
+    mask[np.argsort(-values, kind="stable")[:count]] = True
+    return mask
 
 
 def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTION) -> Mask:
@@ -302,7 +304,7 @@ def keys(images: Sequence[Patches], part: float, signal: str = names.CLS_ATTENTI
 
     `signal` names the attention to go by. Of tokens with equal attention the earlier count.
     """
-    chosen = [np.zeros(0, bool)]
+    masks = [np.zeros(0, bool)]
     for image in images:
-        chosen.append(image.highest_of_each_view(signal, part))
-    return np.concatenate(chosen)
+        masks.append(image.highest_of_each_view(signal, part))
+    return np.concatenate(masks)

@@ -255,9 +255,9 @@ def _decoded(
                 return damaged(reason[:200])
             values: tuple[Any, ...] = tuple(frame.get(key) for key in ("number", "width", "height", "turns"))
             number, width, height, turns = values
-            whole = all(type(value) is int for value in values)
+            valid = all(type(value) is int for value in values)
             seconds = frame.get("seconds")
-            if not whole or min(width, height) < 1 or 3 * width * height != len(pixels):
+            if not valid or min(width, height) < 1 or 3 * width * height != len(pixels):
                 raise _broken(name)
             stored = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
             image = np.rot90(stored[:, ::-1] if frame.get("mirrored") is True else stored, turns)

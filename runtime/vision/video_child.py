@@ -40,12 +40,12 @@ def frames_of(request: dict[str, Any]) -> Frames:
     sampling = FrameSampling(**request["sampling"])
     number = request["wanted"]
     count = file.count()
-    wanted = sampling.numbers(count, file.rate, number)
-    frames = yield from file.decode(wanted, {"sampled": wanted, "count": count, "rate": file.rate})
-    if frames < count and wanted[-1] >= frames:  # more packets than pictures, as some codecs have
-        wanted = sampling.numbers(frames, file.rate, number)
-        yield from file.decode(wanted, {"sampled": wanted, "count": frames, "rate": file.rate})
-    return {"frames": wanted}
+    numbers = sampling.numbers(count, file.rate, number)
+    frames = yield from file.decode(numbers, {"sampled": numbers, "count": count, "rate": file.rate})
+    if frames < count and numbers[-1] >= frames:  # more packets than pictures, as some codecs have
+        numbers = sampling.numbers(frames, file.rate, number)
+        yield from file.decode(numbers, {"sampled": numbers, "count": frames, "rate": file.rate})
+    return {"frames": numbers}
 
 
 def all_frames(request: dict[str, Any]) -> Frames:
@@ -88,27 +88,33 @@ class _File:
                 self._damaged(0)
             self._check_codec(context.name)
             self._check_pixels(context.width, context.height)
-            count = 0  # when a frame begins and ends
-            timed = list[tuple[int, int]]()
-            for packet in container.demux(stream):
-                count += bool(packet.size)
-                if packet.size and packet.pts is not None:
-                    timed.append((packet.pts, packet.pts + (packet.duration or 0)))
-                if packet.is_corrupt:
-                    self._damaged(count)
-                if count > self._frames:
-                    self._too_many()
+            count, span = self._count_packets(container, stream)
             if count < stream.frames:
                 self._damaged(count)
-            span = 0.0
-            if count and len(timed) == count:
-                span = float((max(end for _, end in timed) - min(begin for begin, _ in timed)) * stream.time_base)
             if span > self._seconds:
                 self._too_long(span)
             self.rate = _rate(count, span or float(seconds), float(stream.average_rate or 0))
         if not count:
             raise ImageError(f"{self._name} has no frames; save it again")
         return count
+
+    def _count_packets(self, container: Any, stream: Any) -> tuple[int, float]:
+        """The number of frames, and the seconds from the first one's begin to the last one's end; 0: not known."""
+        count = 0
+        begins = list[int]()
+        ends = list[int]()
+        for packet in container.demux(stream):
+            count += bool(packet.size)
+            if packet.size and packet.pts is not None:
+                begins.append(packet.pts)
+                ends.append(packet.pts + (packet.duration or 0))
+            if packet.is_corrupt:
+                self._damaged(count)
+            if count > self._frames:
+                self._too_many()
+        if not count or len(begins) < count:
+            return count, 0.0
+        return count, float((max(ends) - min(begins)) * stream.time_base)
 
     def _check_codec(self, decoder: str) -> None:
         codec = DECODERS.get(decoder, decoder)

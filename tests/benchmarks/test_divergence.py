@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks import divergence, shuffled
-from benchmarks.divergence import POSITIONS, PREFILLED, Row, main
+from benchmarks.divergence import POSITIONS, PREFILLED, Row, main, rounded_rows
 from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
@@ -29,12 +29,12 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
 ) -> None:
     checkpoint, rows = tiny_checkpoint(TINY), tmp_path / "rows.jsonl"
     bundle = bundles.export(checkpoint, tmp_path / "whole", (), "fp32").folder
-    words = ["divergence", str(checkpoint), "--forms", "int8", "int4-32", "int4-64", "--bundle", str(bundle)]
-    words += ["--stored", str(bundle)]
+    words = ["divergence", str(checkpoint), "--forms", "int8", "int4-32", "int4-64", "int4-64@7", "--bundle"]
+    words += [str(bundle), "--stored", str(bundle)]
     truth = str(tmp_path / "truth.npz")
     monkeypatch.setattr(sys, "argv", [*words, "--truth", truth, "--rows", str(rows)])
     main()
-    int8, int4, coarse, stored, whole = rows_of(rows)
+    int8, int4, coarse, mixed, stored, whole = rows_of(rows)
     assert stored.kl < 1e-9
     assert stored.bits == 32
     assert whole.kl < 1e-6
@@ -45,6 +45,9 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     assert int8.bits is not None
     assert int8.bits > 8
     assert coarse.perplexity > 0
+    assert mixed.bits is not None
+    assert 6.5 < mixed.bits <= 7
+    assert mixed.kl < coarse.kl
     monkeypatch.setattr(sys, "argv", [*words[:4], "--truth", truth, "--rows", str(rows)])
     main()
     assert rows_of(rows)[-1] == int8, "kept logits give the same row"
@@ -79,3 +82,14 @@ def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices(
     assert type_of("Q4_K_M", "head.weight", 896, 24, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "head.weight", 896, 24, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "text.layers.0.mlp.up_proj.weight", 896, 24, is_head=False) == "Q4_0"
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    [("int8", 8 + 16 / 256), ("int8-64", 8.25), ("int8-32", 8.5), ("int4-64", 4.25), ("int4-32", 4.75)],
+)
+def test_a_form_has_the_scales_of_its_name(form: str, bits: float) -> None:
+    values = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    rounded, stated = rounded_rows(values, form, "w")
+    assert stated == bits
+    assert 0 < np.abs(rounded - values).max() < 1

@@ -11,11 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support import bundles
+from vtx import load
 from vtx.cli import doctor
 from vtx.runtime.backends import openvino, ort, tensorrt
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.report import doctor as report
+from vtx.runtime.report.golden import QUESTION, golden_image
 from vtx.runtime.vision import preprocess
 
 CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
@@ -136,6 +138,26 @@ def test_a_sound_bundle_is_certified(bundle: Path) -> None:
     for word in ("checksums: all", "logits at K = none", "logits at K = 5", "same top token", "ok"):
         assert word in result.stdout
     assert "FAILED" not in result.stdout
+
+
+def test_a_sound_bundle_says_its_arithmetic_and_the_time_of_a_question(bundle: Path) -> None:
+    result = invoke(bundle, "--device", "cpu")
+    assert "cpu in f32: asked for; processor: " in result.stdout
+    report = json.loads(invoke(bundle, "--device", "cpu", "--json").stdout)
+    expected = report["expected"]
+    assert f"of {expected['prompt_tokens']} tokens ({expected['image_tokens']} of the picture) at K = " in result.stdout
+    with load(bundle, device="cpu") as model, model.open(golden_image()) as image:
+        stats = image.ask(QUESTION, max_new_tokens=1).stats
+    assert (expected["k"], expected["prompt_tokens"]) == (stats.k, stats.prompt_tokens)
+    assert 0 < expected["first_token_ms"] < 60_000
+
+
+def test_a_question_beyond_the_context_is_told(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "QUESTION", "What is in the picture? " * 200)
+    result = invoke(bundle)
+    assert result.exit_code == 0, result.output
+    assert "a question about a picture cannot be asked: " in result.stderr
+    assert "OK: the bundle computes what its weights say" in result.stdout
 
 
 def test_nothing_is_noted_of_its_own_pictures(bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.serving import WAIT
 from tests.support.tiny import Tiny
-from vtx.commands.serve import serve
+from vtx.commands.serve import OTHER_FILES, serve
 
 ROOT = Path(__file__).parents[2]
 UNIT, COMPOSE, IMAGE = (ROOT / "docker" / name for name in ("vtx-serve.service", "compose.yaml", "cpu.Dockerfile"))
@@ -52,6 +52,13 @@ def commands(stage: str) -> tuple[str, list[str]]:
     raise AssertionError(f"there is no stage {stage}")
 
 
+def open_files() -> int:
+    """Those that a server must be allowed."""
+    reason = "needs vtx-edge[serve]"
+    protocol = pytest.importorskip("vtx.runtime.server.protocol", reason=reason, exc_type=ModuleNotFoundError)
+    return int(protocol.CONNECTIONS + OTHER_FILES)
+
+
 CAMERA = ROOT / "examples/cpp/vtx-camera.service"
 
 
@@ -75,6 +82,8 @@ def test_the_commands_of_the_unit_start_reload_and_stop_a_server(
     (tmp_path / "keys").write_text("secret\n")
     words = shlex.split(service["ExecStart"].replace("%d", str(tmp_path)).replace("/srv/vtx/model", str(bundle)))
     assert options(words[1:])["grace"] + GRAPH_SECONDS < int(service["TimeoutStopSec"])
+    assert int(service["LimitNOFILE"]) >= open_files()
+    assert re.fullmatch(r"\d+%", service["MemoryMax"])
     seconds = int(service["WatchdogSec"])
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(tmp_path / "notify"))
@@ -109,8 +118,11 @@ def test_the_image_s_server_takes_the_command_of_the_compose_file() -> None:
     build = vtx["build"]
     assert (COMPOSE.parent / build["context"] / build["dockerfile"]).resolve() == IMAGE
     source, entrypoint = commands(build["target"])
-    assert (source, entrypoint[0]) == ("runtime", "vtx-serve")
-    found = options([*entrypoint[1:], *vtx["command"]])
+    assert (source, entrypoint[:3]) == ("runtime", ["tini", "--", "vtx-serve"])
+    assert re.search(r"^RUN .*apt-get install .*\btini\b", IMAGE.read_text(), re.MULTILINE), "its init is in it"
+    found = options([*entrypoint[3:], *vtx["command"]])
+    assert vtx["ulimits"]["nofile"] >= open_files()
+    assert re.fullmatch(r"\$\{MEMORY:-\d+g\}", vtx["mem_limit"])
     assert found["grace"] + GRAPH_SECONDS < int(vtx["stop_grace_period"].removesuffix("s"))
     (port,) = vtx["ports"]
     assert port == f"127.0.0.1:8000:{found['port']}"

@@ -29,7 +29,7 @@ def begin(asking: Asking, model: Model) -> Work:
     engine = Engine("worker", model, asking.capacity)
 
     def answer(lines: Sequence[Line]) -> list[Result]:
-        found = {line.number: result for line, result in answer_lines(engine, lines, asking)}
-        return [found[line.number] for line in lines]
+        results = {line.number: result for line, result in answer_lines(engine, lines, asking)}
+        return [results[line.number] for line in lines]
 
     return answer

@@ -136,5 +136,5 @@ def _task(number: int, record: Any, images: Path) -> Task:
     if not isinstance(question, str) or not question.strip():
         raise RequestError("it has no question")
     pictures, videos = (named_files(record, kind, images) for kind in ("image", "video"))
-    own = {name: record[name] for name in OWN if name in record}
-    return Task(number, record.get("id"), pictures, question, videos, own)
+    settings = {name: record[name] for name in OWN if name in record}
+    return Task(number, record.get("id"), pictures, question, videos, settings)

@@ -177,10 +177,10 @@ class Bench:
             self._calls.clear()
             stats = conversation.ask(self.result.question, k, self._answered(k), reduce=None).stats
             prefill, decode = split(self._calls)
-            used = memory.resident(), memory.peak()
+            memory_bytes = memory.resident(), memory.peak()
             second_ms = self._again(conversation, k)
             switched_ms = None if other == k else self._again(conversation, other)
-        return Turn(preprocess_ms, second_ms, stats, prefill, decode), used, switched_ms
+        return Turn(preprocess_ms, second_ms, stats, prefill, decode), memory_bytes, switched_ms
 
     def _again(self, conversation: Conversation, k: K) -> float:
         """Milliseconds to the first token of one more question on an image that is already encoded."""

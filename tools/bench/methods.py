@@ -47,19 +47,19 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     worth nothing.
     """
     specs = [spec for spec in manifest.reductions if spec != NONE]
-    drawn = [to_spec(parse(spec)) for spec in RANDOM]
+    random_specs = [to_spec(parse(spec)) for spec in RANDOM]
     alone = not specs and not any(ks)
     if alone or any("random" in spec for spec in specs) or read_layout(manifest.layout, manifest.model.tower).has_text:
-        drawn = []
+        random_specs = []
     fixed = [k for k in ks if isinstance(k, int)]
     k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
-    both = [Method(k, spec) for spec in specs] if k is not None else []
+    combined = [Method(k, spec) for spec in specs] if k is not None else []
     return (
         Method(None),
         *(Method(k) for k in ks if k is not None),
         *(Method(None, spec) for spec in specs),
-        *both,
-        *(Method(None, spec) for spec in drawn),
+        *combined,
+        *(Method(None, spec) for spec in random_specs),
     )
 
 

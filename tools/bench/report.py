@@ -109,8 +109,8 @@ def _depth(bench: Bench, result: BenchResult, k: K, ceilings: MeasuredCeilings |
     work = bench.counter.count(turns[0].prefill, turns[0].decode)
     stages = list[Mapping[str, Any]]()
     for number, stage in enumerate(bench.model.manifest.stages):
-        each = [sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]
-        stages.append({"first": stage.first, "last": stage.last, "ms": spread(each)})
+        sums = [sum(call.ms for call in turn.prefill if call.stage == number) for turn in turns]
+        stages.append({"first": stage.first, "last": stage.last, "ms": spread(sums)})
     return Depth(
         k=k,
         rest=stats.rest,

@@ -16,14 +16,14 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
     work = report.workload
     depths = report.depths
     cut_short = " INTERRUPTED: fewer repeats than requested." if report.interrupted else ""
-    held = "" if report.loaded_bytes is None else f", which takes {size(report.loaded_bytes)} of memory"
+    memory_text = "" if report.loaded_bytes is None else f", which takes {size(report.loaded_bytes)} of memory"
     peaks = [depth.peak_bytes for depth in depths if depth.peak_bytes is not None]
 
     def row(depth: Depth) -> list[str]:
-        first, *others = (depth.ms[name] for name in SHOWN)
+        first, *later = (depth.ms[name] for name in SHOWN)
         spread = "-" if first is None else shown(first, _digits(first.median))
         rest = f", rest {depth.rest}" if depth.rest else ""
-        return [f"{depth.k or 'none'}{rest}", spread, *map(_median, others), size(depth.kv_bytes)]
+        return [f"{depth.k or 'none'}{rest}", spread, *map(_median, later), size(depth.kv_bytes)]
 
     return [
         report.machine.in_words(),
@@ -31,7 +31,7 @@ def report_tables(report: BenchReport) -> list[str | WideTable]:
         f"{model['precision']} weights, on {model['device']} in {model['compute']} arithmetic with "
         f"{counted(work['threads'], 'thread')}; a prompt of {work['prompt_tokens']} tokens, "
         f"{work['vision_tokens']} of them of the image, {work['new_tokens']} new ones, "
-        f"{counted(work['repeats'], 'repeat')}.{cut_short} Loaded once in {report.load_ms:.0f} ms{held}.",
+        f"{counted(work['repeats'], 'repeat')}.{cut_short} Loaded once in {report.load_ms:.0f} ms{memory_text}.",
         WideTable("milliseconds: medians (quartiles, or extremes of fewer than four)", HEADS, [*map(row, depths)]),
         "\n".join([*_gains(depths), *([f"Memory: at most {size(max(peaks))}."] if peaks else [])]),
         *_reached(report),

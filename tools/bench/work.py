@@ -88,10 +88,10 @@ class WorkCounter:
     def prompt(self, stats: Stats) -> int:
         """FLOPs of the prompt in one chunk, as if nothing of it were reused."""
         text = stats.prompt_tokens - stats.vision_tokens
-        kept = stats.vision_tokens_kept
-        ahead = {layer for part in parse(stats.reduce) for layer in part.needs().ahead}
-        again = ahead_flops(self.decoder, kept, ahead, text=text)
-        return prefill_flops(self.decoder, make_schedule(kept, text=text)) + again
+        vision = stats.vision_tokens_kept
+        layers_ahead = {layer for part in parse(stats.reduce) for layer in part.needs().ahead}
+        again = ahead_flops(self.decoder, vision, layers_ahead, text=text)
+        return prefill_flops(self.decoder, make_schedule(vision, text=text)) + again
 
     def count_vision(self, prefill: Sequence[Call]) -> int:
         """FLOPs of the towers; merged windows do not count in the later layers of the vision tower.
@@ -99,21 +99,29 @@ class WorkCounter:
         The tower of frames has the sizes of the one of images, and projects the tokens that it gives.
         """
         vision = self._size.vision
-        text = self._text_tower
-        passes = [c.tokens for c in prefill if c.name == "vision"]
-        if vision is not None and vision.model.vision.positions != "table":
-            return sum(encode_flops(vision.seeing(tokens), 1) for tokens in passes)
-        whole = 0 if vision is None else vision.view_tokens
-        seen = sum(encode_flops(vision, 1, merged=max(0, whole - tokens)) for tokens in passes)
-        frames = [c.tokens for c in prefill if c.name == "video"]
-        seen += sum(encode_flops(vision and replace(vision, view_tokens=tokens), 1) for tokens in frames)
-        if vision is not None:
-            seen += sum(2 * vision.projector_macs * c.tokens for c in prefill if c.name == "project")
-        if text is None:
-            return seen
-        read = [text_tower_flops(text, c.tokens) for c in prefill if c.name == "text_tower"]
-        projected = 2 * text.width * (0 if vision is None else vision.model.vision.hidden)
-        return seen + sum(read) + sum(projected * c.tokens for c in prefill if c.name == "vision")
+        tokens = dict[str, list[int]]()
+        for call in prefill:
+            tokens.setdefault(call.name, []).append(call.tokens)
+        passes = tokens.get("vision", [])
+        text = self._text_flops(tokens.get("text_tower", []), passes)
+        if vision is None:
+            return text
+        if vision.model.vision.positions != "table":
+            return sum(encode_flops(vision.seeing(count), 1) for count in passes)
+        view_tokens = vision.view_tokens
+        images = sum(encode_flops(vision, 1, merged=max(0, view_tokens - count)) for count in passes)
+        frames = sum(encode_flops(replace(vision, view_tokens=count), 1) for count in tokens.get("video", []))
+        projected = 2 * vision.projector_macs * sum(tokens.get("project", []))
+        return images + frames + projected + text
+
+    def _text_flops(self, texts: Sequence[int], passes: Sequence[int]) -> int:
+        """FLOPs of the text tower over `texts`, and of comparing them with the tokens of the vision tower's passes."""
+        tower = self._text_tower
+        if tower is None:
+            return 0
+        vision = self._size.vision
+        width = 0 if vision is None else vision.model.vision.hidden
+        return sum(text_tower_flops(tower, count) for count in texts) + 2 * tower.width * width * sum(passes)
 
 
 def weights_read(bundle: Bundle, float_bytes: int) -> int:

@@ -77,22 +77,22 @@ def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choic
     limit = min_kept / 100
     rule = f"at least {min_kept:g}% of the answers kept"
     points = [(point, point.agree) for point in curve[1:] if point.agree is not None]
-    fits = [point for point, kept in points if kept.low >= limit]
+    fits = [point for point, interval in points if interval.low >= limit]
     if not fits:
-        best, kept = max(points, key=lambda pair: pair[1].low)
+        best, interval = max(points, key=lambda pair: pair[1].low)
         notes = [
-            f"no K satisfies it: the most are kept at K = {best.k}, {kept.share:.1%} of {kept.count}, "
-            f"{kept.low:.1%} at the lower end of the interval"
+            f"no K satisfies it: the most are kept at K = {best.k}, {interval.share:.1%} of {interval.count}, "
+            f"{interval.low:.1%} at the lower end of the interval"
         ]
-        needed = ceil(NORMAL**2 * limit / (1 - limit))
-        if kept.count < needed:
-            notes.append(f"to show {min_kept:g}% takes at least {needed} answers, all unchanged; give more --samples")
+        count = ceil(NORMAL**2 * limit / (1 - limit))
+        if interval.count < count:
+            notes.append(f"to show {min_kept:g}% takes at least {count} answers, all unchanged; give more --samples")
         return Choice(rule, None, tuple(notes))
     chosen = fits[0]
     notes = []
     if chosen.kl.mean >= eta:
         notes.append(f"second opinion: the mean KL at K = {chosen.k} is {chosen.kl.mean:.2g}, not below {eta:g}")
-    below = [point.k for point, kept in points if (point.k or 0) > (chosen.k or 0) and kept.low < limit]
+    below = [point.k for point, interval in points if (point.k or 0) > (chosen.k or 0) and interval.low < limit]
     if below:
         notes.append(f"not monotone: after K = {chosen.k} fewer are kept again at K = {_listed(below)}")
     return Choice(rule, chosen.k, tuple(notes))

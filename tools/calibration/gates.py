@@ -142,15 +142,15 @@ def judge(held: HeldOut, size: ModelSize) -> Judgement:
             difference_interval=(difference.low, difference.high),
         )
         gates.append(outcome)
-    each = [_outcome(held, size, np.full(len(held.same), column)) for column in range(len(held.ks) + 1)]
-    fixed = tuple(FixedOutcome(**outcome, k=k) for outcome, k in zip(each, (*held.ks, None), strict=True))
+    outcomes = [_outcome(held, size, np.full(len(held.same), column)) for column in range(len(held.ks) + 1)]
+    fixed = tuple(FixedOutcome(**outcome, k=k) for outcome, k in zip(outcomes, (*held.ks, None), strict=True))
     return Judgement(len(held.same), held.layers, tuple(gates), fixed, _verdict(gates[0]))
 
 
 def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict[str, Any]:
     """The fields of an `Outcome` if each item leaves at its column of K; FLOPs in DyVTE's convention."""
     at = np.arange(len(columns)), columns
-    known = held.right[:, 0] != UNKNOWN
+    judged = held.right[:, 0] != UNKNOWN
     ks = (*held.ks, None)
     flops = list[int]()
     for column, (text, vision) in zip(columns, held.tokens.tolist(), strict=True):
@@ -159,7 +159,7 @@ def _outcome(held: HeldOut, size: ModelSize, columns: NDArray[np.int64]) -> dict
     return {
         "full_layers": float(held.full_layers(columns).mean()),
         "agreement": float(held.same[at].mean()),
-        "accuracy": float(held.right[at][known].mean()) if known.any() else None,
+        "accuracy": float(held.right[at][judged].mean()) if judged.any() else None,
         "total_flops": float(np.mean(flops)),
     }
 
@@ -203,11 +203,11 @@ def draw_judgement(judgement: Judgement, path: Path) -> None:
         curve.set(title="Agreement over cost")
         integer_axis(curve, "layers that see the image, mean")
         curve.legend()
-        chosen = judgement.gates[0]
-        histogram.bar(range(len(chosen.exits)), chosen.exits.values(), color=COLORS[1])
-        histogram.set_xticks(range(len(chosen.exits)), list(chosen.exits), rotation=90, fontsize=8)
+        gate = judgement.gates[0]
+        histogram.bar(range(len(gate.exits)), gate.exits.values(), color=COLORS[1])
+        histogram.set_xticks(range(len(gate.exits)), list(gate.exits), rotation=90, fontsize=8)
         histogram.grid(visible=False, axis="x")
-        histogram.set(title=f"K that the gates choose above {chosen.threshold:g}", xlabel="K", ylabel="questions")
+        histogram.set(title=f"K that the gates choose above {gate.threshold:g}", xlabel="K", ylabel="questions")
         headline(figure, "Gates against a fixed K", f"{judgement.items} held-out items, {judgement.layers} layers")
 
     draw(path, fill)

@@ -102,8 +102,8 @@ class CalibrationReport:
     @property
     def warning(self) -> str | None:
         """A warning if the chosen K changes too many answers or an unknown number, else None."""
-        kept = [point.agree for point in self.curve if point.k == self.k]
-        return None if self.k is None else changed_answers(self.k, kept[0])
+        shares = [point.agree for point in self.curve if point.k == self.k]
+        return None if self.k is None else changed_answers(self.k, shares[0])
 
 
 def make_report(
@@ -147,13 +147,13 @@ def make_curve(measured: Measurement) -> tuple[Point, ...]:
     shares = list[list[ShareInterval | None]]()
     lost = list[MeanInterval | None]([None] * len(ks))
     for name in ("top1", "agree", "right"):  # over the items that have the quantity
-        known = [n for n, result in enumerate(measured.results) if getattr(result, name) is not None]
-        if not known:
+        numbers = [n for n, result in enumerate(measured.results) if getattr(result, name) is not None]
+        if not numbers:
             shares.append([None] * len(ks))
             continue
         first = [True] if name == "top1" else []  # at K = none every next token is equal
-        hits = np.array([[*first, *getattr(measured.results[n], name)] for n in known], float)
-        about = [images[n] for n in known]
+        hits = np.array([[*first, *getattr(measured.results[n], name)] for n in numbers], float)
+        about = [images[n] for n in numbers]
         shares.append([grouped_share(of_k, about) for of_k in hits.T.tolist()])
         lost = [None, *mean_intervals(hits[:, :1] - hits[:, 1:], about)]
     return tuple(
@@ -218,7 +218,7 @@ def read_choice(path: Path, fingerprint: str) -> RecordedChoice:
 
 def other_downsampling(measured: str, fingerprint: str) -> tuple[str, str] | None:
     """The patches in an image token of two fingerprints, if these alone differ; None: another model, or unknown."""
-    (first, _, then), (second, _, now) = (each.partition(DOWNSAMPLED) for each in (measured, fingerprint))
+    (first, _, then), (second, _, now) = (name.partition(DOWNSAMPLED) for name in (measured, fingerprint))
     return (then, now) if first == second and then and now and then != now else None
 
 

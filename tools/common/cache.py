@@ -37,13 +37,13 @@ def limit() -> int:
 
 def entries() -> list[CachedBundle]:
     """Everything in the cache, what was used least recently first."""
-    found = []
+    entries_of = []
     for path in folder().glob("*"):
         with suppress(FileNotFoundError, NotADirectoryError):  # another process removes it
             if path.is_dir():
                 total = sum(file.lstat().st_size for file in path.rglob("*"))
-                found.append(CachedBundle(path, total, path.stat().st_mtime))
-    return sorted(found, key=lambda entry: entry.used)
+                entries_of.append(CachedBundle(path, total, path.stat().st_mtime))
+    return sorted(entries_of, key=lambda entry: entry.used)
 
 
 def hold(bundle: Path) -> int | None:
@@ -82,17 +82,19 @@ def trim(allowed: int, needed: int = 0, for_bundle: Path | None = None) -> Itera
 
     What an interrupted export of `for_bundle` left stays. Raises ExportError if what is in use leaves no room.
     """
-    own = f".{for_bundle.name}.partial-" if for_bundle else "/"
-    kept = [entry for entry in entries() if not entry.folder.name.startswith(own)]
-    used = sum(entry.bytes for entry in kept)
-    for entry in kept:
-        if needed <= allowed < used + needed and remove(entry.folder):
-            used -= entry.bytes
+    prefix = f".{for_bundle.name}.partial-" if for_bundle else "/"
+    present = [entry for entry in entries() if not entry.folder.name.startswith(prefix)]
+    used_bytes = sum(entry.bytes for entry in present)
+    for entry in present:
+        if needed <= allowed < used_bytes + needed and remove(entry.folder):
+            used_bytes -= entry.bytes
             yield entry.folder.name
-    if used + needed > allowed:
-        held = f", and {size(used)} are in use" if needed <= allowed else ""
+    if used_bytes + needed > allowed:
+        in_use = f", and {size(used_bytes)} are in use" if needed <= allowed else ""
         what = f"{size(needed)} for this bundle are too much for the cache" if needed else "the cache is too large"
-        raise ExportError(f"{what}: its limit is {size(allowed)}{held}; raise {LIMIT}, or choose a smaller --precision")
+        raise ExportError(
+            f"{what}: its limit is {size(allowed)}{in_use}; raise {LIMIT}, or choose a smaller --precision"
+        )
 
 
 def remove(bundle: Path) -> bool:

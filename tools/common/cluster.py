@@ -78,13 +78,13 @@ def connected(address: str) -> Iterator[Any]:
 
 def cores(ray: Any, gpus: float = 0.0) -> list[int]:
     """The cores of each worker: one on each machine, or as many as have this share of its GPUs."""
-    found = list[int]()
+    numbers = list[int]()
     for node in ray.nodes():
         having = node["Resources"].get("CPU", 0) if node["Alive"] else 0
         count = int(node["Resources"].get("GPU", 0) / gpus) if gpus else 1
         count = min(count, int(having))
-        found += count * [int(having) // max(1, count)]
-    return found
+        numbers += count * [int(having) // max(1, count)]
+    return numbers
 
 
 def on_cluster(
@@ -114,7 +114,7 @@ def on_cluster(
             )
         chunks = chunked(items, alike, len(workers))
         key = loading.require_signature
-        given = {
+        settings = {
             "bundle": bundle,
             "digest": sha256(bundle / "vtx.json"),
             "begin": begin,
@@ -129,7 +129,7 @@ def on_cluster(
             num_cpus=min(workers),
             num_gpus=gpus or None,
             compute=ray.data.ActorPoolStrategy(size=len(workers), max_tasks_in_flight_per_actor=IN_FLIGHT),
-            fn_constructor_kwargs=given,
+            fn_constructor_kwargs=settings,
         )
         for output in done.iter_rows():
             if output["error"]:

@@ -95,24 +95,13 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
         raise RequestError(f"--samples is {samples}; it must be at least 1")
     if source == SCENES:
         return Data("the drawn scenes", scene_items(samples))
-    file = Path(source).expanduser()
-    if file.is_dir():
-        files = sorted(path for path in file.iterdir() if path.suffix == ".jsonl")
-        if len(files) != 1:
-            raise RequestError(f"{file} holds {len(files)} .jsonl files, and there must be one; name the file itself")
-        file = files[0]
+    file = _data_file(Path(source).expanduser())
     folder = (file.parent if images is None else images.expanduser()).resolve()
     if not folder.is_dir():
         raise RequestError(f"the image path {folder} is not a directory; give one with --images")
     items = list[Item]()
     skipped = list[str]()
-    raw = read_text_file(file, MAX_FILE)
-    if raw.lstrip()[:1] != b"[":
-        records: list[tuple[str, Any]] = [(f"line {n}", x) for n, x in enumerate(raw.splitlines(), 1) if x.strip()]
-    elif len(raw) > MAX_LIST_FILE:
-        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
-    else:
-        records = [(f"item {n}", x) for n, x in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
+    records = _records(file)
     if len(records) > samples:
         records = [records[n] for n in sorted(random.Random(seed).sample(range(len(records)), samples))]
     for label, record in records:
@@ -121,6 +110,26 @@ def read_data(source: str, images: Path | None, samples: int, seed: int = 0) -> 
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     return Data(file.name, tuple(items), tuple(skipped))
+
+
+def _data_file(path: Path) -> Path:
+    """The file itself, or the only one of a directory. Raises RequestError."""
+    if not path.is_dir():
+        return path
+    files = sorted(file for file in path.iterdir() if file.suffix == ".jsonl")
+    if len(files) != 1:
+        raise RequestError(f"{path} holds {len(files)} .jsonl files, and there must be one; name the file itself")
+    return files[0]
+
+
+def _records(file: Path) -> list[tuple[str, Any]]:
+    """The lines (bytes) or the items of a JSON list of a file, by their labels in messages. Raises RequestError."""
+    raw = read_text_file(file, MAX_FILE)
+    if raw.lstrip()[:1] != b"[":
+        return [(f"line {n}", line) for n, line in enumerate(raw.splitlines(), 1) if line.strip()]
+    if len(raw) > MAX_LIST_FILE:
+        raise RequestError(f"{file.name} holds {len(raw):,} bytes of JSON, the limit is {MAX_LIST_FILE:,}; split it")
+    return [(f"item {n}", item) for n, item in enumerate(parse_json(raw, file.name, error=RequestError), 1)]
 
 
 def image_key(image: ImageSource) -> object:
@@ -137,9 +146,9 @@ def scene_items(count: int, questions: int = 1) -> tuple[Item, ...]:
     items = list[Item]()
     for _ in range(count):
         scene = random_scene(rng)
-        drawn = {asked.question: asked.answer for asked in ask_some(scene, 4 * questions - 3, rng)}
+        answers = {question.question: question.answer for question in ask_some(scene, 4 * questions - 3, rng)}
         images = (photograph(scene, rng),)
-        items += [Item(images, *asked) for asked in list(drawn.items())[:questions]]
+        items += [Item(images, *question) for question in list(answers.items())[:questions]]
     return tuple(items)
 
 
@@ -233,14 +242,14 @@ def split_items(
     groups = list(by_image.values())
     if shuffle:
         random.Random(seed).shuffle(groups)
-    apart = set[int]()
+    excluded = set[int]()
     for group in groups:
-        if len(apart) < count:
-            apart.update(group)
-    kept = [item for number, item in enumerate(items) if number not in apart]
-    if not kept or not apart:
+        if len(excluded) < count:
+            excluded.update(group)
+    rest = [item for number, item in enumerate(items) if number not in excluded]
+    if not rest or not excluded:
         raise RequestError(
-            f"{len(items)} items about {len(groups)} images leave {len(kept)} to train on and {len(apart)} to hold "
+            f"{len(items)} items about {len(groups)} images leave {len(rest)} to train on and {len(excluded)} to hold "
             "out, and each must be at least 1; give more images"
         )
-    return kept, [items[number] for number in sorted(apart)]
+    return rest, [items[number] for number in sorted(excluded)]

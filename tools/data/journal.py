@@ -75,9 +75,9 @@ class ResultJournal:
             raise RequestError(f"{self._path} has {size:,} bytes, the limit is {MAX_JOURNAL:,}; name another --out")
         try:
             content = self._file.read()
-            whole = content.rfind(b"\n") + 1
-            self._file.truncate(whole)
-            self._file.seek(whole)
+            end = content.rfind(b"\n") + 1
+            self._file.truncate(end)
+            self._file.seek(end)
         except OSError as e:
             raise ExportError(
                 f"cannot resume {self._path} ({e.strerror}); check the disk, or name another --out"

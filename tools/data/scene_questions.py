@@ -102,28 +102,35 @@ def _asked(kind: str, scene: Scene, rng: random.Random) -> tuple[str, str] | Non
             thing = rng.choice(by_color)
             return _ask(rng, WHICH_SHAPE, c=thing.color, n=_thing(rng)), thing.shape
         case "place":
-            options = [(t, t.shape) for t in by_shape]
-            options += [(t, f"{t.color} {_thing(rng)}") for t in by_color]
-            options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
-            if options:
-                thing, name = rng.choice(options)
-                return _ask(rng, WHERE, n=name), PLACES[thing.cell]
+            return _place(scene, rng)
         case "what is at a place":
-            at = {t.cell: t.name for t in scene.things}
-            cell = rng.choice(sorted(at)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
-            corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
-            return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), at.get(cell, "nothing")
+            return _what_is_at(scene, rng)
         case "yes or no":
             return _exists(scene, rng)
     return None
 
 
+def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    options = [(t, t.shape) for t in _unique(scene, lambda t: t.shape)]
+    options += [(t, f"{t.color} {_thing(rng)}") for t in _unique(scene, lambda t: t.color)]
+    options += [(t, t.name) for t in _unique(scene, lambda t: t.name)]
+    if not options:
+        return None
+    thing, name = rng.choice(options)
+    return _ask(rng, WHERE, n=name), PLACES[thing.cell]
+
+
+def _what_is_at(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    names = {thing.cell: thing.name for thing in scene.things}
+    cell = rng.choice(sorted(names)) if rng.random() < 0.8 else rng.randrange(GRID * GRID)
+    corner = " corner" if " " in PLACES[cell] and rng.random() < 0.25 else ""
+    return _ask(rng, WHAT_IS_AT, p=PLACES[cell] + corner), names.get(cell, "nothing")
+
+
 def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
     chance = rng.random()
     if chance < 0.15 and (unique := _unique(scene, lambda t: t.shape)):
-        thing = rng.choice(unique)
-        color = thing.color if rng.random() < 0.5 else rng.choice([c for c in COLORS if c != thing.color])
-        return _ask(rng, HAS_COLOR, s=thing.shape, c=color), "yes" if color == thing.color else "no"
+        return _has_color(rng.choice(unique), rng)
     if chance < 0.4:  # about a shape of any colour, or a colour of any shape
         by_shape = rng.random() < 0.5
         present = {t.shape if by_shape else t.color for t in scene.things}
@@ -135,6 +142,11 @@ def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
         noun = name = rng.choice(sorted(present)) if rng.random() < 0.5 else _absent(scene, rng, present)
     article = "an" if noun.startswith("orange") else "a"
     return _ask(rng, IS_THERE, a=article, n=noun, ns=_plural(noun)), "yes" if name in present else "no"
+
+
+def _has_color(thing: Thing, rng: random.Random) -> tuple[str, str]:
+    color = thing.color if rng.random() < 0.5 else rng.choice([c for c in COLORS if c != thing.color])
+    return _ask(rng, HAS_COLOR, s=thing.shape, c=color), "yes" if color == thing.color else "no"
 
 
 def _absent(scene: Scene, rng: random.Random, names: set[str]) -> str:

@@ -116,8 +116,8 @@ def attention_macs(size: Decoder, tokens: int, slots: int, layer: int = 0) -> in
     """
     if layer in size.conv_layers:
         return 0 if size.delta is None else 3 * tokens * size.delta.memory
-    seen = min(slots, size.sliding.window) if size.sliding is not None and size.slides(layer) else slots
-    return 2 * tokens * seen * size.heads * size.heads_of(layer)
+    visible = min(slots, size.sliding.window) if size.sliding is not None and size.slides(layer) else slots
+    return 2 * tokens * visible * size.heads * size.heads_of(layer)
 
 
 def decoder_macs(size: Decoder, tokens: Sequence[int]) -> int:

@@ -303,7 +303,7 @@ class CostPlan:
 def _precisions(parts: Precisions) -> dict[str, Any]:
     """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's."""
     fields = asdict(parts)
-    del fields["own"]
+    del fields["own"], fields["wider"]
     return fields
 
 

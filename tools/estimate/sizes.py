@@ -45,8 +45,8 @@ class ActionSize:
 
     def beside(self, decoder: Decoder) -> Decoder:
         """Its layers as those of a decoder without a vocabulary."""
-        own = replace(decoder, hidden=self.hidden, ffn=self.ffn, heads=self.heads, vocab=1, tied=True)
-        return replace(own, qkv_bias=False, o_bias=False, mlp_bias=False)
+        shape = replace(decoder, hidden=self.hidden, ffn=self.ffn, heads=self.heads, vocab=1, tied=True)
+        return replace(shape, qkv_bias=False, o_bias=False, mlp_bias=False)
 
     @classmethod
     def of(cls, spec: ActionSpec) -> ActionSize:
@@ -74,7 +74,7 @@ class ModelSize:
     def acting(self, spec: ActionSpec | None, bins: ActionBins | None) -> ModelSize:
         """The model with what its actions take."""
         expert = None if spec is None else ActionSize.of(spec)
-        tokens = 0 if bins is None else max(len(each.low) for each in bins.ranges.values())
+        tokens = 0 if bins is None else max(len(action_range.low) for action_range in bins.ranges.values())
         return replace(self, action=expert, action_tokens=tokens)
 
     def with_towers(self, count: int) -> ModelSize:
@@ -84,8 +84,8 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         expert = self.action.beside(self.decoder) if self.action else None
-        others = expert.macs_of(expert.every) + expert.small_parameters if expert else 0
-        return self.decoder.parameters + others + (0 if self.vision is None else self.vision.parameters)
+        expert_macs = expert.macs_of(expert.every) + expert.small_parameters if expert else 0
+        return self.decoder.parameters + expert_macs + (0 if self.vision is None else self.vision.parameters)
 
     def views(self, vision_tokens: int) -> int:
         """Passes of the tower that `vision_tokens` in the prompt need, counted in whole images."""
@@ -115,11 +115,11 @@ class ModelSize:
 def _known(
     name: str, decoder: Any, vision: Any, layout: Any, action: Any = None, action_tokens: int = 0, **_: Any
 ) -> ModelSize:
-    read = Strict().read
-    kept = layout and read(layouts()[layout["name"]], layout["parameters"], name)
-    expert = action and read(ActionSize, action, name)
-    tower = read(VisionSize, vision, name)
-    return ModelSize(name, "known", read(Decoder, decoder, name), tower, kept, expert, action_tokens)
+    reader = Strict().read
+    layout_of = layout and reader(layouts()[layout["name"]], layout["parameters"], name)
+    expert = action and reader(ActionSize, action, name)
+    tower = reader(VisionSize, vision, name)
+    return ModelSize(name, "known", reader(Decoder, decoder, name), tower, layout_of, expert, action_tokens)
 
 
 _MODELS = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))

@@ -111,12 +111,12 @@ class VisionSize:
 @cache
 def _weights(size: VisionSize) -> Mapping[Shape, int]:
     shapes = Counter[Shape]()
-    others = 0
+    rest = 0
     tower = size.tower.tensors(last_attention=size.last_attention)
     for count, tensors in ((size.towers, tower), (1, size.tower.projector(size.out))):
         for name, shape in tensors:
             if multiplied(name, shape):
                 shapes[shape] += count
             else:
-                others += count * prod(shape)
-    return {**shapes, (others,): 1}
+                rest += count * prod(shape)
+    return {**shapes, (rest,): 1}

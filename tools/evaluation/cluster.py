@@ -33,8 +33,8 @@ def on_workers(cluster: Cluster, folder: Path, loading: Loading, parallel: int) 
             questions: Sequence[TaskQuestion], wanted: Mapping[int, Collection[Method]]
         ) -> Generator[tuple[int, Method, CostedAnswer | Exception]]:
             items: list[Item] = [(n, questions[n], tuple(methods)) for n, methods in wanted.items() if methods]
-            begun = partial(begin, options, parallel)
-            for (n, _, methods), found in on_cluster(cluster, folder.resolve(), loading, begun, items, _images):
+            beginning = partial(begin, options, parallel)
+            for (n, _, methods), found in on_cluster(cluster, folder.resolve(), loading, beginning, items, _images):
                 for method, (answer, error) in zip(methods, found, strict=True):
                     yield n, method, CostedAnswer(**answer) if answer else RequestError(error)
 
@@ -49,13 +49,13 @@ def begin(options: Options, parallel: int, model: Model) -> Work:
 
     def answer(items: Sequence[Item]) -> list[list[tuple[Any, str]]]:
         check_methods(model, [method for _, _, methods in items for method in methods])
-        found = dict[tuple[int, Method], tuple[Any, str]]()
-        wanted = {number: methods for number, (_, _, methods) in enumerate(items)}
-        for number, method, reply in side_by_side.answers([question for _, question, _ in items], wanted):
+        answers = dict[tuple[int, Method], tuple[Any, str]]()
+        methods_of = {number: methods for number, (_, _, methods) in enumerate(items)}
+        for number, method, reply in side_by_side.answers([question for _, question, _ in items], methods_of):
             if isinstance(reply, Exception) and not isinstance(reply, BAD):
                 raise reply
-            found[number, method] = (None, str(reply)) if isinstance(reply, Exception) else (json_value(reply), "")
-        return [[found[number, method] for method in methods] for number, methods in wanted.items()]
+            answers[number, method] = (None, str(reply)) if isinstance(reply, Exception) else (json_value(reply), "")
+        return [[answers[number, method] for method in methods] for number, methods in methods_of.items()]
 
     return answer
 

@@ -215,8 +215,8 @@ def _vqa_records(source: QuestionFiles) -> Iterator[Record]:
     }
     subtype = str(release.get("data_subtype", ""))
     for number, question in enumerate(_list(release, "questions", source.data), 1):
-        known = isinstance(question, dict) and isinstance(question.get("question_id"), int)
-        note = notes.get(question["question_id"]) if known else None
+        valid = isinstance(question, dict) and isinstance(question.get("question_id"), int)
+        note = notes.get(question["question_id"]) if valid else None
         yield f"question {number}", {"question": question, "annotation": note, "subtype": subtype}
 
 
@@ -237,8 +237,8 @@ def _vqa(record: dict[str, Any], source: QuestionFiles) -> TaskQuestion:
 
 def _humans(answers: Any) -> tuple[str, ...]:
     """The answers of annotators, as texts or as objects."""
-    given = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
-    return _texts(given, MIN_ANSWERS, MAX_ANSWERS, "answers")
+    texts = [a.get("answer") if isinstance(a, dict) else a for a in answers] if isinstance(answers, list) else None
+    return _texts(texts, MIN_ANSWERS, MAX_ANSWERS, "answers")
 
 
 def _text_vqa(record: Any, source: QuestionFiles) -> TaskQuestion:

@@ -73,11 +73,11 @@ CONTRACTIONS["somebody'd"] = "somebodyd"  # as published
 
 def normalize(answer: str) -> str:
     """An answer as VQAv2 compares it."""
-    text = made = answer.replace("\n", " ").replace("\t", " ").strip()
+    text = written = answer.replace("\n", " ").replace("\t", " ").strip()
     numeric = COMMA_IN_NUMBER.search(text) is not None
     for mark in PUNCTUATION:  # removed next to a space and in texts with such a number, else replaced by a space
-        made = made.replace(mark, "" if numeric or f"{mark} " in text or f" {mark}" in text else " ")
-    words = [NUMBERS.get(word, word) for word in PERIOD.sub("", made).lower().split()]
+        written = written.replace(mark, "" if numeric or f"{mark} " in text or f" {mark}" in text else " ")
+    words = [NUMBERS.get(word, word) for word in PERIOD.sub("", written).lower().split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 
@@ -129,18 +129,18 @@ def judge_pope(question: TaskQuestion, text: str) -> tuple[str, float]:
 
 def judge_mme(question: TaskQuestion, text: str) -> tuple[str, float]:
     """As MME's evaluation: yes or no among the first four letters; else "other", which is wrong."""
-    given = text.lower().strip().replace(".", "")
-    start = {"y": "yes", "n": "no"}.get(given, given[:4])
+    answer = text.lower().strip().replace(".", "")
+    start = {"y": "yes", "n": "no"}.get(answer, answer[:4])
     parsed = next((word for word in ("yes", "no") if word in start), "other")
     return parsed, float(parsed == question.answers[0])
 
 
 def judge_choice(question: TaskQuestion, text: str) -> tuple[str, float]:
     """A letter alone, before a full stop, colon or bracket, or after "answer is"; an answer without one is wrong."""
-    given = text.strip()
-    alone = given.upper() if len(given) == 1 else given
-    found = LETTER.match(alone) or SENTENCE.search(given)
-    parsed = found[1] if found and ord(found[1]) - ord("A") < question.choices else ""
+    letters = text.strip()
+    alone = letters.upper() if len(letters) == 1 else letters
+    match = LETTER.match(alone) or SENTENCE.search(letters)
+    parsed = match[1] if match and ord(match[1]) - ord("A") < question.choices else ""
     return parsed, float(parsed == question.answers[0])
 
 
@@ -186,8 +186,8 @@ def judge_exact(question: TaskQuestion, text: str) -> tuple[str, float]:
 
 def ratio(over: Counts, under: Counts) -> Counts:
     """Elementwise; 0 for counts of 0."""
-    made: Counts = np.divide(over, under, out=np.zeros_like(over, np.float64), where=under > 0)
-    return made
+    figures: Counts = np.divide(over, under, out=np.zeros_like(over, np.float64), where=under > 0)
+    return figures
 
 
 def _summed(keys: Sequence[Any], rows: Counts) -> tuple[list[Any], Counts]:
@@ -203,14 +203,14 @@ def tally_mean(questions: Sequence[TaskQuestion], scores: Sequence[tuple[str, fl
     """Accuracy: the mean score of the questions."""
     rows = np.array([[score, 1.0] for _, score in scores])
     order, counts = _summed([question.image for question in questions], rows)
-    whole = all(score in (0.0, 1.0) for _, score in scores)
+    exact = all(score in (0.0, 1.0) for _, score in scores)
     return Tally(
         counts,
         np.zeros(len(order), np.int64),
         {"accuracy": lambda c: ratio(c[..., 0], c[..., 1])},
         "accuracy",
         frozenset({"accuracy"}),
-        counts if whole else None,
+        counts if exact else None,
     )
 
 

@@ -104,9 +104,9 @@ def read_questions(
             if form.needs_image and not question.images:
                 continue
             question.check()
-            asked = form.wording(question.text)
-            text = f"{asked}\n{instruction}" if instruction else asked
-            questions.append(replace(question, text=text, about=asked))
+            wording = form.wording(question.text)
+            text = f"{wording}\n{instruction}" if instruction else wording
+            questions.append(replace(question, text=text, about=wording))
         except (RequestError, ImageError) as e:
             skipped.append(f"{label}: {e}")
     if samples is not None:

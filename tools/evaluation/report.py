@@ -19,7 +19,7 @@ from vtx.tools.bench.measure import K
 from vtx.tools.bench.series import Series, spread
 from vtx.tools.data.intervals import CONFIDENCE, DRAWS, clustered_share, resampled_sums, spread_of
 from vtx.tools.data.kinds import kind_of
-from vtx.tools.evaluation.ask import Asked, Evaluated
+from vtx.tools.evaluation.ask import Asked, CostedAnswer, Evaluated
 from vtx.tools.evaluation.coverage import CoveragePoint, ScoredAnswers
 from vtx.tools.evaluation.metrics import Counts, Metric, Tally
 from vtx.tools.evaluation.questions import TaskQuestion
@@ -131,9 +131,8 @@ def make_report(
 ) -> Evaluation:
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
     questions = asked.questions
-    by_question = asked.replies
     scores = [
-        [metric.judge(question, replies[n].text) for question, replies in zip(questions, by_question, strict=True)]
+        [metric.judge(question, replies[n].text) for question, replies in zip(questions, asked.replies, strict=True)]
         for n in range(len(asked.methods))
     ]
     tallies = [metric.tally(questions, of_method) for of_method in scores]
@@ -144,11 +143,10 @@ def make_report(
     kinds = [kind_of(Counter(q.answers).most_common(1)[0][0], q.choices) for q in questions]
     methods = list[MethodFigures]()
     for n, (method, tally) in enumerate(zip(asked.methods, tallies, strict=True)):
-        total = tally.counts.sum(0)
-        replies = [replies[n] for replies in by_question]
-        times_ms = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
-        figures = {name: _with_interval(tally, name, draws[n]) for name in tally.figures}
-        value = float(main_figure(total) - main_figure(tallies[0].counts.sum(0)))
+        difference = None
+        if n:
+            value = float(main_figure(tally.counts.sum(0)) - main_figure(tallies[0].counts.sum(0)))
+            difference = _interval(value, main_figure(draws[n]) - main_figure(draws[0]))
         by_group = partial(_by_group, metric, main, questions, scores[n])
         methods.append(
             MethodFigures(
@@ -156,14 +154,9 @@ def make_report(
                 kind=method.kind,
                 k=method.k,
                 reduce=method.reduce,
-                figures=figures,
-                flops=fmean(reply.flops for reply in replies),
-                kv_bytes=fmean(reply.kv_bytes for reply in replies),
-                vision_tokens=fmean(reply.vision_tokens for reply in replies),
-                full_layers=fmean(reply.full_layers for reply in replies),
-                new_tokens=fmean(reply.new_tokens for reply in replies),
-                first_token_ms=spread(times_ms) if times and times_ms else None,
-                difference=_interval(value, main_figure(draws[n]) - main_figure(draws[0])) if n else None,
+                figures={name: _with_interval(tally, name, draws[n]) for name in tally.figures},
+                **_costs([replies[n] for replies in asked.replies], times=times),
+                difference=difference,
                 groups=by_group([q.group for q in questions], groups if len(groups) > 1 else ()),
                 rest=method.rest,
                 kinds=by_group(kinds, KINDS),
@@ -184,15 +177,24 @@ def make_report(
     )
 
 
+def _costs(replies: Sequence[CostedAnswer], *, times: bool) -> dict[str, Any]:
+    """The mean cost of a method's answers, by the fields of `MethodFigures`."""
+    fields = ("flops", "kv_bytes", "vision_tokens", "full_layers", "new_tokens")
+    costs: dict[str, Any] = {name: fmean(getattr(reply, name) for reply in replies) for name in fields}
+    times_ms = [reply.first_token_ms for reply in replies if reply.first_token_ms is not None]
+    costs["first_token_ms"] = spread(times_ms) if times and times_ms else None
+    return costs
+
+
 def scored_answers(asked: Asked, metric: Metric, number: int = 0) -> ScoredAnswers:
     """The answers of method `number` with their probabilities. Raises RequestError: a journal has none of them."""
     probabilities = [replies[number].probability for replies in asked.replies]
-    known = [probability for probability in probabilities if probability is not None]
-    if len(known) < len(probabilities):
+    likely = [probability for probability in probabilities if probability is not None]
+    if len(likely) < len(probabilities):
         raise RequestError("answers.jsonl has answers without probabilities; remove it, or name another --out")
     pairs = zip(asked.questions, asked.replies, strict=True)
     scores = [metric.judge(question, replies[number].text)[1] for question, replies in pairs]
-    return ScoredAnswers(known, scores, [question.image for question in asked.questions])
+    return ScoredAnswers(likely, scores, [question.image for question in asked.questions])
 
 
 def _draws(tallies: Sequence[Tally]) -> list[Counts]:

@@ -77,8 +77,8 @@ class Questions:
 
     def sizes(self) -> list[tuple[int, int]]:
         """Width and height of every image. Raises ImageError for one that was removed."""
-        seen = {image_key(image): image for item in self.data.items for image in item.images}
-        return [image_size(image) for image in seen.values()]
+        images = {image_key(image): image for item in self.data.items for image in item.images}
+        return [image_size(image) for image in images.values()]
 
     @property
     def sha256(self) -> str:
@@ -137,7 +137,7 @@ class KeptAnswers:
 
     def changed(self, setting: Setting, reference: Setting, number: int) -> float:
         """1 if the answer is not the reference's, capitals, spaces and the final full stop apart; else 0."""
-        mine, full = (plain(self.reply(each, number).text) for each in (setting, reference))
+        mine, full = (plain(self.reply(setting_of, number).text) for setting_of in (setting, reference))
         return float(mine != full and (not self._of_right or full == self._right[number]))
 
     def ask(self, settings: Sequence[Setting], numbers: Sequence[int], phase: str, turn: int = 0) -> None:
@@ -167,8 +167,8 @@ class KeptAnswers:
         first = number % len(settings)  # so that none always runs with cold caches
         for setting in (*settings[first:], *settings[:first]):
             start = time.perf_counter()
-            seen = images[setting.limit]
-            with Conversation(models[setting.limit].loaded, seen) as conversation:
+            pictures = images[setting.limit]
+            with Conversation(models[setting.limit].loaded, pictures) as conversation:
                 options = replace(self._options, rest=setting.rest)
                 answer = conversation.ask(item.question, setting.k, options, reduce=setting.reduce)
             answer_ms = 1000 * (time.perf_counter() - start)
@@ -179,9 +179,9 @@ class KeptAnswers:
             if tokens > 1:
                 further = times["decode_per_token"]
             if on.planned is not None:
-                first_token, each = on.planned.times(answer, sum(len(image.views) for image in seen))
-                further = each if tokens > 1 else None
-                answer_ms = first_token + each * max(0, tokens - 1)
+                first_token, per_token = on.planned.times(answer, sum(len(image.views) for image in pictures))
+                further = per_token if tokens > 1 else None
+                answer_ms = first_token + per_token * max(0, tokens - 1)
             reply = TimedAnswer(answer.text, first_token, further, answer_ms)
             replies[self._key(setting, number, turn)] = json_value(reply)
             self.asked += 1
@@ -211,8 +211,8 @@ class KeptAnswers:
         items = self.questions.data.items
         source = self.questions.data.source
         self.skipped[number] = f"{items[number].question[:40]!r}: {error}"
-        told = [*self.questions.data.skipped, *self.skipped.values()]
-        check_skipped(source, len(items) - len(self.skipped), told, "questions")
+        lines = [*self.questions.data.skipped, *self.skipped.values()]
+        check_skipped(source, len(items) - len(self.skipped), lines, "questions")
 
     def _key(self, setting: Setting, number: int, turn: int) -> str:
         return f"{self.questions.digests[number]} {setting.key}{f' turn={turn}' if turn else ''}"

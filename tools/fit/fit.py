@@ -55,28 +55,28 @@ class Fitted:
     @property
     def front(self) -> tuple[Setting, ...]:
         """Of the reference and those tested, the ones that no other beats in both time and changed answers."""
-        kept = list[Setting]()
+        fitting = list[Setting]()
         least = float("inf")
         for setting in sorted(self.evidence, key=lambda s: (self.evidence[s].answer_ms.p50, self.evidence[s].changed)):
             if self.evidence[setting].changed < least:
-                kept.append(setting)
+                fitting.append(setting)
                 least = self.evidence[setting].changed
-        return tuple(kept)
+        return tuple(fitting)
 
 
 def check_enough(questions: Questions, held_out: Sequence[int], budget: Budget) -> None:
     """Raise RequestError if so few images are held out that no result could show what `keep` asks for."""
     have = len(set(questions.images))
-    asked = len(questions.images)
-    held = len({questions.images[n] for n in held_out})
-    least = least_images(budget.limit, single=have == asked)
-    if held < least:
+    images = len(questions.images)
+    held_images = len({questions.images[n] for n in held_out})
+    least = least_images(budget.limit, single=have == images)
+    if held_images < least:
         same = "stay right where they were" if budget.of_right else "stay the same"
-        alike = "; questions about one image count as one" if have < asked else ""
+        remark = "; questions about one image count as one" if have < images else ""
         raise RequestError(
-            f"{questions.data.source}: {counted(asked, 'question')} about {counted(have, 'image')}, half of which "
+            f"{questions.data.source}: {counted(images, 'question')} about {counted(have, 'image')}, half of which "
             f"are held out, and to show that {100 * budget.keep:g}% of the answers {same} takes at least "
-            f"{counted(least, 'image')} held out, {2 * least} in all, if no answer changes{alike}; give more, or a "
+            f"{counted(least, 'image')} held out, {2 * least} in all, if no answer changes{remark}; give more, or a "
             f"{'larger --accuracy-drop' if budget.of_right else 'lower --keep'}"
         )
 
@@ -105,15 +105,15 @@ def fit(
     answers.ask([reference, *settings], searched[:1], "searching")
     if answers.asked:
         tested = (FINALISTS + 1) * (len(held_out) + (most - 1) * timed)
-        each = (time.monotonic() - start - answers.loading_s) / answers.asked
+        seconds = (time.monotonic() - start - answers.loading_s) / answers.asked
         of_kind = planned(len(pairs_of(reference)), -(-len(searched) // len(KINDS)))
         tested += len(KINDS) * of_kind + FINALISTS * len(held_out)
         steps = most + max(0, ceil(log2(len(searched) / FIRST)))  # engines take turns in each
-        predict(each * (planned(len(settings), len(searched)) + tested) + steps * answers.loading_s)
+        predict(seconds * (planned(len(settings), len(searched)) + tested) + steps * answers.loading_s)
     finalists, rungs = search(settings, reference, searched, questions.images, answers, budget)
     answers.ask([reference, *finalists], held_out, "testing")
-    used = answers.usable(held_out)
-    clocked = used[:timed]
+    held_usable = answers.usable(held_out)
+    clocked = held_usable[:timed]
     turns = range(1)
     quiet = True
     if not estimated:
@@ -121,7 +121,7 @@ def fit(
         fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
         turns, quiet = measure_turns([reference, *finalists], clocked, answers, turns_for(fewest, budget))
 
-    losses = {setting: losses_of(setting, reference, used, questions.images, answers) for setting in finalists}
+    losses = {setting: losses_of(setting, reference, held_usable, questions.images, answers) for setting in finalists}
     passed = finalists[: passing(list(losses.values()), budget.limit)]
     evidence = {
         setting: evidence_of(
@@ -131,24 +131,24 @@ def fit(
     }
     keeping = [*passed, *([reference] if reference in settings else [])]  # which may be too large to be shipped
     # Times are tested like answers: the quickest in the search first, until one is not shown to be in time.
-    seen = answers.usable(searched)
-    speed = {s: rate(s, reference, seen, questions.images, answers, budget).used for s in keeping}
-    late = {s: excess(found, budget, estimated=estimated) for s, found in evidence.items()}
+    searched_usable = answers.usable(searched)
+    speed = {s: rate(s, reference, searched_usable, questions.images, answers, budget).used for s in keeping}
+    late = {s: excess(item, budget, estimated=estimated) for s, item in evidence.items()}
     in_time = list(takewhile(lambda s: not late[s], sorted(keeping, key=lambda s: speed[s])))
-    chosen = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
+    choice = min(in_time, key=lambda s: evidence[s].answer_ms.p50, default=None)
     method = next(iter(losses.values())).method if losses else "none is needed"
     return Fitted(
         budget,
         reference,
-        chosen,
-        verdict(chosen, evidence, late, keeping, finalists, reference, budget),
+        choice,
+        verdict(choice, evidence, late, keeping, finalists, reference, budget),
         evidence,
         tuple(finalists),
         tuple(passed),
         method,
         len(settings),
         tuple(rungs),
-        tuple(used),
+        tuple(held_usable),
         quiet,
         answers.asked,
         tuple(answers.skipped.values()),
@@ -236,13 +236,13 @@ def verdict(
     """Sentences: the choice, or what comes nearest and which budget would do; `late`: the `excess` of each."""
     if chosen is not None:
         found = evidence[chosen]
-        kept = (
+        retained = (
             "the full model itself"
             if chosen == reference
             else f"{found.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
             f"with {1 - RISK:.0%} confidence"
         )
-        return (f"chosen: {chosen.name}; {kept}; {spoken(found)}",)
+        return (f"chosen: {chosen.name}; {retained}; {spoken(found)}",)
     sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
     if keeping:
         nearest = min(keeping, key=lambda s: late[s])
@@ -250,12 +250,12 @@ def verdict(
         sentences = [f"nothing fits the budget. Nearest that keeps the answers: {near}"]
         limits = {"first-token": budget.first_token_ms, "per-token": budget.per_token_ms}
         times = evidence[nearest].first_token_ms, evidence[nearest].per_token_ms
-        wanted = [
+        conditions = [
             f"--{name} {round_up(of.p99_upper or of.p99):g}"
             for (name, limit), of in zip(limits.items(), times, strict=True)
             if limit is not None and of is not None
         ]
-        sentences.append(f"it fits with {' '.join(wanted)}")
+        sentences.append(f"it fits with {' '.join(conditions)}")
     if quick := [s for s in tested if not late[s]]:
         least = min(quick, key=lambda s: evidence[s].upper)
         keep = floor(1000 * (1 - evidence[least].upper)) / 10

@@ -40,9 +40,9 @@ def _depth(
     images = answers.questions.images
     reference = fitted.reference
     budget = Budget(fitted.budget.keep, of_right=fitted.budget.of_right)  # whatever the time: the choice keeps limits
-    seen = [images[n] for n in held_out]
+    pictures = [images[n] for n in held_out]
     in_full = KindDepth(kind, None, 0.0, 1.0, 1.0, len(held_out))
-    if not searched or len(set(seen)) < least_images(budget.limit, single=len(set(seen)) == len(seen)):
+    if not searched or len(set(pictures)) < least_images(budget.limit, single=len(set(pictures)) == len(pictures)):
         return in_full
     finalists, _ = search(pairs, reference, searched, images, answers, budget)
     answers.ask(finalists, held_out, "testing kinds")
@@ -51,8 +51,8 @@ def _depth(
     if not passed:
         return in_full
     speed = {s: rate(s, reference, searched, images, answers, budget).answer_ms for s in passed}
-    chosen = min(passed, key=lambda setting: speed[setting])
-    kept = losses[finalists.index(chosen)]
-    assert isinstance(chosen.k, int)
-    share = 0.0 if chosen.rest is None else float(read_rest(chosen.rest))
-    return KindDepth(kind, chosen.k, share, 1 - kept.mean, 1 - kept.upper(), len(held_out))
+    choice = min(passed, key=lambda setting: speed[setting])
+    loss = losses[finalists.index(choice)]
+    assert isinstance(choice.k, int)
+    share = 0.0 if choice.rest is None else float(read_rest(choice.rest))
+    return KindDepth(kind, choice.k, share, 1 - loss.mean, 1 - loss.upper(), len(held_out))

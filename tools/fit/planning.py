@@ -43,8 +43,10 @@ class PlannedEngine:
         parts = precisions_of(size, manifest.precision, manifest.vision_precision, manifest.head_precision)
         parts = replace(parts, kv=KV_DTYPES[manifest.kv_dtype].name)
         engines = engines_on(profile, size, {manifest.precision: parts})
-        held = [engine for engine in engines if engine.answered and engine.dialect in manifest.dialects]
-        engine = choose_engine(held or engines if device == AUTO else engines, None if device == AUTO else device, None)
+        candidates = [engine for engine in engines if engine.answered and engine.dialect in manifest.dialects]
+        engine = choose_engine(
+            candidates or engines if device == AUTO else engines, None if device == AUTO else device, None
+        )
         if engine.dialect not in manifest.dialects:
             raise RequestError(
                 f"{engine.software} of {profile.name} reads graphs of the {engine.dialect!r} dialect and "
@@ -78,10 +80,10 @@ class PlannedEngine:
         stats = answer.stats
         size = self.size.seeing(answer.stats.vision_tokens)
         reductions = () if stats.reduce == NONE else parse(stats.reduce)
-        ahead = sorted(layer for part in reductions for layer in part.needs().ahead)
+        layers_ahead = sorted(layer for part in reductions for layer in part.needs().ahead)
         text = stats.prompt_tokens - stats.vision_tokens
-        again = flops.ahead_flops(size.decoder, [count - text for count in stats.kv_slots], ahead, text=text)
+        again = flops.ahead_flops(size.decoder, [count - text for count in stats.kv_slots], layers_ahead, text=text)
         cache = sum(flops.kv_bytes(size.decoder, stats.kv_slots, KV_DTYPES[self.precisions.kv_dtype].bytes))
-        read = self.engine.cost.passes * cache
-        phases = latency(size, views, stats.kv_slots, self.precisions, self.profile, self.engine.cost, read, again)
+        kv_bytes = self.engine.cost.passes * cache
+        phases = latency(size, views, stats.kv_slots, self.precisions, self.profile, self.engine.cost, kv_bytes, again)
         return phases["vision"].ms + phases["prefill"].ms, phases["decode_per_token"].ms

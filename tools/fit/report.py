@@ -98,15 +98,15 @@ def in_tables(fitted: Fitted, questions: Questions, machine: Machine) -> list[st
     rows = [
         [
             setting.name,
-            f"{found.changed:.2%}",
-            f"{found.upper:.2%}",
-            shown(found.first_token_ms),
-            shown(found.per_token_ms),
-            f"{found.answer_ms.p50:.1f}",
-            size(found.memory),
+            f"{evidence.changed:.2%}",
+            f"{evidence.upper:.2%}",
+            shown(evidence.first_token_ms),
+            shown(evidence.per_token_ms),
+            f"{evidence.answer_ms.p50:.1f}",
+            size(evidence.memory),
             "by definition" if setting == fitted.reference else "yes" if setting in fitted.passed else "not shown",
         ]
-        for setting, found in fitted.evidence.items()
+        for setting, evidence in fitted.evidence.items()
     ]
     loud = "" if fitted.quiet else " THE TIMES DID NOT AGREE when they were measured again: the machine is not quiet."
     how = "Times: median; 99th percentile; its upper end with 95% confidence, where enough were measured."
@@ -198,12 +198,12 @@ def draw_front(fitted: Fitted, source: str, path: Path) -> None:
             linewidth=1,
             label="Pareto front",
         )
-        for number, (setting, found) in enumerate(fitted.evidence.items()):
+        for number, (setting, evidence) in enumerate(fitted.evidence.items()):
             mark = "*" if setting == fitted.chosen else "s" if setting in fitted.passed else "o"
-            value = 100 * found.changed
-            upper = 100 * found.upper
+            value = 100 * evidence.changed
+            upper = 100 * evidence.upper
             axes.errorbar(
-                found.answer_ms.p50,
+                evidence.answer_ms.p50,
                 value,
                 yerr=[[0], [upper - value]],
                 fmt=mark,

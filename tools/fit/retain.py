@@ -63,7 +63,7 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         nonlocal tried
         changed = dataclasses.replace(cast(Any, part), **thresholds)
         total = 0.0
-        spec = to_spec([changed if each is part else each for each in parts])
+        spec = to_spec([changed if other is part else other for other in parts])
         for number, item in enumerate(items):
             report("thresholds", tried * len(items) + number, (STEPS + 2) * len(items))
             with model.open(list(item.images)) as images:

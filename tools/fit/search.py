@@ -107,34 +107,34 @@ def search(
     `numbers` are the questions to search with, in random order, and `images` their keys by number.
     """
     alive = [s for s in dict.fromkeys(settings) if s != reference]
-    asked = min(FIRST, len(numbers))
+    count = min(FIRST, len(numbers))
     rungs = list[Rung]()
     while True:
-        answers.ask([reference, *alive], numbers[:asked], "searching")
-        used = answers.usable(numbers[:asked])
-        if not used:  # all of the first ones could not be asked
-            asked = min(2 * asked, len(numbers))
+        answers.ask([reference, *alive], numbers[:count], "searching")
+        usable = answers.usable(numbers[:count])
+        if not usable:  # all of the first ones could not be asked
+            count = min(2 * count, len(numbers))
             continue
-        ratings = {setting: rate(setting, reference, used, images, answers, budget) for setting in alive}
-        rungs.append(Rung(len(used), ratings))
-        ended = asked >= len(numbers)
+        ratings = {setting: rate(setting, reference, usable, images, answers, budget) for setting in alive}
+        rungs.append(Rung(len(usable), ratings))
+        ended = count >= len(numbers)
         alive = best(ratings, FINALISTS if ended else max(FINALISTS, -(-len(alive) // 2)), budget.limit)
         if ended:
             return sorted(alive, key=lambda s: (ratings[s].changed, -ratings[s].answer_ms)), rungs
-        asked = min(2 * asked, len(numbers))
+        count = min(2 * count, len(numbers))
 
 
 def planned(settings: int, numbers: int) -> int:
     """The answers that a search computes at most, from the numbers of configurations and questions."""
     alive = settings
     before = 0
-    asked = min(FIRST, numbers)
+    count = min(FIRST, numbers)
     total = 0
     while before < numbers:
-        total += (alive + 1) * (asked - before)
+        total += (alive + 1) * (count - before)
         alive = min(alive, max(FINALISTS, -(-alive // 2)))
-        before = asked
-        asked = min(2 * asked, numbers)
+        before = count
+        count = min(2 * count, numbers)
     return total
 
 
@@ -152,8 +152,8 @@ def rate(
     decoded = [reply.per_token_ms for reply in replies if reply.per_token_ms is not None]
     medians = median(reply.first_token_ms for reply in replies), median(decoded) if decoded else None
     wrong = max(0.0, losses.lower() / budget.limit - 1)
-    used = max(budget.used(*medians), default=0.0)
-    return Rating(losses.mean, fmean(r.answer_ms for r in replies), budget.over(*medians) + wrong, used)
+    share = max(budget.used(*medians), default=0.0)
+    return Rating(losses.mean, fmean(r.answer_ms for r in replies), budget.over(*medians) + wrong, share)
 
 
 def best(ratings: Mapping[Setting, Rating], count: int, limit: float) -> list[Setting]:

@@ -116,7 +116,7 @@ def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -
 
     Float32 comes first. An arithmetic that is asked for is taken whether or not it was measured.
     """
-    found = list[LoadedOn]()
+    engines = list[LoadedOn]()
     digest = manifest_digest(bundle)
     for name, engine in ENGINES.items() if device == AUTO else [(device, ENGINES[device])]:
         kinds = [kind for kind in engine.compute if kind == "f32" or kind in bundle.manifest.arithmetic]
@@ -124,44 +124,44 @@ def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -
             kinds = list(engine.compute)
         for kind in sorted(kinds if compute is None else [compute], key=lambda kind: kind != "f32"):
             with contextlib.suppress(DeviceError):
-                chosen: DeviceChoice = choose(bundle, name, kind)
-                needed = needed_memory(bundle, float_bytes(chosen))
-                found.append(LoadedOn(bundle, chosen.device, chosen.compute, needed, digest))
-    if not found:
+                choice: DeviceChoice = choose(bundle, name, kind)
+                memory = needed_memory(bundle, float_bytes(choice))
+                engines.append(LoadedOn(bundle, choice.device, choice.compute, memory, digest))
+    if not engines:
         choose(bundle, device, compute)  # which says why
         raise DeviceError(f"no engine here runs {bundle.folder.name} in {compute or 'any arithmetic'}")
-    return found
+    return engines
 
 
 def limits_of(layout: Layout, sizes: Sizes) -> list[ImageLimit]:
     """Limits that halve, again and again, the tiles or the tokens of images of these sizes; without effect left out."""
     if layout.max_views == 1 and layout.min_tokens is None:
         return []
-    known = list[tuple[int, int]]()
+    sides_of = list[tuple[int, int]]()
     for sides in dict.fromkeys(sizes()):
         with contextlib.suppress(ImageError):  # it will be refused when it is asked about
             layout.count(*sides)
-            known.append(sides)
+            sides_of.append(sides)
     limits = list[ImageLimit]()
-    counts = [layout.count(*sides) for sides in known]
-    if not known:
+    counts = [layout.count(*sides) for sides in sides_of]
+    if not sides_of:
         return []
     if layout.max_views > 1:
-        tiles = [max(layout.passes(*sides) for sides in known) - 1]  # beside the whole image
+        tiles = [max(layout.passes(*sides) for sides in sides_of) - 1]  # beside the whole image
         while tiles[-1] > 0:
             tiles.append(tiles[-1] // 2)
         limits = [ImageLimit(max_tiles=1 + count) for count in tiles[1:]]
     else:
-        largest, most = max(zip(known, counts, strict=True), key=lambda pair: pair[1])
+        largest, most = max(zip(sides_of, counts, strict=True), key=lambda pair: pair[1])
         fitting = [layout.fitting([largest], most >> step) for step in range(1, HALVINGS + 1)]
         limits = [ImageLimit(max_pixels=pixels) for pixels in fitting if pixels]
-    kept = list[ImageLimit]()
+    useful = list[ImageLimit]()
     for limit in limits:
-        now = [limited_layout(layout, *limit).count(*sides) for sides in known]
+        now = [limited_layout(layout, *limit).count(*sides) for sides in sides_of]
         if now != counts:
-            kept.append(limit)
+            useful.append(limit)
         counts = now
-    return kept
+    return useful
 
 
 def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
@@ -172,16 +172,12 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
     """
     manifest = on.bundle.manifest
     dialects = {ENGINES[engine.device].dialect for engine in (on, on.planned or on)}
-    ks: list[K] = [None, *manifest.variants, *(["auto"] if manifest.gates else [])]
-    exported = [spec for spec in manifest.reductions if spec != NONE]
-    families = {part.name for spec in exported for part in parse(spec)} - {CONTROL}
-    strengths = (spec for spec in STRENGTHS if parse(spec)[0].name in families)
-    methods = [Method(k, spec) for spec in (NONE, *exported) for k in ks]
+    methods = _methods(manifest)
     layout = read_layout(manifest.layout, manifest.model.tower)
-    asked = [(method, NO_LIMIT) for method in (*methods, *(Method(None, to_spec(parse(spec))) for spec in strengths))]
-    asked += [(method, limit) for limit in limits_of(layout, sizes) for method in methods]
+    candidates = [(method, NO_LIMIT) for method in (*methods, *_strengths(manifest))]
+    candidates += [(method, limit) for limit in limits_of(layout, sizes) for method in methods]
     settings = list[Setting]()
-    for method, limit in dict.fromkeys(asked):
+    for method, limit in dict.fromkeys(candidates):
         with contextlib.suppress(RequestError):
             reductions = () if method.reduce == NONE else parse(method.reduce)
             for dialect in dialects:
@@ -189,6 +185,20 @@ def settings_of(on: LoadedOn, sizes: Sizes = tuple) -> list[Setting]:
             check_layout(reductions, limited_layout(layout, *limit))
             settings.append(Setting(on, method.k, method.reduce, limit))
     return [*settings, *(setting for setting in pairs_of(Setting(on, None, NONE)) if setting.rest)]
+
+
+def _methods(manifest: Manifest) -> list[Method]:
+    """No reduction and each of the bundle's, at no K, every K, and the gates."""
+    ks: list[K] = [None, *manifest.variants, *(["auto"] if manifest.gates else [])]
+    exported = [spec for spec in manifest.reductions if spec != NONE]
+    return [Method(k, spec) for spec in (NONE, *exported) for k in ks]
+
+
+def _strengths(manifest: Manifest) -> list[Method]:
+    """Other strengths of the bundle's reductions."""
+    families = {part.name for spec in manifest.reductions if spec != NONE for part in parse(spec)} - {CONTROL}
+    specs = [spec for spec in STRENGTHS if parse(spec)[0].name in families]
+    return [Method(None, to_spec(parse(spec))) for spec in specs]
 
 
 def pairs_of(base: Setting) -> list[Setting]:

@@ -13,6 +13,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import float16_overflow
 from vtx.runtime.errors import BundleError, ExportError, RequestError
 from vtx.runtime.host.machine import available_memory
@@ -126,23 +127,18 @@ def plan_engines(
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
     findings = [finding for graph in graphs for finding in lint(graph, release)]
     if findings:
-        more = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
-        raise BundleError(f"{findings[0]}{more}")
-    apart = profiles == 2 if profiles else release.flavour != RTX or m.precision == "int4"
+        remark = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
+        raise BundleError(f"{findings[0]}{remark}")
+    two_profiles = profiles == 2 if profiles else release.flavour != RTX or m.precision == "int4"
     jobs = list[EngineJob]()
     for graph in graphs:
-        wanted = graph_profiles(m, dialect, graph.name, apart=apart)
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
-        ranges = [{name: bounds for name, bounds in profile.items() if name in named} for profile in wanted]
-        unique = tuple(profile for number, profile in enumerate(ranges) if profile not in ranges[:number])
-        sources = dict[str, str]()
-        for name in (graph.name, *sorted(graph.files)):
-            if name not in m.files:
-                raise BundleError(
-                    f"{graph.name} takes weights from {name!r}, which is not a file of the bundle; do not use it"
-                )
-            sources[name] = m.files[name].sha256
-        jobs.append(EngineJob(graph, unique, sources))
+        ranges = list[dict[str, Range]]()
+        for profile in graph_profiles(m, dialect, graph.name, apart=two_profiles):
+            bounds = {name: bounds for name, bounds in profile.items() if name in named}
+            if bounds not in ranges:
+                ranges.append(bounds)
+        jobs.append(EngineJob(graph, tuple(ranges), _sources(graph, m)))
     return EnginePlan(
         bundle=bundle,
         target=target,
@@ -154,6 +150,18 @@ def plan_engines(
         jobs=tuple(jobs),
         key=key,
     )
+
+
+def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:
+    """The checksum of each file that a graph is made of. Raises BundleError if one is not the bundle's."""
+    sources = dict[str, str]()
+    for name in (graph.name, *sorted(graph.files)):
+        if name not in manifest.files:
+            raise BundleError(
+                f"{graph.name} takes weights from {name!r}, which is not a file of the bundle; do not use it"
+            )
+        sources[name] = manifest.files[name].sha256
+    return sources
 
 
 def check_memory(plan: EnginePlan) -> None:
@@ -172,23 +180,23 @@ def check_memory(plan: EnginePlan) -> None:
 def build_engines(plan: EnginePlan, report: Progress) -> Iterator[EngineOutcome]:
     """Build missing and stale engines one at a time; each is recorded as soon as it is complete."""
     with _locked(plan.folder):
-        known = dict[str, EngineRecord]()
+        records = dict[str, EngineRecord]()
         with suppress(BundleError):
             recorded = fingerprint.read_engines(plan.bundle, plan.target.name)
             if replace(recorded, engines={}) == plan.record({}):  # else of another TensorRT or other options
-                known = dict(recorded.engines)
+                records = dict(recorded.engines)
         for job in plan.jobs:
-            record = known.get(job.graph.name)
+            record = records.get(job.graph.name)
             built = None
             if record is None or not _is_current(plan, job, record):
                 record, built = _build_job(plan, job, report)
-                known[job.graph.name] = record
-                write_sealed(plan.folder / fingerprint.RECORD, plan.record(known).to_json().encode(), plan.key)
+                records[job.graph.name] = record
+                write_sealed(plan.folder / fingerprint.RECORD, plan.record(records).to_json().encode(), plan.key)
             report(job.file, 100, 100)
             yield EngineOutcome(job, record, built)
-        wanted = {record.file for record in known.values()}
+        files = {record.file for record in records.values()}
         for path in [*plan.folder.glob("*.engine"), *plan.folder.glob(".*.partial-*")]:
-            if path.name not in wanted:  # of another cut or a killed build
+            if path.name not in files:  # of another cut or a killed build
                 path.unlink()
 
 

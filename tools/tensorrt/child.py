@@ -53,9 +53,9 @@ class BuiltEngine:
 def build(request: BuildRequest, watch: Watch, worker: tuple[str, ...] = WORKER) -> BuiltEngine:
     """Build one engine; `watch` is called with the progress. An interrupt ends the child first. Raises ExportError."""
     with tempfile.TemporaryFile("w+") as log:
-        shown = None if os.environ.get(LOG) else log
+        output = None if os.environ.get(LOG) else log
         child = subprocess.Popen(
-            [python(), *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=shown, text=True
+            [python(), *worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
         )
         assert child.stdin is not None
         assert child.stdout is not None

@@ -97,9 +97,7 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         tensor = info.type.tensor_type
         types[info.name] = onnx.TensorProto.DataType.Name(tensor.elem_type)
         if tensor.HasField("shape"):
-            shapes[info.name] = tuple(
-                int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim
-            )
+            shapes[info.name] = tuple(map(_side, tensor.shape.dim))
     files = set[str]()
     weight_bytes = 0
     narrow = {"INT4", "UINT4", "FLOAT4E2M1"}
@@ -123,6 +121,11 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         files=frozenset(filter(None, files)),
         weights=weight_bytes,
     )
+
+
+def _side(dim: Any) -> int | str | None:
+    """A number, the name of a dynamic one, or None if it is unknown."""
+    return int(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or None
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:

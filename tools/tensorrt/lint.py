@@ -189,9 +189,9 @@ def _sizes(graph: SeenGraph, _: Release) -> Problems:
 def _constants(graph: SeenGraph, release: Release) -> Problems:
     moving_axes = not release.has_attention and release.version < (10, 7)
     for node in graph.nodes:
-        given = node.input[1] if len(node.input) > 1 else ""
+        second = node.input[1] if len(node.input) > 1 else ""
         fixed = node.op_type in _REDUCTIONS or (moving_axes and node.op_type in _FIXED_AXES)
-        if fixed and given and given not in graph.constants:
+        if fixed and second and second not in graph.constants:
             yield node, f"the axes of {node.op_type} must be a constant"
         if node.op_type == "LayerNormalization" and any(node.output[1:]):
             yield node, "only LayerNormalization's first output is supported"

@@ -94,8 +94,8 @@ class Release:
     def since(self, operator: str) -> Version | None:
         """The release of this flavour that first read ONNX's `operator`; None if none does."""
         if self.flavour == RTX:
-            known = ((_BASE | _SINCE.keys()) - _RTX_LACKS) | _RTX_ALSO
-            return OLDEST[RTX] if operator in known else None
+            operators = ((_BASE | _SINCE.keys()) - _RTX_LACKS) | _RTX_ALSO
+            return OLDEST[RTX] if operator in operators else None
         return OLDEST[TENSORRT] if operator in _BASE else _SINCE.get(operator)
 
 

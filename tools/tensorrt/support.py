@@ -88,9 +88,9 @@ def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
-            whole = WINDOWS if model.decoder.sliding is not None else None
+            reason = WINDOWS if model.decoder.sliding is not None else None
             refusals = {
-                name: (whole if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
+                name: (reason if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
             }
             yield EngineSupport(device, spec.title, spec.dialect, refusals)
@@ -111,25 +111,27 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
     Raises RequestError.
     """
     ending = f" of JetPack {jetpack}"
-    found = [
+    findings = [
         engine
         for engine in engines
         if engine.answered and device in (None, engine.device) and (jetpack is None or engine.software.endswith(ending))
     ]
-    if not found:
-        asked = " ".join([*(["--device " + device] if device else []), *(["--jetpack " + jetpack] if jetpack else [])])
+    if not findings:
+        options = " ".join(
+            [*(["--device " + device] if device else []), *(["--jetpack " + jetpack] if jetpack else [])]
+        )
         able = "; ".join(f"--device {engine.device}: {engine.software}" for engine in engines if engine.answered)
-        raise RequestError(f"no engine for {asked} answers this model there; those that do: {able}")
-    same = [engine for engine in found if engine.device == found[0].device]
+        raise RequestError(f"no engine for {options} answers this model there; those that do: {able}")
+    same = [engine for engine in findings if engine.device == findings[0].device]
     return same[-1]  # releases are in ascending order
 
 
 def _tensorrt(
     software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
 ) -> EngineSupport:
-    whole = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else None
+    reason = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else None
     obstacles = dict[str, str | None]()
     for name, p in parts.items():
         lacking = sorted({p.decoder, p.vision, p.head} & lacks)
-        obstacles[name] = whole or (f"it does not compute with {lacking[0]} weights" if lacking else None)
+        obstacles[name] = reason or (f"it does not compute with {lacking[0]} weights" if lacking else None)
     return EngineSupport("tensorrt", software, release.dialect, obstacles)

@@ -80,8 +80,8 @@ def find_target(name: str, gpu: Gpu | None = None) -> Target:
             f"TensorRT-RTX does not support {name}; use TensorRT itself: --target "
             + " or ".join(f"{target.name} ({target.machine}, {target.release.name})" for target in same)
         )
-    known = ", ".join(f"{target.name} ({target.machine})" for target in TARGETS.values())
-    raise RequestError(f"target {name!r} is unknown; the targets are: {THIS}, {known}")
+    targets = ", ".join(f"{target.name} ({target.machine})" for target in TARGETS.values())
+    raise RequestError(f"target {name!r} is unknown; the targets are: {THIS}, {targets}")
 
 
 def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, Release]:
@@ -105,8 +105,8 @@ def load_tensorrt(target: Target, gpu: Gpu | None = None) -> tuple[ModuleType, R
 
 def check_libraries(target: Target, *, building: bool) -> None:
     """Raise DeviceError unless the libraries to read graphs, and with `building` to build engines, are installed."""
-    needed = ("onnx", "polygraphy") if building else ("onnx",)
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    packages = ("onnx", "polygraphy") if building else ("onnx",)
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise DeviceError(f"vtx-build needs {' and '.join(missing)}, not installed here; {_pip_install(target)}")
 

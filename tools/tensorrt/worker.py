@@ -105,10 +105,10 @@ def _build(request: dict[str, Any], send: Callable[..., None], stopped: threadin
     G_LOGGER.use_python_logging_system = True
     G_LOGGER.colors = False
     G_LOGGER.letter = False
-    shown = bool(os.environ.get(LOG))
-    G_LOGGER.module_severity = G_LOGGER.EXTRA_VERBOSE if shown else G_LOGGER.ERROR
+    verbose = bool(os.environ.get(LOG))
+    G_LOGGER.module_severity = G_LOGGER.EXTRA_VERBOSE if verbose else G_LOGGER.ERROR
     G_LOGGER.python_logger.addHandler(first_error)
-    if shown:
+    if verbose:
         G_LOGGER.python_logger.setLevel(1)
         G_LOGGER.python_logger.addHandler(logging.StreamHandler(sys.stderr))
     G_LOGGER.python_logger.propagate = False

@@ -44,10 +44,10 @@ class When:
 
     def matches(self, text: str) -> bool:
         """True if an answer is as this says."""
-        given = text.strip().casefold()
+        answer = text.strip().casefold()
         if self.equals is not None:
-            return given == self.equals.strip().casefold()
-        return (self.contains or "").casefold() in given
+            return answer == self.equals.strip().casefold()
+        return (self.contains or "").casefold() in answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,10 @@ class SourceConfig:
     silent_after: float = optional(10.0)
 
     def __post_init__(self) -> None:
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         where = f"source {self.name!r:.70}"
-        if len(given) != 1:
-            raise RequestError(f"{where} has {' and '.join(given) or 'no source'}; give one of {', '.join(KINDS)}")
+        if len(kinds) != 1:
+            raise RequestError(f"{where} has {' and '.join(kinds) or 'no source'}; give one of {', '.join(KINDS)}")
         if self.stream is not None and self.stream.partition("://")[0].lower() not in SCHEMES:
             raise RequestError(f"{where}: stream must begin with one of {', '.join(f'{s}://' for s in SCHEMES)}")
         if self.size is not None and (self.camera is None or not re.fullmatch(r"\d{1,5}x\d{1,5}", self.size)):
@@ -160,6 +160,10 @@ class SourceConfig:
                 )
         if self.prefix_file is not None and self.system is None and not self.reference:
             raise RequestError(f"{where} has a prefix_file, and no system or reference to keep in it; leave it out")
+        self._check_order(where)
+
+    def _check_order(self, where: str) -> None:
+        """Refuse questions that wait for none of this source, or for each other."""
         names = [question.name for question in self.question]
         _unique(f"{where}: questions", names)
         for question in self.question:
@@ -266,7 +270,7 @@ def read_config(path: Path) -> WatchConfig:
             video=source.video and absolute(source.video),
             folder=source.folder and absolute(source.folder),
             prefix_file=source.prefix_file and absolute(source.prefix_file),
-            reference=tuple(replace(each, image=each.image and absolute(each.image)) for each in source.reference),
+            reference=tuple(replace(part, image=part.image and absolute(part.image)) for part in source.reference),
         )
         for source in config.source
     ]

@@ -88,7 +88,7 @@ class Page:
                     "name": name,
                     "kind": watched.config.kind,
                     "state": watched.source.state,
-                    "questions": [{"name": each.name, "ask": each.ask} for each in watched.config.question],
+                    "questions": [{"name": question.name, "ask": question.ask} for question in watched.config.question],
                 }
                 for name, watched in list(self.watched.items())
             ]
@@ -109,16 +109,16 @@ class Page:
             return None
         tag = f'"{frame.number}-{frame.at}"'
         with self._drawing:
-            if (known := self._pictures.get(name)) is not None and known[0] == tag:
-                return known
+            if (entry := self._pictures.get(name)) is not None and entry[0] == tag:
+                return entry
             image = load_image(frame.read(), self._formats)
             file = io.BytesIO()
             if max(image.size) > SIDE:
                 image = ImageOps.contain(image, (SIDE, SIDE))
             image.save(file, "jpeg", quality=QUALITY)
-            made = tag, file.getvalue()
-            self._pictures = {n: known for n, known in self._pictures.items() if n in self.watched} | {name: made}
-        return made
+            picture = tag, file.getvalue()
+            self._pictures = {n: entry for n, entry in self._pictures.items() if n in self.watched} | {name: picture}
+        return picture
 
 
 class _Events:
@@ -135,26 +135,26 @@ class _Events:
             refusal = Refusal(503, "too many pages are open; close one", kind="server_error", retry_after=RETRY_SECONDS)
             await reply.json(refusal.status, refusal.body(), refusal.headers)
             return
-        left = asyncio.ensure_future(until_left(receive))
+        departure = asyncio.ensure_future(until_left(receive))
         number = None
         quiet = 0.0
         self._clients[client] += 1
         try:
             await reply.begin_events()
-            while not left.done() and not self._page.closed:
+            while not departure.done() and not self._page.closed:
                 number, events = self._page.since(number)
                 await reply.events(events)
                 quiet = 0.0 if events else quiet + LOOK_SECONDS
                 if quiet >= QUIET_SECONDS:
                     await reply.comment("no event")
                     quiet = 0.0
-                await asyncio.wait({left}, timeout=LOOK_SECONDS)
+                await asyncio.wait({departure}, timeout=LOOK_SECONDS)
             await reply.end_events("")
         except ClientLeft:
             pass
         finally:
             self._clients[client] -= 1
-            left.cancel()
+            departure.cancel()
 
 
 def make_live_app(page: Page, keys: Collection[str] = (), *, local_hosts: bool = True) -> App:

@@ -140,10 +140,10 @@ class FrameSource:
     def _run(self) -> None:
         readers = {"folder": self._folder, "video": self._video, "pipeline": self._pipeline}
         pause = FIRST_PAUSE
-        read = readers.get(self.config.kind, self._stream)
+        reader = readers.get(self.config.kind, self._stream)
         while not self.closed:
             try:
-                read()
+                reader()
                 return self._now("ended")
             except Exception as e:  # decoders and drivers fail in every way
                 reason = str(e) if isinstance(e, VtxError) else getattr(e, "strerror", None) or type(e).__name__
@@ -176,7 +176,7 @@ class FrameSource:
         A picture is new if it was not there before, whatever its time says.
         """
         folder = str(self.config.folder)
-        known = set[str]()
+        names = set[str]()
         scanned = -1
         latest = ""
         written = (0, 0)
@@ -185,14 +185,14 @@ class FrameSource:
             if changed != scanned:
                 with os.scandir(folder) as entries:
                     there = {entry.name for entry in entries if not entry.name.startswith(".")}
-                new = sorted((times, name) for name in there - known if (times := _written(folder, name)) is not None)
+                new = sorted((times, name) for name in there - names if (times := _written(folder, name)) is not None)
                 if new:
                     if latest:
                         self.newest.missed(len(new) - 1)
                     written, latest = new[-1]
                     self._put(partial(os.path.join, folder, latest))
                 # A change right after this scan may leave the folder's time as it is, so fresh ones are scanned again.
-                known, scanned = there, changed if time.time_ns() - changed > 50_000_000 else -1
+                names, scanned = there, changed if time.time_ns() - changed > 50_000_000 else -1
             now = _written(folder, latest) if latest else None
             if now is not None and now != written:
                 written = now
@@ -238,10 +238,13 @@ class FrameSource:
         if config.camera is None and opened.format.name in SNAPSHOTS:
             opened.close()
             return self._snapshots(av)
-        with opened as container, nullcontext(str) if config.camera is None else told_format(config.camera) as told:
+        with (
+            opened as container,
+            nullcontext(str) if config.camera is None else told_format(config.camera) as format_now,
+        ):
             if not container.streams.video:
                 raise ImageError("it has no video, only sound or data; give another address")
-            begun = told()
+            start = format_now()
             stream = container.streams.video[0]
             stream.codec_context.options = decoder_options(stream.codec_context.name, MAX_FRAME_PIXELS)
 
@@ -249,8 +252,8 @@ class FrameSource:
                 for packet in container.demux(stream):
                     if self.closed:
                         return
-                    if begun and (now := told()) not in ("", begun):  # FFmpeg reads on as if it had not
-                        raise ImageError(f"the camera changed its format from {begun} to {now}")
+                    if start and (now := format_now()) not in ("", start):  # FFmpeg reads on as if it had not
+                        raise ImageError(f"the camera changed its format from {start} to {now}")
                     yield packet
 
             for frame, damage in decoded(packets(), exact=config.camera is not None):
@@ -272,7 +275,7 @@ class FrameSource:
         pause = SNAPSHOT_SECONDS if self.config.rate is None else 1 / self.config.rate
         options = {"protocol_whitelist": STREAM["protocol_whitelist"]}
         while not self.closed:
-            begun = time.monotonic()
+            start = time.monotonic()
             content = bytearray()
             with av.open(address, format="data", options=options, timeout=(OPEN_SECONDS, READ_SECONDS)) as container:
                 for packet in container.demux():
@@ -280,7 +283,7 @@ class FrameSource:
                     if len(content) > MAX_FILE_BYTES:
                         raise ImageError(f"a picture is over {MAX_FILE_BYTES >> 20} MiB, the limit")
             self._put(partial(bytes, content))
-            self._closed.wait(max(0.0, begun + pause - time.monotonic()))
+            self._closed.wait(max(0.0, start + pause - time.monotonic()))
 
 
 def _converted(frame: Any, converting: threading.Lock) -> ImageSource:
@@ -319,15 +322,15 @@ def first_frames(config: WatchConfig, formats: Sequence[str]) -> list[tuple[str,
         opened.append((FrameSource(source, newest, say), came, errors))
         opened[-1][0].start()
     ends = time.monotonic() + OPEN_SECONDS + READ_SECONDS
-    seen = list[tuple[str, tuple[int, int] | VtxError]]()
+    sizes = list[tuple[str, tuple[int, int] | VtxError]]()
     for reader, came, errors in opened:
         came.wait(max(0.0, ends - time.monotonic()))
         frame = reader.newest.take()
         try:
             if frame is None:
                 raise errors[0] if errors else ImageError(f"no frame came in {OPEN_SECONDS + READ_SECONDS:g} s")
-            seen.append((reader.config.name, load_image(frame.read(), formats).size))
+            sizes.append((reader.config.name, load_image(frame.read(), formats).size))
         except VtxError as e:
-            seen.append((reader.config.name, e))
+            sizes.append((reader.config.name, e))
         reader.close()
-    return seen
+    return sizes

@@ -22,12 +22,12 @@ def told_format(device: str) -> Iterator[Callable[[], str]]:
         file = os.open(device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def tell() -> str:
-        given = bytearray(struct.pack("I", CAPTURE).ljust(UNION + 200, b"\0"))
+        request = bytearray(struct.pack("I", CAPTURE).ljust(UNION + 200, b"\0"))
         try:
-            ioctl(file, GET_FORMAT, given)
+            ioctl(file, GET_FORMAT, request)
         except (OSError, ValueError):
             return ""
-        width, height, code, _, row = struct.unpack_from("=II4sII", given, UNION)
+        width, height, code, _, row = struct.unpack_from("=II4sII", request, UNION)
         return f"{width}x{height} {code.decode('ascii', 'replace').strip()} of {row} bytes a row"
 
     try:

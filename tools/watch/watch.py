@@ -86,10 +86,12 @@ class Watched:
         self.config = config
         self.references = references
         self.standing = {
-            each.name: known if (known := before.get(each.name)) and known.question == each else QuestionState(each)
-            for each in config.question
+            question.name: state
+            if (state := before.get(question.name)) and state.question == question
+            else QuestionState(question)
+            for question in config.question
         }
-        self.compares = config.near is not None or any(each.changed is not None for each in config.question)
+        self.compares = config.near is not None or any(question.changed is not None for question in config.question)
 
     @property
     def due_from(self) -> float:
@@ -171,9 +173,9 @@ class Watcher:
 
     def step(self) -> float:
         """Report answers that ended and ask about frames that came; returns the seconds until there may be more."""
-        if (read := self._reload) is not None:
+        if (reload := self._reload) is not None:
             self._reload = None
-            self._take_over(read)
+            self._take_over(reload)
         while True:
             try:
                 self._answered(*self._ended.get_nowait())
@@ -270,8 +272,8 @@ class Watcher:
             self.answers += 1
             standing.error = ""
             answer = answer_fields(ended, standing)
-            whole = ended.stopped not in ("timeout", "cancelled")
-            standing.last = Last(_key(look), look.cells, answer, look.embedding) if whole else None
+            complete = ended.stopped not in ("timeout", "cancelled")
+            standing.last = Last(_key(look), look.cells, answer, look.embedding) if complete else None
             self._report(watched, look, standing, answer, {"reused": False})
         elif current and isinstance(ended, StandsError) and standing.last is not None:
             self.reused += 1
@@ -307,18 +309,18 @@ class Watcher:
                 look.waiting.append(other)
 
     def _configure(self, config: WatchConfig) -> None:
-        wanted = {source.name: source for source in config.source}
-        given = {source.name: references(self._loaded, source) for source in config.source}
+        sources = {source.name: source for source in config.source}
+        parts_of = {source.name: references(self._loaded, source) for source in config.source}
         for name, watched in list(self.watched.items()):
-            if (new := wanted.get(name)) and _device(new) == _device(watched.config):
-                watched.configure(new, given[name])
+            if (new := sources.get(name)) and _device(new) == _device(watched.config):
+                watched.configure(new, parts_of[name])
             else:
                 self._drop(self.watched.pop(name))
-        for name, source in wanted.items():
+        for name, source in sources.items():
             if name not in self.watched:
                 newest = Newest(source.rate, self.wake.set, self._clock)
                 reader = FrameSource(source, newest, partial(self._source_event, name))
-                self.watched[name] = Watched(source, reader, newest, given[name])
+                self.watched[name] = Watched(source, reader, newest, parts_of[name])
                 reader.start()
         self._config = config
 
@@ -394,16 +396,16 @@ def _device(config: SourceConfig) -> list[Any]:
 
 def references(loaded: LoadedBundle, config: SourceConfig) -> tuple[PreparedImage, ...]:
     """The images that stand before each frame. Raises ImageError for one that cannot be read."""
-    given = [each.image for each in config.reference if each.image is not None]
-    return tuple(loaded.prepare(image, of_images=len(given) + 1) for image in given)
+    images = [part.image for part in config.reference if part.image is not None]
+    return tuple(loaded.prepare(image, of_images=len(images) + 1) for image in images)
 
 
 def parts(config: SourceConfig) -> list[Part]:
     """The references before each frame, as parts of a message."""
     found = list[Part]()
-    for each in config.reference:
-        found += [] if each.text is None else [{"type": "text", "text": each.text}]
-        found += [] if each.image is None else [{"type": "image"}]
+    for part in config.reference:
+        found += [] if part.text is None else [{"type": "text", "text": part.text}]
+        found += [] if part.image is None else [{"type": "image"}]
     return found
 
 

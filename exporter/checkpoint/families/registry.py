@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import vtx.exporter.checkpoint.families as package
@@ -26,8 +26,7 @@ REFUSED: Mapping[str, str] = {
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, by the architecture and the model_type of its `config.json`."""
     kind = config.get("model_type")
-    listed = config.get("architectures")
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    names = _architectures(config)
     if kind is None and isinstance(config.get("type"), str) and "input_features" in config:
         raise UnsupportedModelError(
             f"config.json is of LeRobot's policy {shown(config['type'])}; vtx exports pi0 as transformers saves it: "
@@ -38,10 +37,20 @@ def find_family(config: Mapping[str, Any]) -> Family:
         of_kind = kind == family.model_type or (family.original is not None and names)
         if of_kind and (not names or names == [family.architecture]):
             return family
+    raise _refusal(kind, names)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    listed = config.get("architectures")
+    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+
+
+def _refusal(kind: Any, names: Sequence[str]) -> UnsupportedModelError:
+    """The error of a model that no family exports."""
     reason = "".join(f": {REFUSED[name]}" for name in (kind, *names) if isinstance(name, str) and name in REFUSED)
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
     hint = ". It has the original LLaVA layout with an unsupported decoder; use the -hf checkpoint" * original
-    raise UnsupportedModelError(
+    return UnsupportedModelError(
         f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
         f"vtx exports {', '.join(family.architecture for family in FAMILIES)}{reason}{hint}"
     )

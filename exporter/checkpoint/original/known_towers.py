@@ -51,12 +51,12 @@ def internvit_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """`config.json` of an InternViT-6B as a `vision_config`; `position_side` is the image side of its positions."""
     sizes = {key: config[key] for key in _SIZES if key in config}
     sizes |= {"model_type": INTERNVIT, "image_size": internvit_side(name), "position_side": config.get("image_size")}
-    wanted = {"qk_normalization": True, "qkv_bias": False}
+    expected = {"qk_normalization": True, "qkv_bias": False}
     return {
         **sizes,
         "hidden_act": "gelu",
         "layer_norm_eps": config.get("layer_norm_eps", 1e-6),
-        "unlike": [key for key, value in wanted.items() if config.get(key, value) is not value],
+        "unlike": [key for key, value in expected.items() if config.get(key, value) is not value],
     }
 
 
@@ -74,8 +74,8 @@ def internvit_processor(name: str) -> Mapping[str, Any]:
 def thirds(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     """The tensors of an InternViT with q, k and v separated: they are thirds of one tensor's rows."""
     for name, info in tensors.items():
-        stem, found, kind = name.partition(".qkv.")
-        if not found or not info.shape or info.shape[0] % 3:
+        stem, separator, kind = name.partition(".qkv.")
+        if not separator or not info.shape or info.shape[0] % 3:
             yield name, info
             continue
         nbytes = info.nbytes // 3

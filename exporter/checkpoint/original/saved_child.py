@@ -51,6 +51,23 @@ def table(file: BinaryIO, name: str) -> list[list[Any]]:
 
 
 def _table(file: BinaryIO) -> list[list[Any]]:
+    entries = _entries(file)
+    file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about other versions of pickle
+        values = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(values, dict):
+        raise ValueError(f"it is a {type(values).__name__}")  # noqa: TRY004  the file's fault
+    rows = [_row(name, tensor) for name, tensor in values.items()]
+    storages = {tensor.untyped_storage()._checkpoint_offset: tensor.untyped_storage() for tensor in values.values()}
+    sizes = {offset: storage.nbytes() for offset, storage in storages.items()}
+    if sizes != {_start(file, entry): entry.file_size for entry in entries if "/data/" in entry.filename}:
+        raise ValueError("the storages of its tensors are not those in the archive")
+    return rows
+
+
+def _entries(file: BinaryIO) -> list[zipfile.ZipInfo]:
+    """The entries of torch's archive in `file`. Raises ValueError."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         orders = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
@@ -61,18 +78,7 @@ def _table(file: BinaryIO) -> list[list[Any]]:
     pickles = [entry.file_size for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or pickles[0] > MAX_PICKLE:
         raise ValueError(f"the archive does not hold one pickle of at most {MAX_PICKLE:,} bytes")
-    file.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about other versions of pickle
-        values = torch.load(file, map_location="meta", weights_only=True)
-    if not isinstance(values, dict):
-        raise ValueError(f"it is a {type(values).__name__}")  # noqa: TRY004  the file's fault
-    rows = [_row(name, tensor) for name, tensor in values.items()]
-    storages = {tensor.untyped_storage()._checkpoint_offset: tensor.untyped_storage() for tensor in values.values()}
-    needed = {offset: storage.nbytes() for offset, storage in storages.items()}
-    if needed != {_start(file, entry): entry.file_size for entry in entries if "/data/" in entry.filename}:
-        raise ValueError("the storages of its tensors are not those in the archive")
-    return rows
+    return entries
 
 
 def _start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:

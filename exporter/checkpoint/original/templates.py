@@ -50,10 +50,10 @@ def _chatml(system: str, after: str) -> str:
     begin = "<|im_start|>{}\n"
     end = f"<|im_end|>{after}"
     images = _IMAGES.replace("{{ image_token }}", "<img>{{ image_token }}</img>")
-    opening, given = (begin.format("system") + text + end for text in (system, _TEXTS))
+    opening, system_text = (begin.format("system") + text + end for text in (system, _TEXTS))
     user = begin.format("user") + images + _TEXTS + end
     reply = begin.format("assistant")
-    return _template(opening, given, user, reply + _TEXTS + end, reply)
+    return _template(opening, system_text, user, reply + _TEXTS + end, reply)
 
 
 INTERNVL_SYSTEMS: Mapping[str, str] = {

@@ -106,14 +106,16 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
     for sample in (*_SAMPLES, *symbols):
         text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
-        wanted = judge.encode(text)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if wanted != ids:
-            raise CheckpointError(
-                f"the {FILE} of {name} gives {wanted[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
-                "use the -hf checkpoint"
-            )
+        _check_ids(name, text, judge.encode(text), tokenizer.encode(text, add_special_tokens=False))
     return tokenizer
+
+
+def _check_ids(name: str, text: str, expected: list[int], ids: list[int]) -> None:
+    if expected != ids:
+        raise CheckpointError(
+            f"the {FILE} of {name} gives {expected[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
+            "use the -hf checkpoint"
+        )
 
 
 def check_kind(proto: Any) -> None:
@@ -145,18 +147,24 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
         vocab[image_token] = vocab.pop(unknown)
         del added[unknown]
     for content, (id, options) in published.items():
-        piece = proto.pieces[id] if id < len(proto.pieces) else None
-        if content not in vocab and piece is not None:
-            if piece.type not in (CONTROL, USER_DEFINED):
-                raise CheckpointError(
-                    f"token {content!r:.40} has the id {id}, which {FILE} gives to {piece.piece!r:.40}; use the "
-                    "tokenizer that belongs to the model"
-                )
-            del vocab[piece.piece], added[piece.piece]
+        if content not in vocab and id < len(proto.pieces):
+            former = _replaceable(proto.pieces[id], content, id)
+            del vocab[former], added[former]
         vocab.setdefault(content, id)
         normalized = content in marked and not options["special"]
         added[content] = AddedToken(content, **{**options, "normalized": normalized})
     return vocab, list(added.values())
+
+
+def _replaceable(piece: Any, content: str, id: int) -> str:
+    """The text of a piece whose id a published token has. Raises CheckpointError if it is of another kind."""
+    if piece.type not in (CONTROL, USER_DEFINED):
+        raise CheckpointError(
+            f"token {content!r:.40} has the id {id}, which {FILE} gives to {piece.piece!r:.40}; use the "
+            "tokenizer that belongs to the model"
+        )
+    text: str = piece.piece
+    return text
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:

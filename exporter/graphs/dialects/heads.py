@@ -23,8 +23,8 @@ def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Val
     """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
     if c.heads == c.kv_heads:
         return x
-    each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-    return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
+    expanded = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
+    return b.reshape(expanded, 1, c.heads, -1, c.heads_of(layer))
 
 
 class HeadsApart:
@@ -37,8 +37,8 @@ class HeadsApart:
         self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
         self._seen_slots: ir.Value | None = None  # [tokens, 1]
         if c.two_way:
-            given = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
-            self._seen_slots = b.op("Transpose", given, perm=[1, 0])
+            seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
+            self._seen_slots = b.op("Transpose", seen_slots, perm=[1, 0])
         self._presents: list[tuple[ir.Value, str, int]] = []
 
     def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:

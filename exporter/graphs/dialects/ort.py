@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect
+from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect, Heads
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.precision import KV_DTYPES, STORED
@@ -52,15 +52,15 @@ class Ort(Dialect):
         rows, width = stored.shape
         bits = STORED[stored.dtype].bits
         assert bits is not None
-        apart = stored.scales.shape[1]
-        block = power_of_two_in(width // apart, LARGEST_BLOCK[bits])
+        blocks = stored.scales.shape[1]
+        block = power_of_two_in(width // blocks, LARGEST_BLOCK[bits])
         octets = b.octets(weight, rows, width // block, block * bits // 8)
         unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
-        scales = _repeated(b, b.scales(weight, self.compute, rows, apart), rows, apart, width // block)
+        scales = _repeated(b, b.scales(weight, self.compute, rows, blocks), rows, blocks, width // block)
         sizes = {"K": width, "N": rows, "bits": bits, "block_size": block}
         points: list[ir.Value | None] = []
-        if (zeros := b.zeros(weight, ir.DataType.UINT8, rows, apart)) is not None:
-            points = [_points(b, _repeated(b, zeros, rows, apart, width // block), rows, width // block, bits)]
+        if (zeros := b.zeros(weight, ir.DataType.UINT8, rows, blocks)) is not None:
+            points = [_points(b, _repeated(b, zeros, rows, blocks, width // block), rows, width // block, bits)]
         if self.name == "ort":
             added = [*(points or [None]), None, b.weight(bias)] if bias else points
             return b.op(
@@ -77,23 +77,22 @@ class Ort(Dialect):
         return OrtAttention(b, c, kv_type, layers)
 
     def tower_attention(
-        self,
-        b: Builder,
-        q: ir.Value,
-        k: ir.Value,
-        v: ir.Value,
-        heads: int,
-        head_dim: int,
-        seen: ir.Value | None = None,
-        *,
-        causal: bool = False,
-        value_dim: int | None = None,
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: Heads, seen: ir.Value | None = None
     ) -> ir.Value:
         """`seen` is given for windows only: merged tokens are removed in these graphs."""
         mask = []
         if seen is not None:
             mask = [None, b.op("Cast", b.op("Squeeze", seen, b.constant([1, 2])), to=ir.DataType.INT32.value)]
-        return b.op("MultiHeadAttention", q, k, v, *mask, domain=MICROSOFT, num_heads=heads, unidirectional=int(causal))
+        return b.op(
+            "MultiHeadAttention",
+            q,
+            k,
+            v,
+            *mask,
+            domain=MICROSOFT,
+            num_heads=heads.count,
+            unidirectional=int(heads.causal),
+        )
 
 
 def _repeated(b: Builder, x: ir.Value, rows: int, apart: int, blocks: int) -> ir.Value:
@@ -139,8 +138,8 @@ class OrtAttention:
         ]
         self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, ["batch", "each"]) if c.sliding else None
         shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
-        own = any(c.source(layer) == layer for layer in layers)
-        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes] if own else []
+        has_own = any(c.source(layer) == layer for layer in layers)
+        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes] if has_own else []
         self._seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]) if c.two_way else None
         self._masks: dict[bool, ir.Value] = {}  # of tokens that see each other both ways, by sliding
         self._ahead = self._sees_ahead() if c.two_way == "images" else None
@@ -177,8 +176,8 @@ class OrtAttention:
         b = self._b
         c = self._c
         one = self._b.constant([1])
-        given = b.input(names.source_slot(source), ir.DataType.INT32, ["batch"])
-        last = b.op("Cast", given, to=ir.DataType.INT64.value)
+        source_slot = b.input(names.source_slot(source), ir.DataType.INT32, ["batch"])
+        last = b.op("Cast", source_slot, to=ir.DataType.INT64.value)
         total = b.op("Add", b.op("ReduceMax", last, b.constant([0])), one)
         parts = []
         for past, scale in ((names.past_key, names.key_scale), (names.past_value, names.value_scale)):
@@ -190,12 +189,12 @@ class OrtAttention:
         zero = b.constant(np.array(0, np.int64))
         step = b.constant(np.array(1, np.int64))
         slots = b.op("Range", zero, b.op("Squeeze", total), step)
-        each = b.op("Shape", self._positions, start=1, end=2)
-        begins = b.op("Sub", b.op("Add", last, one), each)  # of the tokens' own slots
-        own = b.op("Add", b.op("Unsqueeze", begins, one), b.op("Range", zero, b.op("Squeeze", each), step))
-        seen = b.op("LessOrEqual", slots, b.op("Unsqueeze", own, b.constant([1, 3])))
-        seen = b.op("And", seen, self._seen(slots)) if c.slides(source) else seen
-        mask = b.op("Where", seen, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+        count = b.op("Shape", self._positions, start=1, end=2)
+        begins = b.op("Sub", b.op("Add", last, one), count)  # of the tokens' own slots
+        slot = b.op("Add", b.op("Unsqueeze", begins, one), b.op("Range", zero, b.op("Squeeze", count), step))
+        visible = b.op("LessOrEqual", slots, b.op("Unsqueeze", slot, b.constant([1, 3])))
+        visible = b.op("And", visible, self._seen(slots)) if c.slides(source) else visible
+        mask = b.op("Where", visible, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
         return parts[0], parts[1], b.op("Unsqueeze", mask, one)
 
     def _window(self) -> ir.Value:
@@ -272,9 +271,9 @@ class OrtAttention:
         if sliding not in self._masks:
             total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
             slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
-            seen = b.op("Less", slots, b.op("Unsqueeze", self._seen_slots, b.constant([1, 3])))
-            seen = b.op("And", seen, self._seen(slots)) if sliding else seen
-            mask = b.op("Where", seen, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+            visible = b.op("Less", slots, b.op("Unsqueeze", self._seen_slots, b.constant([1, 3])))
+            visible = b.op("And", visible, self._seen(slots)) if sliding else visible
+            mask = b.op("Where", visible, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
             self._masks[sliding] = b.op("Unsqueeze", mask, b.constant([1]))
         return self._masks[sliding]
 
@@ -283,11 +282,11 @@ class OrtAttention:
         b = self._b
         assert self._seen_slots is not None
         last = b.op("Unsqueeze", b.op("Cast", self._slots[0], to=ir.DataType.INT64.value), b.constant([1]))
-        each = b.op("Squeeze", b.op("Shape", self._positions, start=1, end=2))
-        behind = b.op("Range", each, b.constant(np.array(0)), b.constant(np.array(-1)))  # it and those behind, of each
-        own = b.op("Add", b.op("Sub", last, behind), b.constant([2]))
-        ahead = b.op("Cast", b.op("Greater", self._seen_slots, own), to=ir.DataType.INT32.value)
-        return b.op("Cast", b.op("ReduceMax", ahead, keepdims=0), to=ir.DataType.BOOL.value)
+        count = b.op("Squeeze", b.op("Shape", self._positions, start=1, end=2))
+        behind = b.op("Range", count, b.constant(np.array(0)), b.constant(np.array(-1)))  # it and those behind, of each
+        slot = b.op("Add", b.op("Sub", last, behind), b.constant([2]))
+        after = b.op("Cast", b.op("Greater", self._seen_slots, slot), to=ir.DataType.INT32.value)
+        return b.op("Cast", b.op("ReduceMax", after, keepdims=0), to=ir.DataType.BOOL.value)
 
     def _filled(self, cache: ir.Value, scale: ir.Value | None, total: ir.Value) -> ir.Value:
         """The filled slots of a layer's K or V as numbers, [batch, kv_heads, 1, slots, head_dim]."""
@@ -305,8 +304,8 @@ class OrtAttention:
         c = self._c
         width = self._c.heads_of(layer)
         scaled = b.op("Mul", q, b.constant(np.array(c.scale(layer), np.float32)))
-        apart = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
-        queries = b.op("Transpose", apart, perm=[0, 2, 3, 1, 4])
+        by_group = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
+        queries = b.op("Transpose", by_group, perm=[0, 2, 3, 1, 4])
         products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))
         if c.attention_softcap is not None:
             products = b.bounded(products, c.attention_softcap)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, StageAttention
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads, StageAttention
 from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -55,26 +55,17 @@ class Plain(Dialect):
         return PlainAttention(b, c, kv_type)
 
     def tower_attention(
-        self,
-        b: Builder,
-        q: ir.Value,
-        k: ir.Value,
-        v: ir.Value,
-        heads: int,
-        head_dim: int,
-        seen: ir.Value | None = None,
-        *,
-        causal: bool = False,
-        value_dim: int | None = None,
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: Heads, seen: ir.Value | None = None
     ) -> ir.Value:
-        value_dim = value_dim or head_dim
-        q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
-        if causal:
+        value_size = heads.value_size or heads.size
+        q, k = (split_heads(b, x, heads.count, heads.size) for x in (q, k))
+        v = split_heads(b, v, heads.count, value_size)
+        if heads.causal:
             tokens = b.op("Squeeze", b.op("Shape", q, start=2, end=3))
             every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
             seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
-        return join_heads(b, _attend(b, q, k, v, mask, head_dim**-0.5), heads * value_dim)
+        return join_heads(b, _weighted(b, _scores(b, q, k, heads.size**-0.5), v, mask), heads.count * value_size)
 
 
 class PlainAttention(HeadsApart):
@@ -108,8 +99,7 @@ class PlainAttention(HeadsApart):
         values = self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
         keys, values = (for_every_head(self._b, self._c, x, layer) for x in (keys, values))
-        scale = self._c.scale(layer)
-        return _attend(self._b, q, keys, values, self._masks[None, sliding], scale, self._c.attention_softcap)
+        return self._attend(q, keys, values, self._masks[None, sliding], layer)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         b = self._b
@@ -121,7 +111,14 @@ class PlainAttention(HeadsApart):
             )
             self._masks[source, False] = self._causal(q, keys, sliding=self._c.slides(source), filled=True)
             self._sources[source] = for_every_head(b, self._c, keys, source), for_every_head(b, self._c, values, source)
-        return _attend(b, q, *self._sources[source], self._masks[source, False], self._c.scale(layer))
+        return self._attend(q, *self._sources[source], self._masks[source, False], layer)
+
+    def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        b = self._b
+        scores = _scores(b, q, k, self._c.scale(layer))
+        if self._c.attention_softcap is not None:
+            scores = b.bounded(scores, self._c.attention_softcap, b.dialect.compute)
+        return _weighted(b, scores, v, mask)
 
     def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """The past's slots and then the new ones, in float32."""
@@ -143,16 +140,16 @@ class PlainAttention(HeadsApart):
             before = b.op("Sub", before, tokens)
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         if self._seen_slots is not None:
-            seen = b.op("Less", every, self._seen_slots)
+            visible = b.op("Less", every, self._seen_slots)
         else:
             first = b.op("Unsqueeze", before, b.constant([0]))
             most = b.constant([MAX_SIZE])
-            own = b.op("Slice", every, first, most, b.constant([0]))
-            seen = b.op("GreaterOrEqual", b.op("Unsqueeze", own, b.constant([1])), every)
+            numbers = b.op("Slice", every, first, most, b.constant([0]))
+            visible = b.op("GreaterOrEqual", b.op("Unsqueeze", numbers, b.constant([1])), every)
         if sliding:
             assert self._first is not None
-            seen = b.op("And", seen, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
-        return b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
+            visible = b.op("And", visible, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
+        return b.op("Where", visible, b.scalar(0), b.scalar(UNSEEN))
 
     def finish(self) -> None:
         self._finish("slots")
@@ -172,23 +169,16 @@ def rotate_halves(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, head_di
     return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
 
 
-def _attend(
-    b: Builder,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    mask: ir.Value | None,
-    scale: float,
-    softcap: float | None = None,
-) -> ir.Value:
-    """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]; a `softcap` bounds the products."""
+def _scores(b: Builder, q: ir.Value, k: ir.Value, scale: float) -> ir.Value:
+    """The products q k^T * scale of [batch, heads, tokens, head_dim]."""
     k = b.op("Transpose", k, perm=[0, 1, 3, 2])
     if b.dialect.compute == FLOAT:  # the form that OpenVINO fuses
-        scores = b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
-    else:  # products of unscaled numbers may exceed float16
-        scores = b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)
-    if softcap is not None:
-        scores = b.bounded(scores, softcap, b.dialect.compute)
+        return b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
+    return b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)  # products of unscaled numbers may exceed float16
+
+
+def _weighted(b: Builder, scores: ir.Value, v: ir.Value, mask: ir.Value | None) -> ir.Value:
+    """softmax(scores + mask) v."""
     if mask is not None:
         scores = b.op("Add", scores, mask)
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)

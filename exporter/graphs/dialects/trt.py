@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect
+from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads
 from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -50,30 +50,21 @@ class Trt(Dialect):
         return TrtAttention(b, c, kv_type, layers, self.max_context)
 
     def tower_attention(
-        self,
-        b: Builder,
-        q: ir.Value,
-        k: ir.Value,
-        v: ir.Value,
-        heads: int,
-        head_dim: int,
-        seen: ir.Value | None = None,
-        *,
-        causal: bool = False,
-        value_dim: int | None = None,
+        self, b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, heads: Heads, seen: ir.Value | None = None
     ) -> ir.Value:
-        value_dim = value_dim or head_dim
-        q, k, v = (split_heads(b, x, heads, width) for x, width in ((q, head_dim), (k, head_dim), (v, value_dim)))
-        if value_dim < head_dim:  # TensorRT's heads have one size
-            v = b.op("Pad", v, b.constant([0] * 7 + [head_dim - value_dim]))
+        value_size = heads.value_size or heads.size
+        q, k = (split_heads(b, x, heads.count, heads.size) for x in (q, k))
+        v = split_heads(b, v, heads.count, value_size)
+        if value_size < heads.size:  # TensorRT's heads have one size
+            v = b.op("Pad", v, b.constant([0] * 7 + [heads.size - value_size]))
         mask = []
         if seen is not None:  # [1, 1, 1, n] as [1, 1, n, n]
             tokens = b.op("Shape", q, start=2, end=3)
             mask = [b.op("Expand", seen, b.op("Concat", b.constant([1, 1]), tokens, b.constant([1]), axis=0))]
-        y = b.op("Attention", q, k, v, *mask, scale=head_dim**-0.5, is_causal=int(causal))
-        if value_dim < head_dim:
-            y = b.op("Slice", y, b.constant([0]), b.constant([value_dim]), b.constant([3]))
-        return join_heads(b, y, heads * value_dim)
+        y = b.op("Attention", q, k, v, *mask, scale=heads.size**-0.5, is_causal=int(heads.causal))
+        if value_size < heads.size:
+            y = b.op("Slice", y, b.constant([0]), b.constant([value_size]), b.constant([3]))
+        return join_heads(b, y, heads.count * value_size)
 
 
 class TrtAttention(HeadsApart):
@@ -89,13 +80,13 @@ class TrtAttention(HeadsApart):
         self._first: ir.Value | None = None  # the first slot that each token sees in layers that slide, [tokens, 1]
         if c.sliding is not None:
             tables.append(((names.SLIDING_COS, names.SLIDING_SIN), c.sliding.head_dim))
-            given = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
-            self._first = b.op("Transpose", given, perm=[1, 0])
+            first_slot = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
+            self._first = b.op("Transpose", first_slot, perm=[1, 0])
         self._tables = [
             [b.from_float32(b.input(name, FLOAT, [max_context, width // 2])) for name in pair] for pair, width in tables
         ]
-        own = any(c.source(layer) == layer for layer in layers)
-        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1])) if own else None
+        has_own = any(c.source(layer) == layer for layer in layers)
+        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1])) if has_own else None
         self._masks: dict[bool, ir.Value] = {}  # by sliding
         self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
@@ -115,8 +106,8 @@ class TrtAttention(HeadsApart):
             filled = b.op("Sub", self._total, self._tokens())
             slots = self._count(b.op("Shape", past[0], start=1, end=2))
             past_slots = b.op("Where", b.op("Less", slots, filled), slots, b.constant([NO_SLOT]))
-            own = self._own(filled)
-            self._masks[sliding] = self._mask(b.op("Concat", past_slots, own, axis=0), own, sliding=sliding)
+            numbers = self._own(filled)
+            self._masks[sliding] = self._mask(b.op("Concat", past_slots, numbers, axis=0), numbers, sliding=sliding)
         self._keep(layer, *new)
         joined = [b.op("Concat", *pair, axis=1) for pair in zip(past, new, strict=True)]
         key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in joined)
@@ -127,12 +118,12 @@ class TrtAttention(HeadsApart):
         source = self._c.source(layer)
         if source not in self._sources:
             last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, [1]))
-            held = self._past(source, f"slots.{source}")
-            slots = self._count(b.op("Shape", held[0], start=1, end=2))
+            past = self._past(source, f"slots.{source}")
+            slots = self._count(b.op("Shape", past[0], start=1, end=2))
             one = b.constant([1])
-            own = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
-            key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in held)
-            self._sources[source] = key, value, self._mask(slots, own, sliding=self._c.slides(source))
+            numbers = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
+            key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in past)
+            self._sources[source] = key, value, self._mask(slots, numbers, sliding=self._c.slides(source))
         return self._attend_masked(q, *self._sources[source], layer)
 
     def _in_kv_type(self, x: ir.Value) -> ir.Value:
@@ -190,11 +181,11 @@ class TrtAttention(HeadsApart):
         last = b.op("Unsqueeze", own, b.constant([1]))
         if self._seen_slots is not None:
             last = b.op("Sub", self._seen_slots, b.constant(np.array(1)))
-        seen = b.op("LessOrEqual", slot, last)
+        visible = b.op("LessOrEqual", slot, last)
         if sliding:
             assert self._first is not None
-            seen = b.op("And", seen, b.op("GreaterOrEqual", slot, self._first))
-        return self._as_mask(b.op("Unsqueeze", seen, b.constant([0, 1])))
+            visible = b.op("And", visible, b.op("GreaterOrEqual", slot, self._first))
+        return self._as_mask(b.op("Unsqueeze", visible, b.constant([0, 1])))
 
     def _as_mask(self, seen: ir.Value) -> ir.Value:
         return seen

@@ -135,7 +135,10 @@ class OpenvinoBackend(HostBackend):
             None if m.action else first,
             settings=head_settings,
         )
-        loads: list[Callable[[], Any]] = [head, *(partial(self._load_stage, *each) for each in m.stage_files(DIALECT))]
+        loads: list[Callable[[], Any]] = [
+            head,
+            *(partial(self._load_stage, *stage) for stage in m.stage_files(DIALECT)),
+        ]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
         self._head, *self.stages = load_each(loads, self.threads if roomy else 1, sizes)
@@ -159,13 +162,13 @@ class OpenvinoBackend(HostBackend):
     def product(graph: bytes, compute: str, precision: str, threads: int) -> Callable[[Mapping[str, Any]], Any]:
         core = load_openvino().Core()
         model = core.read_model(graph, b"")
-        held = None
+        int8 = None
         if compute == "int8":
-            held = bring_to_int8(model)
+            int8 = bring_to_int8(model)
             multiply_integers(model)
         request = core.compile_model(model, "CPU", arithmetic(compute, precision, threads)).create_infer_request()
 
-        def run(inputs: Mapping[str, Any], _: Any = held) -> Any:  # the weights' memory lasts as long as the function
+        def run(inputs: Mapping[str, Any], _: Any = int8) -> Any:  # the weights' memory lasts as long as the function
             request.infer(inputs, share_inputs=True, share_outputs=True)
             return request.get_tensor("y").data
 
@@ -177,9 +180,9 @@ class OpenvinoBackend(HostBackend):
                 model = self._core.read_model(os.fspath(path))
             except RuntimeError as e:
                 raise load_failure(ENGINE, name, e) from e
-        given = ports(model.inputs, promised.inputs)
-        made = ports(model.outputs, promised.outputs)
-        contract.check(name, given, made, promised)
+        inputs = ports(model.inputs, promised.inputs)
+        outputs = ports(model.outputs, promised.outputs)
+        contract.check(name, inputs, outputs, promised)
         keep_narrow(model, self.compute)
         return model
 
@@ -237,16 +240,16 @@ class OpenvinoBackend(HostBackend):
 
         model, states = read()
         many = read()[0] if self.compute == "int8" and PRECISIONS[m.precision].bits == 4 else None
-        held = [] if many is None else bring_to_int8(many)
+        matrices = [] if many is None else bring_to_int8(many)
         with ExitStack() as pages:
             pages.enter_context(releasing_pages(model))
             for_many = None
             if many is not None:
                 pages.enter_context(releasing_pages(many))
                 for_many = self._compile(file, many, "int8")
-            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, held, states)
+            stage = StageGraph(file, self._compile(file, model, m.precision), for_many, matrices, states)
             cache = OpenvinoStageCache(self._context, stage, spec, FEW + 2)
-            inputs = {each.name: np.zeros((FEW + 1, each.width), np.float32) for each in m.token_inputs}
+            inputs = {declared.name: np.zeros((FEW + 1, declared.width), np.float32) for declared in m.token_inputs}
             tokens = TokenStates(np.zeros((FEW + 1, m.model.hidden), np.float32), inputs)
             cache.append(tokens.part(0, 1), np.zeros(1, np.int64))
             if for_many is not None:

@@ -61,28 +61,17 @@ class OpenvinoStageBatch:
         if window is None or (most and len(tokens) > most and len(caches) > 1):
             half = len(caches) // 2
             rows = sum(counts[: len(caches) // 2])
-            begun = self.append_each(caches[:half], tokens.part(0, rows), positions[:rows], counts[:half])
+            first = self.append_each(caches[:half], tokens.part(0, rows), positions[:rows], counts[:half])
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
-            return np.concatenate([begun, self.append_each(caches[half:], *rest)])
-        past = np.array([cache.length for cache in caches], np.int32)
-        blocks = list[NDArray[np.int32]]()  # of each cache: the numbers in the pool, up to that of its last slot
-        for cache, count in zip(caches, counts, strict=True):
-            assert cache.lane is not None, "it is in no pool"
-            assert cache.length + count <= cache.capacity, "it is full"
-            cache.hold(cache.length, cache.length + count)
-            blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
+            return np.concatenate([first, self.append_each(caches[half:], *rest)])
         out = np.empty_like(tokens.hidden)
         inputs: dict[str, NDArray[Any]] = {
             **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
             names.HIDDEN: np.ascontiguousarray(tokens.hidden),
             names.POSITIONS: positions[None].copy(),
             names.HIDDEN_OUT: out,
-            PAST: past,
-            BEGINS: np.cumsum([0, *counts], dtype=np.int32),
-            BLOCKS: np.concatenate(blocks),
-            BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-            FILLED: np.array((past + counts).max(), np.int32),
             OUTPUTS: np.arange(len(tokens), dtype=np.int32),
+            **_blocks(caches, counts),
         }
         if self._context.model.sliding is not None:
             inputs[WINDOW] = np.array(window, np.int32)
@@ -99,9 +88,9 @@ class OpenvinoStageBatch:
                 request.set_tensor(name, self._context.shared(array))
             run_request(request)
             if states:
-                made = self._made(request, len(states), states[0].shape)
+                new_states = self._made(request, len(states), states[0].shape)
             for number, state in enumerate(states):
-                state.put(caches[number].length, ends, made[:, number])
+                state.put(caches[number].length, ends, new_states[:, number])
         for cache, count in zip(caches, counts, strict=True):
             cache.fill(cache.length + count)
         return out
@@ -109,8 +98,8 @@ class OpenvinoStageBatch:
     def _made(self, request: Any, conversations: int, shape: tuple[int, int]) -> NDArray[np.float32]:
         """The states [layers, conversations, 1, numbers] that a run made; `shape`: layers and numbers."""
         if not self._stage.states.parts:
-            made: NDArray[np.float32] = request.get_tensor(names.STATE_OUT).data
-            return made
+            new_states: NDArray[np.float32] = request.get_tensor(names.STATE_OUT).data
+            return new_states
         states = np.empty((shape[0], conversations, 1, shape[1]), np.float32)
         return self._stage.states.put(states, lambda name: request.get_tensor(name).data)
 
@@ -124,9 +113,27 @@ class OpenvinoStageBatch:
         first = 0
         for cache, count in zip(caches, counts, strict=True):
             end = first + count
-            own = cache.windows(tokens.part(first, end), positions[first:end])
-            runs += [(cache.length + last, window) for last, window in own]
+            windows = cache.windows(tokens.part(first, end), positions[first:end])
+            runs += [(cache.length + last, window) for last, window in windows]
             first = end
         window = max(window for _, window in runs)
-        fits = all(own == window or (not own and filled <= window) for filled, own in runs)
+        fits = all(windows == window or (not windows and filled <= window) for filled, windows in runs)
         return window if fits and len(runs) == len(caches) else None
+
+
+def _blocks(caches: Sequence[OpenvinoStageCache], counts: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """Have the slots of `counts[n]` new tokens in the n-th cache; inputs that tell a run where all slots are."""
+    past = np.array([cache.length for cache in caches], np.int32)
+    blocks = list[NDArray[np.int32]]()  # of each cache: the numbers in the pool, up to that of its last slot
+    for cache, count in zip(caches, counts, strict=True):
+        assert cache.lane is not None, "it is in no pool"
+        assert cache.length + count <= cache.capacity, "it is full"
+        cache.hold(cache.length, cache.length + count)
+        blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
+    return {
+        PAST: past,
+        BEGINS: np.cumsum([0, *counts], dtype=np.int32),
+        BLOCKS: np.concatenate(blocks),
+        BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+        FILLED: np.array((past + counts).max(), np.int32),
+    }

@@ -54,10 +54,10 @@ class BlockPool:
     def give_back(self, table: BlockTable) -> None:
         """Free a table, and the memory of blocks that no other cache holds."""
         with self._lock:
-            held = table.numbers[: table.held].copy()
+            numbers = table.numbers[: table.held].copy()
             table.held = 0
-            self._users[held] -= 1
-            self._vacate(np.sort(held[self._users[held] == 0]))
+            self._users[numbers] -= 1
+            self._vacate(np.sort(numbers[self._users[numbers] == 0]))
             heapq.heappush(self._lanes, table.lane.number)
 
     def hold(self, table: BlockTable, first: int, count: int) -> None:

@@ -65,8 +65,8 @@ class OpenvinoCacheContext:
 
     def pool(self, spec: StageSpec, caches: int, capacity: int, *, reserved: bool = False) -> BlockPool:
         """Blocks for this number of caches of a stage."""
-        more = ROW_SCALE_BYTES if self.kv == "u8" else 0
-        shapes = [(self.model.kv_heads, BLOCK, self.model.heads_of(layer) + more) for layer in spec.cached]
+        scales = ROW_SCALE_BYTES if self.kv == "u8" else 0
+        shapes = [(self.model.kv_heads, BLOCK, self.model.heads_of(layer) + scales) for layer in spec.cached]
         return BlockPool(shapes, caches, -(-capacity // BLOCK), np.dtype(KV_ARRAYS[self.kv]), reserved=reserved)
 
     def shared(self, array: NDArray[Any]) -> Any:
@@ -134,7 +134,7 @@ class OpenvinoStageCache(SlotCounter):
             self._set(name, context.shared(array))
         self._row_out = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
-        widths = {each.name: each.width for each in context.token_inputs}
+        widths = {declared.name: declared.width for declared in context.token_inputs}
         row_inputs = {name: np.zeros((1, widths[name]), np.float32) for name in spec.inputs}
         self._row = TokenStates(np.zeros((1, model.hidden), np.float32), row_inputs)
         self._row_tensors = self._tensors(self._row, self._row_position, np.zeros(1, np.int32), self._row_out)
@@ -162,7 +162,7 @@ class OpenvinoStageCache(SlotCounter):
         runs = list[tuple[int, int]]()
         first = 0
         for end, window in self.windows(tokens, positions):
-            runs += [(each, window) for each in run_ends(tokens, first, end, most)]
+            runs += [(run_end, window) for run_end in run_ends(tokens, first, end, most)]
             first = end
         hidden = list[HiddenStates]()
         queries = list[NDArray[np.float32]]()
@@ -172,8 +172,8 @@ class OpenvinoStageCache(SlotCounter):
             if len(runs) == 1:
                 return super().append(tokens, positions, query=query, outputs=outputs)
             part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
-            ran = super().append(tokens.part(first, end), positions[first:end], query=query, outputs=part)
-            hidden.append(ran.copy())
+            piece = super().append(tokens.part(first, end), positions[first:end], query=query, outputs=part)
+            hidden.append(piece.copy())
             queries.append(self._query)
             first = end
         if query:
@@ -188,28 +188,29 @@ class OpenvinoStageCache(SlotCounter):
         if self.positions is None:
             return [(len(positions), 0)]
         self.place(positions)
-        own = self.length + np.arange(len(positions))
+        numbers = self.length + np.arange(len(positions))
         firsts = self.first_slots(positions, self.length + len(positions))
-        seen = np.where(firsts > 0, own - firsts + 1, 0)
-        ends = [*(np.flatnonzero(np.diff(seen)) + 1).tolist(), len(seen)]
-        if len(ends) > 1 and not seen[0] and own[ends[0] - 1] < seen[ends[0]]:  # the first see fewer than the next
+        filled = np.where(firsts > 0, numbers - firsts + 1, 0)
+        ends = [*(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(filled)]
+        fewer_first = len(ends) > 1 and not filled[0] and numbers[ends[0] - 1] < filled[ends[0]]
+        if fewer_first:
             del ends[0]
         if any(begin_of_group(tokens, end) != end for end in ends):
             raise RequestError(
                 "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that slide, "
                 "since a reduction left some out within the window; use --reduce none or --device cpu"
             )
-        return [(end, int(seen[end - 1])) for end in ends]
+        return [(end, int(filled[end - 1])) for end in ends]
 
     def check_both_ways(self, tokens: TokenStates) -> None:
         """Raise DeviceError if the engine's attention is causal for these two tokens of an image, too."""
-        drawn = np.random.default_rng(0).standard_normal(tokens.hidden.shape, dtype=np.float32)
-        found = list[HiddenStates]()
+        noise = np.random.default_rng(0).standard_normal(tokens.hidden.shape, dtype=np.float32)
+        outputs = list[HiddenStates]()
         for group in (-1, 0):
             self.keep(0)
-            given = TokenStates(drawn, {**tokens.inputs, names.GROUP: np.full((len(drawn), 1), group, np.float32)})
-            found.append(self.append(given, np.arange(len(drawn)))[0].copy())
-        if np.array_equal(found[0], found[1]):
+            inputs = TokenStates(noise, {**tokens.inputs, names.GROUP: np.full((len(noise), 1), group, np.float32)})
+            outputs.append(self.append(inputs, np.arange(len(noise)))[0].copy())
+        if np.array_equal(outputs[0], outputs[1]):
             raise DeviceError(
                 "this release of OpenVINO cannot let the tokens of an image see each other both ways; "
                 f"{pip_install()} -U openvino, or use --device cpu"
@@ -265,19 +266,19 @@ class OpenvinoStageCache(SlotCounter):
                     self._block_begins[1] = blocks
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
-                    made = self.states.room(len(ends))
+                    states = self.states.room(len(ends))
                     parts = self._stage.states
-                    room = parts.room(made)
-                    given: dict[str, NDArray[Any]] = {names.STATE_ENDS: ends}
-                    given |= parts.given(self.states.before(self.length))
-                    for name, array in (*given.items(), *room.items()):
+                    room = parts.room(states)
+                    inputs: dict[str, NDArray[Any]] = {names.STATE_ENDS: ends}
+                    inputs |= parts.given(self.states.before(self.length))
+                    for name, array in (*inputs.items(), *room.items()):
                         self._set(name, self._context.shared(array))
                 if count == 1:
                     run_row(self._ran, out)
                 else:
                     run_request(self._ran)
                 if self.states is not None:
-                    self.states.put(self.length, ends, parts.put(made, room.__getitem__) if len(ends) > 1 else made)
+                    self.states.put(self.length, ends, parts.put(states, room.__getitem__) if len(ends) > 1 else states)
             finally:
                 for name in own_rope:
                     self._set(name, self._context.shared(rope[name]))
@@ -322,10 +323,10 @@ class OpenvinoStageCache(SlotCounter):
 
     def _copy(self, other: OpenvinoStageCache, length: int) -> None:
         """Share the blocks that another cache of the pool has filled; copy the last one, in which both may go on."""
-        whole = length // BLOCK if other.pool is self.pool and not self.table.held else 0
-        if whole:
-            self.pool.share(self.table, other.table, whole)
-        rest = np.arange(whole * BLOCK, length)
+        blocks = length // BLOCK if other.pool is self.pool and not self.table.held else 0
+        if blocks:
+            self.pool.share(self.table, other.table, blocks)
+        rest = np.arange(blocks * BLOCK, length)
         self.write(rest, other.read(rest), length=length)
 
     def _set(self, name: str, tensor: Any) -> None:

@@ -62,7 +62,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
     from openvino import Tensor
     from openvino import opset13 as ops
 
-    made: list[NDArray[np.int8]] = []
+    matrices: list[NDArray[np.int8]] = []
     folder = os.environ.get("TMPDIR") or (ON_DISK if os.access(ON_DISK, os.W_OK) else None)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -76,8 +76,9 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
                 offset = file.seek(0, os.SEEK_END)
                 file.write(integers.data)
                 file.flush()
-                made.append(np.memmap(file, np.int8, "r+", offset, integers.shape))  # OpenVINO refuses read-only ones
-                matrix = ops.constant(Tensor(made[-1], shared_memory=True))
+                # OpenVINO refuses read-only ones
+                matrices.append(np.memmap(file, np.int8, "r+", offset, integers.shape))
+                matrix = ops.constant(Tensor(matrices[-1], shared_memory=True))
                 weights = ops.multiply(ops.convert(matrix, "f32"), ops.constant(wide[:, None]))
                 product.input(1).replace_source_output(weights.output(0))
     except OSError as e:
@@ -86,7 +87,7 @@ def bring_to_int8(model: Any) -> list[NDArray[np.int8]]:
             "room for a byte a weight, or leave out --compute int8"
         ) from e
     model.validate_nodes_and_infer_types()
-    return made
+    return matrices
 
 
 def in_int8(octets: NDArray[np.uint8], scales: NDArray[np.floating]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
@@ -98,11 +99,11 @@ def in_int8(octets: NDArray[np.uint8], scales: NDArray[np.floating]) -> tuple[ND
     for first in range(0, rows, _ROWS):
         part = slice(first, first + _ROWS)
         halves = np.stack([(octets[part] << 4).view(np.int8) >> 4, octets[part].view(np.int8) >> 4], axis=-1)
-        apart = halves.reshape(len(halves), blocks, -1)
-        largest = (np.abs(apart).max(2) * scales[part]).max(1)
+        parts = halves.reshape(len(halves), blocks, -1)
+        largest = (np.abs(parts).max(2) * scales[part]).max(1)
         wide[part] = np.where(largest > 0, largest / LARGEST, 1)
         factors = scales[part] / wide[part, None]
-        integers[part] = np.rint(apart * factors[:, :, None]).reshape(len(halves), -1)
+        integers[part] = np.rint(parts * factors[:, :, None]).reshape(len(halves), -1)
     return integers, wide
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,35 +27,51 @@ def keep_narrow(model: Any, compute: str) -> None:
     If it computes in bfloat16, matrices of bfloat16 are multiplied as they are: the kernel that widens values as it
     reads them is slower. `model` is an openvino.Model and is changed.
     """
-    from openvino import opset13 as ops
-
     for node in model.get_ordered_ops():
         kind = node.get_type_name()
-        first: Any = node.input_value(0) if kind in ("Convert", "Gather") else None
-        narrow = first is not None and first.get_element_type().get_type_name() in NARROW
-        if narrow and kind_of(first) == "Constant" and len(first.get_partial_shape()) == 2:
+        if kind in ("Convert", "Gather") and _is_narrow_matrix(node.input_value(0)):
             readers = readers_of(node.output(0))
             kinds = {reader.get_type_name() for reader in readers}
             if kind == "Convert" and kinds == {"MatMul"}:
-                matrix = node.input_value(0)
-                if not compute == "bf16" == matrix.get_element_type().get_type_name():
-                    node.get_rt_info()[MARK] = ""
-                    continue
-                for product in readers:
-                    in_bf16 = product_like(product, ops.convert(product.input_value(0), "bf16"), matrix)
-                    replace_node(product, ops.convert(in_bf16, "f32"))
-            elif kind == "Gather" and kinds == {"Convert"} and kind_of(node.input_value(1)) == "Constant":
-                for reader in readers:
-                    replace(reader.output(0), ops.constant(_known_rows(node)).output(0))
-            elif kind == "Gather" and kinds == {"Convert"}:  # a table, of which gathered rows are widened
-                wide = ops.convert(node.input_value(0), "f32")
-                wide.get_rt_info()[MARK] = ""
-                gathered = ops.gather(wide, node.input_value(1), node.input_value(2))
-                for reader in readers:
-                    replace(reader.output(0), gathered.output(0))
+                _keep_matrix(node, readers, compute)
+            elif kind == "Gather" and kinds == {"Convert"}:
+                _keep_table(node, readers)
         elif kind == "MatMul" and {kind_of(value) for value in node.input_values()} == {"Reshape", "Multiply"}:
             _multiply_unshaped(node)
     model.validate_nodes_and_infer_types()
+
+
+def _is_narrow_matrix(value: Any) -> bool:
+    narrow = value.get_element_type().get_type_name() in NARROW
+    return narrow and kind_of(value) == "Constant" and len(value.get_partial_shape()) == 2
+
+
+def _keep_matrix(conversion: Any, products: Sequence[Any], compute: str) -> None:
+    """Keep a matrix narrow whose `conversion` products read."""
+    from openvino import opset13 as ops
+
+    matrix = conversion.input_value(0)
+    if not compute == "bf16" == matrix.get_element_type().get_type_name():
+        conversion.get_rt_info()[MARK] = ""
+        return
+    for product in products:
+        in_bf16 = product_like(product, ops.convert(product.input_value(0), "bf16"), matrix)
+        replace_node(product, ops.convert(in_bf16, "f32"))
+
+
+def _keep_table(gather: Any, conversions: Sequence[Any]) -> None:
+    """Keep a table narrow of which rows are widened: the rows that are known, or those that are gathered."""
+    from openvino import opset13 as ops
+
+    if kind_of(gather.input_value(1)) == "Constant":
+        for conversion in conversions:
+            replace(conversion.output(0), ops.constant(_known_rows(gather)).output(0))
+        return
+    wide = ops.convert(gather.input_value(0), "f32")
+    wide.get_rt_info()[MARK] = ""
+    rows = ops.gather(wide, gather.input_value(1), gather.input_value(2))
+    for conversion in conversions:
+        replace(conversion.output(0), rows.output(0))
 
 
 def _known_rows(gather: Any) -> NDArray[np.float32]:
@@ -78,8 +94,10 @@ def weight_block(model: Any) -> int | None:
     """
     constants = (node for node in model.get_ordered_ops() if node.get_type_name() == "Constant")
     matrices = (node for node in constants if node.get_element_type().get_type_name() in ("i4", "i8"))
-    apart = [reader for node in matrices for reader in readers_of(node.output(0))]
-    blocks = [node.get_output_partial_shape(0)[-1].get_length() for node in apart if node.get_type_name() == "Reshape"]
+    readers = [reader for node in matrices for reader in readers_of(node.output(0))]
+    blocks = [
+        node.get_output_partial_shape(0)[-1].get_length() for node in readers if node.get_type_name() == "Reshape"
+    ]
     return min((block for block in blocks if block >= LEAST_BLOCK), default=None)
 
 
@@ -91,8 +109,8 @@ def _multiply_unshaped(product: Any) -> None:
     that follow have no axis of images. It also stays if the product, but for its bias, is an output of the graph.
     """
     joined = product.input_value(0)
-    apart = joined.get_node().input_value(0)
-    before = apart.get_partial_shape()
+    unjoined = joined.get_node().input_value(0)
+    before = unjoined.get_partial_shape()
     after = joined.get_partial_shape()
     joins = len(before) == 3 and before[1].is_static and len(after) == 2
     if not joins or before[2] != after[1] or after[1].is_dynamic:
@@ -104,7 +122,7 @@ def _multiply_unshaped(product: Any) -> None:
             break
         node = readers[0]
     if node.get_type_name() != "Result":
-        product.input(0).replace_source_output(apart)
+        product.input(0).replace_source_output(unjoined)
 
 
 @contextmanager

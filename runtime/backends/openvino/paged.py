@@ -91,8 +91,8 @@ def page_caches(
         info = attention.get_rt_info()
         info["num_k_heads"] = info["num_v_heads"] = kv_heads
         info["k_head_size"] = info["v_head_size"] = head_dim
-        apart = ops.reshape(attention.output(0), np.array([1, -1, heads, head_dim]), special_zero=False)
-        replace(attended.output(0), ops.transpose(apart, HEADS_AND_TOKENS).output(0))
+        by_head = ops.reshape(attention.output(0), np.array([1, -1, heads, head_dim]), special_zero=False)
+        replace(attended.output(0), ops.transpose(by_head, HEADS_AND_TOKENS).output(0))
     for name in (*[names.FIRST_SLOT] * bool(sliding), *[names.SEEN_SLOTS] * both_ways):
         model.remove_parameter(model.input(name).get_node())
     model.validate_nodes_and_infer_types()
@@ -113,12 +113,12 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         return
     last = max(n for n, node in enumerate(nodes) if node.get_type_name() == "PagedAttentionExtension")
     for node in (node for node in nodes[last:] if node.get_type_name() in ("Add", "Multiply")):
-        for given in node.inputs():
-            source = given.get_source_output()
+        for port in node.inputs():
+            source = port.get_source_output()
             if source.get_node().get_type_name() == "Convert":
                 source = source.get_node().input_value(0)
             if any(name.startswith(names.TOKEN_INPUT) for name in source.get_names()):
-                _gather(given, selected)
+                _gather(port, selected)
     reader = _only_reader(nodes[last].output(0))
     while reader.get_type_name() in _TO_THE_PROJECTION:
         reader = _only_reader(reader.output(0))
@@ -127,10 +127,10 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         total = reader.output(0)
         reader = _normed(reader.output(0))
         while reader.get_type_name() in _TO_THE_RESIDUAL:
-            others = [x for x in reader.inputs() if x.get_source_output() != total]
+            addends = [x for x in reader.inputs() if x.get_source_output() != total]
             sums = reader.get_type_name() == "Add"
-            if sums and others and len(others[0].get_partial_shape()) == 2:  # the residual sum; a bias has one axis
-                _gather(others[0], selected)
+            if sums and addends and len(addends[0].get_partial_shape()) == 2:  # the residual sum; a bias has one axis
+                _gather(addends[0], selected)
                 model.validate_nodes_and_infer_types()
                 return
             total = reader.output(0)
@@ -147,14 +147,14 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], windo
     except ImportError as e:
         raise DeviceError(refusal) from e
     before, after = ([ops.constant(np.array(x, kind)) for kind, x in unused] for unused in (_BEFORE, _AFTER))
-    needed = 0
+    fewest = 0
     if IMAGES in inputs:
-        after[OF_IMAGES], needed = inputs[IMAGES], OF_IMAGES + 1
+        after[OF_IMAGES], fewest = inputs[IMAGES], OF_IMAGES + 1
     nodes = [*first, *(inputs[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS))]
     rest = [window, *before, inputs[FILLED], inputs[SCORED], *after]
     values = [*(node.output(0) for node in nodes), scale, *(node.output(0) for node in rest)]
     for count in range(
-        len(values), len(values) - len(after) + needed - 1, -1
+        len(values), len(values) - len(after) + fewest - 1, -1
     ):  # releases differ in how many of `_AFTER`
         try:
             return _PagedAttentionExtension(values[:count])
@@ -165,14 +165,14 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], windo
 
 def _cache(model: Any, past: str, present: str) -> tuple[Any, Any]:
     """K or V of the new tokens, [1, kv_heads, tokens, head_dim], and the input that now holds the cache in blocks."""
-    given = model.input(past).get_node()
+    parameter = model.input(past).get_node()
     result = model.output(present).get_node()
     grown = result.input_value(0)
     if kind_of(grown) == "Convert":  # to the type that the bundle gives K and V
         grown = grown.get_node().input_value(0)
     _, new = _inputs(grown, "Concat")
     model.remove_result(result)
-    model.remove_parameter(given)
+    model.remove_parameter(parameter)
     return new, add_parameter(model, past, [-1, -1, -1, -1], "dynamic")
 
 

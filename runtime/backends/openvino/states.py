@@ -50,29 +50,29 @@ class StateTensors:
         """
         from openvino import opset13 as ops
 
-        if not any(names.STATE in given.get_names() for given in model.inputs):
+        if not any(names.STATE in port.get_names() for port in model.inputs):
             return cls()
         state = model.input(names.STATE).get_node()
         result = model.output(names.STATE_OUT).get_node()
         readers = readers_of(state.output(0))
         cuts = {part: node for node in readers if (part := _part(node)) is not None}
         joined = _joined(result.input_value(0))
-        found = sorted(cuts, key=lambda part: (part.layer, part.first))
+        parts = sorted(cuts, key=lambda part: (part.layer, part.first))
         sizes = [node for node in readers if node.get_type_name() == "ShapeOf"]
-        if len(cuts) + len(sizes) < len(readers) or not found or len(found) != len(joined):
+        if len(cuts) + len(sizes) < len(readers) or not parts or len(parts) != len(joined):
             return cls()
-        for part, value in zip(found, joined, strict=True):
-            given = add_parameter(model, part.given, [1, -1, part.end - part.first], "f32")
-            replace(cuts[part].output(0), given.output(0))
-            made = ops.result(value)
-            made.output(0).get_tensor().add_names({part.made})
-            model.add_results([made])
+        for part, value in zip(parts, joined, strict=True):
+            port = add_parameter(model, part.given, [1, -1, part.end - part.first], "f32")
+            replace(cuts[part].output(0), port.output(0))
+            output = ops.result(value)
+            output.output(0).get_tensor().add_names({part.made})
+            model.add_results([output])
         for node in sizes:  # that of conversations, which all parts have
-            node.input(0).replace_source_output(model.input(found[0].given))
+            node.input(0).replace_source_output(model.input(parts[0].given))
         model.remove_result(result)
         model.remove_parameter(state)
         model.validate_nodes_and_infer_types()
-        return cls(tuple(found))
+        return cls(tuple(parts))
 
     def given(self, states: Floats) -> dict[str, Floats]:
         """The inputs of `states` [layers, conversations, numbers]: their own memory if it is of one conversation."""
@@ -110,10 +110,10 @@ def _joined(states: Any) -> Sequence[Any]:
     layers = [states]
     if kind_of(states) == "Concat":
         layers = states.get_node().input_values()
-    found = list[Any]()
+    sources = list[Any]()
     for layer in layers:
         if kind_of(layer) != "Unsqueeze":
             return []
-        whole = layer.get_node().input_value(0)
-        found += whole.get_node().input_values() if kind_of(whole) == "Concat" else [whole]
-    return found
+        state = layer.get_node().input_value(0)
+        sources += state.get_node().input_values() if kind_of(state) == "Concat" else [state]
+    return sources

@@ -110,20 +110,29 @@ class OrtStageBatch:
             inputs[names.STATE] = np.empty((layers, count, numbers), np.float32)
             inputs[names.STATE_ENDS] = np.ones(1, np.int64)
             outputs[names.STATE_OUT] = np.empty((layers, count, 1, numbers), np.float32)
-        given: dict[str, NDArray[Any]] = {
+        feeds: dict[str, NDArray[Any]] = {
             **inputs,
             names.POSITIONS: positions,
             names.LAST_SLOT: last,
             names.TOTAL_SLOTS: total,
         }
-        seen = np.zeros((count, 1), np.int64) if self._stage.context.model.two_way else None
-        if seen is not None:
-            given[names.SEEN_SLOTS] = seen
+        slot_counts = np.zeros((count, 1), np.int64) if self._stage.context.model.two_way else None
+        if slot_counts is not None:
+            feeds[names.SEEN_SLOTS] = slot_counts
         windowed = None if self._stage.context.model.sliding is None else np.zeros((count, 1), np.int64)
         if windowed is not None:
-            given[names.FIRST_SLOT] = windowed
+            feeds[names.FIRST_SLOT] = windowed
         buffers = [self._stage.context.value(part[first : first + count]) for layer in self.pool.kv for part in layer]
-        return Run(inputs, positions, last, total, outputs, self._stage.bind(given, outputs, buffers), seen, windowed)
+        return Run(
+            inputs,
+            positions,
+            last,
+            total,
+            outputs,
+            self._stage.bind(feeds, outputs, buffers),
+            slot_counts,
+            windowed,
+        )
 
     def _gather(self, caches: Sequence[OrtStageCache]) -> NDArray[np.int64]:
         """Bring caches into lanes that follow each other; their lanes [n]."""
@@ -145,16 +154,16 @@ class OrtStageBatch:
         lane = cache.lane
         other = self._caches.get(number)
         assert lane is not None
-        left = lane.number
+        lane_number = lane.number
         moved = [(cache, cache.filled(), cache.buffers_at(number))]
         if other is None:
             self.pool.move(lane, number)
-            del self._caches[left]
+            del self._caches[lane_number]
         else:
             assert other.lane is not None
-            moved.append((other, other.filled(), other.buffers_at(left)))
-            lane.number, other.lane.number = number, left
-            self._caches[left] = other
+            moved.append((other, other.filled(), other.buffers_at(lane_number)))
+            lane.number, other.lane.number = number, lane_number
+            self._caches[lane_number] = other
         self._caches[number] = cache
         for one, kv, bound in moved:
             one.kv, one.buffers, one.row_binding = bound

@@ -66,9 +66,9 @@ class OrtStage:
         self.query_width = model.heads * model.heads_of(spec.last)
         self.head_dims = [model.heads_of(layer) for layer in spec.cached]
         self.widths = {names.HIDDEN: context.model.hidden}
-        for each in context.token_inputs:
-            if each.name in spec.inputs:
-                self.widths[names.token_input(each.name)] = each.width
+        for declared in context.token_inputs:
+            if declared.name in spec.inputs:
+                self.widths[names.token_input(declared.name)] = declared.width
 
     def new_states(self) -> StateHistory | None:
         return StateHistory(self.spec, self.context.model) if self.spec.stateful else None
@@ -166,30 +166,16 @@ class OrtStageCache(SlotCounter):
         hidden = tokens.hidden
         count = len(tokens.hidden)
         self._count(count)
-        own = {names.HIDDEN: hidden}
+        tensors = {names.HIDDEN: hidden}
         for name in self.stage.spec.inputs:
-            own[names.token_input(name)] = tokens.inputs[name]
+            tensors[names.token_input(name)] = tokens.inputs[name]
         if positions.ndim > 1:
-            own[names.COS], own[names.SIN] = rope_at(self._context.tables, self._context.model.rope.axes, positions)
+            tensors[names.COS], tensors[names.SIN] = rope_at(
+                self._context.tables, self._context.model.rope.axes, positions
+            )
             positions = np.arange(count)
         elif count == 1 and not query and self.row_binding is not None:
-            self._row_position[:] = positions
-            for seen in self._row_seen.values():
-                seen[:] = self.length + 1
-            for first in self._row_first.values():
-                first[:] = self._first_slots(positions)
-            for name, row in self._row.items():
-                row[:] = own[name]
-            made = None
-            if self.states is not None:
-                given = self.states.before(self.length)
-                made = self.states.room(1)
-                self.row_binding.bind_ortvalue_input(names.STATE, self._context.value(given))
-                self.row_binding.bind_ortvalue_output(names.STATE_OUT, self._context.value(made))
-            self._run_row()
-            if self.states is not None and made is not None:
-                self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
-            return self._row_out
+            return self._run_token(tensors, positions)
         # Held until the run is over: older releases of onnxruntime, 1.28 too, do not keep an array that is bound.
         out = self._output(count)
         inputs = {names.POSITIONS: positions[None].copy(), **self._slots}
@@ -197,7 +183,7 @@ class OrtStageCache(SlotCounter):
             inputs[names.SEEN_SLOTS] = seen_slots(tokens, self.length)[None]
         if self._row_first:
             inputs[names.FIRST_SLOT] = self._first_slots(positions)[None]
-        for name, array in own.items():
+        for name, array in tensors.items():
             inputs[name] = self._input(array)
         outputs = {names.HIDDEN_OUT: out}
         ends = np.zeros(0, np.int64)
@@ -213,6 +199,26 @@ class OrtStageCache(SlotCounter):
         if self.states is not None:
             self.states.put(self.length, ends, outputs[names.STATE_OUT])
         return out
+
+    def _run_token(self, tensors: Mapping[str, NDArray[Any]], positions: Ids) -> HiddenStates:
+        """Run one token by the arrays that are bound already."""
+        self._row_position[:] = positions
+        for counts in self._row_seen.values():
+            counts[:] = self.length + 1
+        for first in self._row_first.values():
+            first[:] = self._first_slots(positions)
+        for name, row in self._row.items():
+            row[:] = tensors[name]
+        if self.states is None:
+            self._run_row()
+            return self._row_out
+        old_states = self.states.before(self.length)
+        new_states = self.states.room(1)
+        self.row_binding.bind_ortvalue_input(names.STATE, self._context.value(old_states))
+        self.row_binding.bind_ortvalue_output(names.STATE_OUT, self._context.value(new_states))
+        self._run_row()
+        self.states.put(self.length, self._row_ends[names.STATE_ENDS], new_states)
+        return self._row_out
 
     def _output(self, tokens: int) -> HiddenStates:
         """Room for the hidden states of a run."""
@@ -294,15 +300,15 @@ class OrtReadingCache(OrtStageCache):
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
     ) -> HiddenStates:
-        if any(held is not cache.buffers for held, cache in zip(self._held, self.sources.values(), strict=True)):
+        if any(buffers is not cache.buffers for buffers, cache in zip(self._held, self.sources.values(), strict=True)):
             self.kv, self.buffers, self.row_binding = self.buffers_at(None)  # a source has moved to another lane
         out = self._run(tokens, positions, query=False)
         return out if outputs is None else out[outputs]
 
     def _first_slots(self, positions: Ids) -> Ids:
         slides = self._context.model.slides
-        found = [cache for layer, cache in self.sources.items() if slides(layer)]
-        cache = (found or [*self.sources.values()])[0]  # none may slide: then the graph does not use them
+        caches = [cache for layer, cache in self.sources.items() if slides(layer)]
+        cache = (caches or [*self.sources.values()])[0]  # none may slide: then the graph does not use them
         return cache.first_slots(positions, cache.length)
 
     def _count(self, _: int) -> None:

@@ -120,8 +120,8 @@ class OrtCudaBackend(OrtBackend):
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f16", number: int = 0) -> None:
         self.cuda = cuda = Cuda(load_driver(), number)
-        own = {"device_id": str(number), "user_compute_stream": str(cuda.stream)}
-        self.providers = {PROVIDER: {**OPTIONS, **own}, "CPUExecutionProvider": {}}
+        settings = {"device_id": str(number), "user_compute_stream": str(cuda.stream)}
+        self.providers = {PROVIDER: {**OPTIONS, **settings}, "CPUExecutionProvider": {}}
         self.memory = ("cuda", number)
         self._states = StatesPool(cuda, bundle.manifest.model.hidden, MemoryPool(cuda))
         self._steps: OrtCudaSteps | None = None  # once a token was decoded

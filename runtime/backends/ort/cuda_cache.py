@@ -48,22 +48,24 @@ class OrtCudaStage(OrtStage):
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], kv: Sequence[Any]) -> Any:
         sides = inputs, outputs
         there = [{n: x for n, x in side.items() if isinstance(x, DeviceStates | StatesAt)} for side in sides]
-        of_host = [{n: x for n, x in side.items() if n not in found} for side, found in zip(sides, there, strict=True)]
+        of_host = [
+            {n: x for n, x in side.items() if n not in on_device} for side, on_device in zip(sides, there, strict=True)
+        ]
         binding = super().bind(of_host[0], of_host[1], kv)
         self.bind_states(binding, *there)
         return binding
 
     def bind_states(self, binding: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         """Bind hidden states of the device, and states of layers."""
-        for bind, each in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
-            for name, x in each.items():
+        for bind, side in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, x in side.items():
                 bind(name, *self.context.memory, FLOAT, x.shape, x.address)
 
     def bind_kv(self, binding: Any, kv: Sequence[OrtDeviceSlots]) -> None:
-        (held,) = kv
-        place = (*self.context.memory, self.kv_type, self.shape(held.capacity))
+        (memory,) = kv
+        place = (*self.context.memory, self.kv_type, self.shape(memory.capacity))
         for number, (past, present) in enumerate(self.kv_names):
-            address = held.address(number)
+            address = memory.address(number)
             binding.bind_input(past, *place, address)
             binding.bind_output(present, *place, address)
 
@@ -128,7 +130,7 @@ class OrtCudaCache(OrtStageCache):
         longer = stage.pool.borrow(stage.spec.first, capacity, lambda count: OrtDeviceSlots(stage, row, count))
         if self._held and self.length:
             for part in range(len(stage.kv_names)):
-                to, source = ((each.address(part), each.capacity) for each in (longer, self._held[0]))
+                to, source = ((memory.address(part), memory.capacity) for memory in (longer, self._held[0]))
                 self._copy_heads(to, source, self.length)
             stage.cuda.wait()
         self._held[:] = self.buffers[:] = [longer]
@@ -170,13 +172,13 @@ class OrtCudaCache(OrtStageCache):
         `given` are addresses of its hidden state and of token inputs; others are zeros.
         """
         cuda = self.stage.cuda
-        held = self._held[0]
+        memory = self._held[0]
         self._row_position[:] = position
-        for seen in self._row_seen.values():
-            seen[:] = self.length + 1
+        for row_counts in self._row_seen.values():
+            row_counts[:] = self.length + 1
         self._count(1)
         for name, array in self._given.items():
-            to = held.row[name].address
+            to = memory.row[name].address
             nbytes = array.nbytes
             if name in given:
                 cuda.copy_rows(to, nbytes, given[name], nbytes, nbytes, 1)
@@ -184,30 +186,30 @@ class OrtCudaCache(OrtStageCache):
                 if name in self._row:
                     array[...] = 0
                 cuda.copy_in(to, array)
-        held.total[:] = self._total
+        memory.total[:] = self._total
         if self.states is None:
-            self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
+            self.stage.graph.run_bound(memory.binding, self.stage.unsynchronised)
         else:
             before = self.states.before(self.length)
-            made = self.states.room(1)
-            self.stage.bind_states(held.binding, {names.STATE: before}, {names.STATE_OUT: made})
-            self.stage.graph.run_bound(held.binding, self.stage.unsynchronised)
-            self.states.put(self.length, self._row_ends[names.STATE_ENDS], made)
-        return held.row[names.HIDDEN_OUT].address
+            new_states = self.states.room(1)
+            self.stage.bind_states(memory.binding, {names.STATE: before}, {names.STATE_OUT: new_states})
+            self.stage.graph.run_bound(memory.binding, self.stage.unsynchronised)
+            self.states.put(self.length, self._row_ends[names.STATE_ENDS], new_states)
+        return memory.row[names.HIDDEN_OUT].address
 
     def _bind_keys(self, binding: Any) -> None:
-        held = self._held[0]
+        memory = self._held[0]
         stage = self.stage
-        place = (*stage.context.memory, stage.kv_type, stage.shape(held.capacity))
-        binding.bind_input(names.KEY, *place, held.address(len(stage.kv_names) - 2))
+        place = (*stage.context.memory, stage.kv_type, stage.shape(memory.capacity))
+        binding.bind_input(names.KEY, *place, memory.address(len(stage.kv_names) - 2))
 
     def keys(self) -> NDArray[np.float32]:
         stage = self.stage
-        held = self._held[0]
+        memory = self._held[0]
         keys = np.empty(stage.shape(self.length)[1:], stage.kv_type)
         with stage.cuda:
             packed = Buffer(stage.cuda, max(1, keys.nbytes), "keys")
-            key = (held.address(len(stage.kv_names) - 2), held.capacity)
+            key = (memory.address(len(stage.kv_names) - 2), memory.capacity)
             self._copy_heads((packed.address, self.length), key, self.length)
             stage.cuda.copy_out(keys, packed.address)
             stage.cuda.wait()
@@ -218,9 +220,9 @@ class OrtCudaCache(OrtStageCache):
         with stage.cuda:
             kv_heads = stage.context.model.kv_heads
             nbytes = max(1, len(stage.kv_names) * kv_heads * len(slots) * stage.slot_bytes)
-            kept = SavedSlots(Buffer(stage.cuda, nbytes, "K/V set aside"), len(slots))
-            self._move(slots, kept, out=True)
-        return kept
+            saved = SavedSlots(Buffer(stage.cuda, nbytes, "K/V set aside"), len(slots))
+            self._move(slots, saved, out=True)
+        return saved
 
     def _write(self, slots: Ids, kv: SavedSlots, length: int) -> None:  # type: ignore[override]
         assert len(slots) == kv.count
@@ -231,13 +233,13 @@ class OrtCudaCache(OrtStageCache):
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
         stage = self.stage
-        held = self._held[0]
+        memory = self._held[0]
         unit = stage.slot_bytes
         packed = stage.context.model.kv_heads * kept.count * stage.slot_bytes
         for start, first, count in runs(slots):
             for part in range(len(stage.kv_names)):
                 saved = (kept.buffer.address + part * packed + start * unit, kept.count)
-                cache = (held.address(part) + first * unit, held.capacity)
+                cache = (memory.address(part) + first * unit, memory.capacity)
                 self._copy_heads(*((saved, cache) if out else (cache, saved)), count)
         stage.cuda.wait()
 

@@ -32,11 +32,13 @@ class OrtCudaSteps:
         self._state = np.zeros(hidden, np.float32)
         self._logits = np.zeros(vocab, np.float32)
         self._buffers = dict[str, Buffer]()
-        given = {names.HIDDEN: hidden}
-        given |= {names.token_input(each.name): each.width for each in context.token_inputs if each.of_text}
+        sizes = {names.HIDDEN: hidden}
+        sizes |= {
+            names.token_input(declared.name): declared.width for declared in context.token_inputs if declared.of_text
+        }
         self._embedding, self._choice = (graph.session.io_binding() for graph in (embed, head))
         self._bind(self._embedding.bind_input, names.IDS, np.dtype(np.int64), (1,))
-        for name, width in given.items():
+        for name, width in sizes.items():
             self._bind(self._embedding.bind_output, name, np.dtype(np.float32), (1, width))
         self._bind(self._choice.bind_input, names.HIDDEN, np.dtype(np.float32), (1, hidden))
         self._bind(self._choice.bind_output, names.LOGITS, np.dtype(np.float32), (1, vocab))

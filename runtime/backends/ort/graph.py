@@ -50,8 +50,10 @@ class OrtLoader:
 
 def ports(session: Any) -> tuple[list[contract.Port], list[contract.Port]]:
     """The inputs and the outputs of an onnxruntime.InferenceSession."""
-    given, made = ([(x.name, x.type, x.shape) for x in side] for side in (session.get_inputs(), session.get_outputs()))
-    return given, made
+    inputs, outputs = (
+        [(x.name, x.type, x.shape) for x in side] for side in (session.get_inputs(), session.get_outputs())
+    )
+    return inputs, outputs
 
 
 class OrtGraph:
@@ -64,7 +66,7 @@ class OrtGraph:
 
     def is_free(self, name: str, axis: int) -> bool:
         """Return True if an input may have any size along an axis."""
-        return any(each.name == name and not isinstance(each.shape[axis], int) for each in self.session.get_inputs())
+        return any(port.name == name and not isinstance(port.shape[axis], int) for port in self.session.get_inputs())
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs by name."""

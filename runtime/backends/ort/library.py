@@ -79,8 +79,8 @@ def int8_kv_obstacle(release: str) -> str | None:
 
 def lacks(release: str) -> list[str]:
     """The features that a release of onnxruntime lacks, each with the first release that has it."""
-    wanted = {"K and V in int8": INT8_KV_RELEASE, "graphs of the dialect trt": OPSET_24_RELEASE}
-    return [f"{what} need {_text(least)}" for what, least in wanted.items() if _numbers(release) < least]
+    releases = {"K and V in int8": INT8_KV_RELEASE, "graphs of the dialect trt": OPSET_24_RELEASE}
+    return [f"{what} need {_text(least)}" for what, least in releases.items() if _numbers(release) < least]
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -47,20 +47,20 @@ def load_flavour(flavour: str) -> Any:
     try:
         return importlib.import_module(flavour)
     except (ImportError, OSError) as e:
-        known = fingerprint.FLAVOURS[flavour]
-        raise DeviceError(f"{known.title} is not installed; {install(known.extra)}") from e
+        flavours = fingerprint.FLAVOURS[flavour]
+        raise DeviceError(f"{flavours.title} is not installed; {install(flavours.extra)}") from e
 
 
 def check_driver(flavour: str, gpu: Gpu | None) -> None:
     """Raise DeviceError if the GPU's driver is older than the CUDA of an installed TensorRT."""
     title = fingerprint.FLAVOURS[flavour].title
     package = flavour.replace("_", "-")
-    needed = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
-    if gpu is not None and needed is not None and gpu.cuda[0] < needed:
+    driver = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
+    if gpu is not None and driver is not None and gpu.cuda[0] < driver:
         other = "" if flavour == fingerprint.RTX else f'; or {pip_install()} "{package}-cu{gpu.cuda[0]}" instead'
         raise DeviceError(
-            f"this {title} is for CUDA {needed}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
-            f"install driver {DRIVERS[needed]} or newer{other}"
+            f"this {title} is for CUDA {driver}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
+            f"install driver {DRIVERS[driver]} or newer{other}"
         )
 
 
@@ -83,10 +83,10 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
     """
     if not has_engines(bundle.manifest):
         raise DeviceError(f"{NOT_BUILT}; use --device cpu or openvino")
-    known = [fingerprint.read_engines(bundle, target) for target in fingerprint.targets(bundle)]
-    if not known:
+    engine_sets = [fingerprint.read_engines(bundle, target) for target in fingerprint.targets(bundle)]
+    if not engine_sets:
         raise BundleError(f"{bundle.folder} holds no engines; {fingerprint.build_command(bundle, 'this')}")
-    likely = sorted(known, key=lambda engines: gpu is None or engines.capability != gpu.capability)
+    likely = sorted(engine_sets, key=lambda engines: gpu is None or engines.capability != gpu.capability)
     refusals: list[DeviceError] = []
     for engines in likely:
         try:
@@ -166,20 +166,24 @@ class TensorrtBackend:
     @staticmethod
     def state(machine: Device) -> DeviceState:
         flavours = [
-            f"{known.title} {version(module.replace('_', '-')) or '(version unknown)'}"
-            for module, known in fingerprint.FLAVOURS.items()
+            f"{flavour_of_module.title} {version(module.replace('_', '-')) or '(version unknown)'}"
+            for module, flavour_of_module in fingerprint.FLAVOURS.items()
             if find_spec(module)
         ]
         if not flavours:
-            own = f"JetPack's own, and {install('jetson')}" if machine.jetson else install("rtx")
-            return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {own}")
+            package = f"JetPack's own, and {install('jetson')}" if machine.jetson else install("rtx")
+            return DeviceState("tensorrt", False, False, f"TensorRT is not installed: {package}")
         return DeviceState.on_gpu("tensorrt", ", ".join(flavours), machine)
 
     def embed(self, ids: Ids) -> TokenStates:
         graph = self._graphs.embed
         m = self._manifest
         shapes = {names.HIDDEN: (len(ids), m.model.hidden)}
-        shapes |= {names.token_input(each.name): (len(ids), each.width) for each in m.token_inputs if each.of_text}
+        shapes |= {
+            names.token_input(declared.name): (len(ids), declared.width)
+            for declared in m.token_inputs
+            if declared.of_text
+        }
         self.engines.check_tokens(graph, len(ids))
         with self.cuda:
             outputs = self.engines.run(graph, {names.IDS: contract.embeddable(m, ids)}, shapes)

@@ -121,8 +121,8 @@ class DeviceSlots(BoundStage):
             room = aligned(self.state_bytes)
             self.state = Buffer(cuda, room + ONE.nbytes, f"the state of layers {spec.first} to {spec.last}")
             cuda.copy_in(self.state.address + room, ONE)
-            made = shared.engines.address(names.STATE_OUT)
-            states = BoundStates(self.state.address, made, self.state.address + room, 1)
+            address = shared.engines.address(names.STATE_OUT)
+            states = BoundStates(self.state.address, address, self.state.address + room, 1)
         self.bind(self.decode, 1, capacity, self.new_slots(1), states=states)
         self.clear()
 
@@ -252,8 +252,8 @@ class TensorrtStageCache(SlotCounter):
             for start, end in parts:
                 address = self.memory.queries.address(start) if query else None
                 some = tokens.part(start, end)
-                more = end < len(tokens)
-                self._run_part(some, positions[start:end], self.length + end, address, out.row(start), more=more)
+                continues = end < len(tokens)
+                self._run_part(some, positions[start:end], self.length + end, address, out.row(start), more=continues)
             shared.cuda.wait()
         return out.as_states()
 
@@ -273,13 +273,13 @@ class TensorrtStageCache(SlotCounter):
     def begin_token(self, position: int) -> None:
         """Have what a token at that position is told, behind the filled slots, and the state before it."""
         filled = self.length + 1
-        told = {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
+        values = {names.POSITIONS: position, names.TOTAL_SLOTS: self.length + 1}
         if self.window is not None:
             self.place(np.array([position]))
-            told[names.FIRST_SLOT] = int(self.first_slots(np.array([position]), filled)[0])
+            values[names.FIRST_SLOT] = int(self.first_slots(np.array([position]), filled)[0])
         if self._context.model.two_way is not None:
-            told[names.SEEN_SLOTS] = filled
-        self.memory.tell(told)
+            values[names.SEEN_SLOTS] = filled
+        self.memory.tell(values)
         if self.states is not None:
             self.memory.load(self.states, self.length)
 
@@ -293,9 +293,9 @@ class TensorrtStageCache(SlotCounter):
         context = self._context
         with context.cuda:
             nbytes = max(1, self._layout.nbytes(len(slots), packed=True))
-            kept = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
-            self._move(slots, kept, out=True)
-        return kept
+            saved = SavedSlots(Buffer(context.cuda, nbytes, "K/V set aside"), len(slots))
+            self._move(slots, saved, out=True)
+        return saved
 
     def _write(self, slots: Ids, kv: SavedSlots, length: int) -> None:
         assert len(slots) == kv.count
@@ -337,12 +337,12 @@ class TensorrtStageCache(SlotCounter):
         turned = positions.ndim > 1
         ends = ONE
         bound = None
-        made = None
+        states_out = None
         if self.states is not None:
             ends = self.states.ends(start, count, more=more)
-            made = self.states.room(len(ends))
-            given = self.states.before(start).address
-            bound = BoundStates(given, made.address, engines.address(names.STATE_ENDS), len(ends))
+            states_out = self.states.room(len(ends))
+            states_in = self.states.before(start).address
+            bound = BoundStates(states_in, states_out.address, engines.address(names.STATE_ENDS), len(ends))
             inputs[names.STATE_ENDS] = ends
         memory.bind(context, count, start, new, queries, turned=turned, states=bound)
         if turned:
@@ -356,7 +356,7 @@ class TensorrtStageCache(SlotCounter):
         context.enqueue()
         if not in_place:
             memory.put(start, count)
-        if self.states is not None and made is not None:
-            self.states.put(start, ends, made)
+        if self.states is not None and states_out is not None:
+            self.states.put(start, ends, states_out)
         nbytes = count * shared.states.row_bytes
         cuda.copy_rows(out, nbytes, engines.address(names.HIDDEN_OUT), nbytes, nbytes, 1)

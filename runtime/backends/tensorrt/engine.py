@@ -124,10 +124,10 @@ class GraphEngine:
         """
         profile %= self._engine.num_optimization_profiles
         if self._kernels is None:
-            given = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         else:
-            given = self._kernels.configure(self._trt, self._engine, captures=captures)
-        context = self._engine.create_execution_context(given)
+            strategy = self._kernels.configure(self._trt, self._engine, captures=captures)
+        context = self._engine.create_execution_context(strategy)
         if context is None or not context.set_optimization_profile_async(profile, self._cuda.stream):
             raise DeviceError(
                 f"TensorRT makes no context for {self.name}{self.reason()}; end other programs on the GPU"

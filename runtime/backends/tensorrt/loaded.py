@@ -115,10 +115,10 @@ class LoadedEngines:
         tower = m.model.tower
         if m.image.own_size:
             pixels = self.longest_side**2 * (1 if m.video is None else 2)
-            seen = self.longest_side**2 // (tower.patch * tower.square) ** 2
+            tokens = self.longest_side**2 // (tower.patch * tower.square) ** 2
         else:
             pixels = math.prod(m.image.size)
-            seen = tower.tokens
+            tokens = tower.tokens
         sizes = {
             names.IDS: 8 * longest[files.embed],
             names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
@@ -131,17 +131,10 @@ class LoadedEngines:
             names.BEST: 4 * longest[files.head],
             names.ODDS: 8,
         }
-        given = max(seen, max(longest.values()))
-        sizes |= {names.token_input(each.name): 4 * each.width * given for each in m.token_inputs}
-        if files.vision_merges:
-            sizes[names.TAU] = 4
-        for name, shape in vision_shapes(m, self._set.dialect, seen).items():
-            sizes[name] = max(sizes.get(name, 0), np.dtype(WHOLE.get(name, np.float32)).itemsize * math.prod(shape))
-        if files.text_tower and m.text_tower is not None:
-            sizes[names.IDS] = 8 * max(longest[files.embed], longest[files.text_tower])
-            sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
-        if files.projector:
-            sizes[names.TOWER_STATES] = 4 * m.model.tower.state_width * longest[files.projector]
+        longest_input = max(tokens, max(longest.values()))
+        sizes |= {names.token_input(declared.name): 4 * declared.width * longest_input for declared in m.token_inputs}
+        for name, nbytes in self._tower_bytes(tokens).items():
+            sizes[name] = max(sizes.get(name, 0), nbytes)
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
@@ -149,9 +142,24 @@ class LoadedEngines:
             sizes[names.STATE_ENDS] = 8 * HeldStates(m.model).ends
             sizes[names.STATE_OUT] = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
         kv_type = np.dtype(names.kv_type(self._set.dialect, m.kv_dtype))
-        for stage in (each for each in m.stages if each.cached):
-            layout = KVLayout.of(m.model, stage, kv_type.itemsize)
-            sizes[new_slots(stage)] = layout.nbytes(1 if written_in_place(layout) else most)
+        for stage in m.stages:
+            if stage.cached:
+                layout = KVLayout.of(m.model, stage, kv_type.itemsize)
+                sizes[new_slots(stage)] = layout.nbytes(1 if written_in_place(layout) else most)
+        return sizes
+
+    def _tower_bytes(self, tokens: int) -> dict[str, int]:
+        """The same of what the graphs of towers and projector take and give, for `tokens` of an image."""
+        m = self._bundle.manifest
+        files = m.dialects[self._set.dialect]
+        sizes = {names.TAU: 4} if files.vision_merges else {}
+        for name, shape in vision_shapes(m, self._set.dialect, tokens).items():
+            sizes[name] = np.dtype(WHOLE.get(name, np.float32)).itemsize * math.prod(shape)
+        if files.text_tower and m.text_tower is not None:
+            sizes[names.IDS] = 8 * self.longest(files.text_tower)
+            sizes[names.TEXT_EMBEDDING] = 4 * m.text_tower.width
+        if files.projector:
+            sizes[names.TOWER_STATES] = 4 * m.model.tower.state_width * self.longest(files.projector)
         return sizes
 
 
@@ -215,7 +223,7 @@ class TensorrtCacheContext:
 
     def widths(self, spec: StageSpec) -> dict[str, int]:
         """Numbers per token of each token input that a stage reads."""
-        return {each.name: each.width for each in self.token_inputs if each.name in spec.inputs}
+        return {declared.name: declared.width for declared in self.token_inputs if declared.name in spec.inputs}
 
     def inputs_of(self, spec: StageSpec, tokens: TokenStates, positions: Ids) -> dict[str, Any]:
         return {

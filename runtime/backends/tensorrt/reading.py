@@ -63,13 +63,13 @@ class TensorrtReadingCache(ReadingCounter):
     @property
     def memory(self) -> ReadingStage:
         """All that is bound to the sources' memory, which the last of them holds for the next conversation over it."""
-        held = {layer: cache.memory for layer, cache in self._sources.items()}
-        readers: dict[tuple[int, ...], Any] = [*held.values()][-1].readers
-        key = (self._spec.first, *(memory.number for memory in held.values()))
+        memories = {layer: cache.memory for layer, cache in self._sources.items()}
+        readers: dict[tuple[int, ...], Any] = [*memories.values()][-1].readers
+        key = (self._spec.first, *(memory.number for memory in memories.values()))
         if key not in readers:
             if len(readers) == RECORDINGS:
                 readers.clear()
-            readers[key] = ReadingStage(self._context, self._spec, self._graph, held)
+            readers[key] = ReadingStage(self._context, self._spec, self._graph, memories)
         reader: ReadingStage = readers[key]
         return reader
 
@@ -81,11 +81,11 @@ class TensorrtReadingCache(ReadingCounter):
 
     def begin_token(self, position: int) -> None:
         """Have what a token at that position is told, which is to fill the next slot of each source."""
-        told = {names.POSITIONS: position}
-        told |= {names.source_slot(layer): cache.length for layer, cache in self._sources.items()}
+        values = {names.POSITIONS: position}
+        values |= {names.source_slot(layer): cache.length for layer, cache in self._sources.items()}
         if self._placed.window is not None:
-            told[names.FIRST_SLOT] = int(self._placed.first_slots(np.array([position]), self._placed.length + 1)[0])
-        self.memory.tell(told)
+            values[names.FIRST_SLOT] = int(self._placed.first_slots(np.array([position]), self._placed.length + 1)[0])
+        self.memory.tell(values)
 
     def end_token(self) -> None:
         """Nothing is held."""

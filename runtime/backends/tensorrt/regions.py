@@ -44,10 +44,10 @@ class KVLayout:
     @classmethod
     def of(cls, model: ModelSpec, spec: StageSpec, itemsize: int) -> KVLayout:
         """`itemsize`: bytes of a number of K and V."""
-        found = dict[int, list[int]]()
+        layers_of = dict[int, list[int]]()
         for layer in spec.cached:
-            found.setdefault(model.kv_heads * model.heads_of(layer) * itemsize, []).append(layer)
-        return cls(tuple((row, tuple(layers)) for row, layers in found.items()))
+            layers_of.setdefault(model.kv_heads * model.heads_of(layer) * itemsize, []).append(layer)
+        return cls(tuple((row, tuple(layers)) for row, layers in layers_of.items()))
 
     @property
     def rows(self) -> list[int]:

@@ -53,9 +53,9 @@ class TokenSteps:
         self._logits = cuda.pinned((vocab,), np.float32)
         # the stages' token inputs that the embedding does not give, which are zeros for text
         self._zeros = {
-            names.token_input(each.name): cuda.pinned((1, each.width), np.float32)
-            for each in shared.token_inputs
-            if not each.of_text
+            names.token_input(declared.name): cuda.pinned((1, declared.width), np.float32)
+            for declared in shared.token_inputs
+            if not declared.of_text
         }
         self._embed, self._head = (engines.new_context(graph, 0, captures=True) for graph in (embed, head))
         for context, name, shape in ((self._embed, names.IDS, (1,)), (self._head, names.HIDDEN, (1, hidden))):
@@ -112,8 +112,8 @@ class TokenSteps:
                 cuda.copy_in(address(name), zeros)
             self._embed.enqueue()
         for stage in stages:
-            for name, told in stage.told.items():
-                cuda.copy_in(address(name), told)
+            for name, value_name in stage.told.items():
+                cuda.copy_in(address(name), value_name)
             stage.decode.enqueue()
             stage.turn()
             cuda.copy_rows(hidden, nbytes, hidden_out, nbytes, nbytes, 1)

@@ -47,8 +47,8 @@ class GraphIO:
 
 
 def embed(m: Manifest) -> GraphIO:
-    given = [each for each in m.token_inputs if each.of_text]
-    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m), **_token_inputs(given)})
+    of_text = [declared for declared in m.token_inputs if declared.of_text]
+    return GraphIO({names.IDS: Tensor("int64", (TOKENS,))}, {names.HIDDEN: hidden(m), **_token_inputs(of_text)})
 
 
 def head(m: Manifest, dialect: str) -> GraphIO:
@@ -84,10 +84,10 @@ def gate(m: Manifest) -> GraphIO:
 def vision(m: Manifest, dialect: str) -> GraphIO:
     graphs = m.dialects[dialect]
     merges = graphs.vision_merges
-    own = m.image.own_size
-    images, count = (1, TOKENS) if merges or own else (IMAGES, m.model.tower.tokens)
+    free_size = m.image.own_size
+    images, count = (1, TOKENS) if merges or free_size else (IMAGES, m.model.tower.tokens)
     outputs = {names.FEATURES: Tensor("float32", (images, count, m.model.hidden))}
-    height, width = (HEIGHT, WIDTH) if own else m.image.size
+    height, width = (HEIGHT, WIDTH) if free_size else m.image.size
     pictures = IMAGES if m.video is not None and m.video.layout.name == PAIRS else images
     inputs = {names.PIXELS: Tensor("float32", (pictures, 3, height, width))}
     if merges:
@@ -106,7 +106,7 @@ def vision(m: Manifest, dialect: str) -> GraphIO:
         tower = m.model.tower
         width = tower.state_width + tower.key_width + 1
         outputs[names.TOWER_TOKENS] = Tensor("float32", (images, STATES, width))
-    outputs |= _token_inputs([each for each in m.token_inputs if each.of_images])
+    outputs |= _token_inputs([declared for declared in m.token_inputs if declared.of_images])
     return GraphIO(inputs, outputs)
 
 
@@ -153,7 +153,7 @@ def stage(
     if m.model.sliding is not None:
         inputs |= {names.SLIDING_COS: sliding_table, names.SLIDING_SIN: sliding_table}
         inputs[names.FIRST_SLOT] = Tensor("int64", (1, TOKENS))
-    inputs |= _token_inputs([each for each in m.token_inputs if each.name in reads])
+    inputs |= _token_inputs([declared for declared in m.token_inputs if declared.name in reads])
     inputs |= {name: Tensor("int32", (1,)) for name in names.SLOTS[dialect]}
     inputs |= {name(LAYER): cache(m, dialect, past) for name in (names.past_key, names.past_value)}
     if KV_DTYPES[cache(m, dialect, past).dtype].scaled:
@@ -186,8 +186,8 @@ def stage_of(m: Manifest, spec: StageSpec, dialect: str) -> GraphIO:
             inputs |= dict.fromkeys(map(names.source_slot, sources), inputs.pop(name))
         if dialect not in names.IN_PLACE:
             for source in sources:
-                for given in (names.past_key(source), names.past_value(source)):
-                    inputs[given] = _of_layer(m, cache(m, dialect, f"slots.{source}"), source)
+                for input_name in (names.past_key(source), names.past_value(source)):
+                    inputs[input_name] = _of_layer(m, cache(m, dialect, f"slots.{source}"), source)
     return GraphIO(inputs, outputs)
 
 
@@ -220,7 +220,9 @@ def cache(m: Manifest, dialect: str, slots: str) -> Tensor:
 
 
 def _token_inputs(declared: Sequence[TokenInput]) -> dict[str, Tensor]:
-    return {names.token_input(each.name): Tensor("float32", (TOKENS, each.width)) for each in declared}
+    return {
+        names.token_input(token_input.name): Tensor("float32", (TOKENS, token_input.width)) for token_input in declared
+    }
 
 
 def _query(m: Manifest) -> Tensor:

@@ -51,9 +51,9 @@ class ImageSettings:
             ("crop", bool(fixed), "set unless resize alone fixes height and width"),
             ("within", not self.within or (isinstance(self.resize, tuple) and not self.pad and not self.crop), "false"),
         )
-        for key, fits, wanted in checks:
+        for key, fits, requirement in checks:
             if not fits:
-                raise BundleError(f"image setting {key} is {repr(getattr(self, key))[:80]}; it must be {wanted}")
+                raise BundleError(f"image setting {key} is {repr(getattr(self, key))[:80]}; it must be {requirement}")
 
     @property
     def own_size(self) -> bool:

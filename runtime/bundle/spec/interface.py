@@ -55,18 +55,20 @@ def _dialect(m: Manifest, dialect: str) -> dict[str, Any]:
         entries["projector"] = graphs.projector(m)
     if m.dialects[dialect].score is not None:
         entries["score"] = graphs.score(m, dialect)
-        given = graphs.stage(m, dialect, query=True).outputs
-        entries["stage_query"] = {name: tensor for name, tensor in given.items() if name not in stage.outputs}
+        outputs = graphs.stage(m, dialect, query=True).outputs
+        entries["stage_query"] = {name: tensor for name, tensor in outputs.items() if name not in stage.outputs}
     if m.token_inputs:
-        reading = graphs.stage(m, dialect, query=False, reads=[each.name for each in m.token_inputs]).inputs
+        reading = graphs.stage(
+            m, dialect, query=False, reads=[token_input.name for token_input in m.token_inputs]
+        ).inputs
         entries["token_inputs"] = {name: tensor for name, tensor in reading.items() if name not in stage.inputs}
     if m.model.conv_layers:
         keeping = graphs.stage(m, dialect, query=False, stateful="layers")
-        for side, given, known in (
+        for side, outputs, promised in (
             ("inputs", keeping.inputs, stage.inputs),
             ("outputs", keeping.outputs, stage.outputs),
         ):
-            entries[f"state_{side}"] = {name: tensor for name, tensor in given.items() if name not in known}
+            entries[f"state_{side}"] = {name: tensor for name, tensor in outputs.items() if name not in promised}
     declared: dict[str, Any] = json_value(entries)
     return declared
 

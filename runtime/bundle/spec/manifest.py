@@ -65,8 +65,8 @@ class VideoSpec:
 
     def __post_init__(self) -> None:
         tokens = self.layout.parameters.get("tokens")  # that a frame's graph gives
-        sound = not self.own_graph or (type(tokens) is int and 1 <= tokens < 1 << 31)
-        require(sound, f"video: tokens is {tokens!r:.40}, outside 1..2147483647")
+        valid = not self.own_graph or (type(tokens) is int and 1 <= tokens < 1 << 31)
+        require(valid, f"video: tokens is {tokens!r:.40}, outside 1..2147483647")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +172,14 @@ class BundleRelease:
     until: str | None = optional(None)
 
     def __post_init__(self) -> None:
-        sound = bool(self.name) and len(self.name) <= MAX_RELEASE_NAME and 1 <= self.number < 1 << 53
-        require(sound, f"release {self.number} of {self.name[:40]!r}: a name and a number of at least 1 are needed")
+        valid = bool(self.name) and len(self.name) <= MAX_RELEASE_NAME and 1 <= self.number < 1 << 53
+        require(valid, f"release {self.number} of {self.name[:40]!r}: a name and a number of at least 1 are needed")
         if self.until is not None:
             try:
-                sound = date.fromisoformat(self.until).isoformat() == self.until
+                valid = date.fromisoformat(self.until).isoformat() == self.until
             except ValueError:
-                sound = False
-            require(sound, f"release: until is {self.until[:40]!r}; it must be a day, e.g. 2027-06-30")
+                valid = False
+            require(valid, f"release: until is {self.until[:40]!r}; it must be a day, e.g. 2027-06-30")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +249,11 @@ class Manifest:
         self._check_dialects()
         for name in self.files:
             check_inside(name)
-        used = [self.tokenizer, self.chat_template, self.rope, self.golden]
-        used += [self.kv_scales] if self.kv_scales is not None else []
-        used += [self.text_tower.tokenizer] if self.text_tower is not None else []
-        used += [file for graphs in self.dialects.values() for file in graphs.all]
-        for name in used:
+        names_of_files = [self.tokenizer, self.chat_template, self.rope, self.golden]
+        names_of_files += [self.kv_scales] if self.kv_scales is not None else []
+        names_of_files += [self.text_tower.tokenizer] if self.text_tower is not None else []
+        names_of_files += [file for graphs in self.dialects.values() for file in graphs.all]
+        for name in names_of_files:
             require(name in self.files, f"{name!r} has no checksum in 'files'")
         scaled = KV_DTYPES[self.kv_dtype].scaled
         require((self.kv_scales is not None) == scaled, "int8 K and V and a file of their scales go together")
@@ -263,49 +263,52 @@ class Manifest:
         variants = [*self.variants]
         starts = [first for first, _ in spans]
         cuts = [1, *starts[1:], self.model.layers + 1]
-        sound = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
+        whole_cut = spans == [(a, b - 1) for a, b in pairwise(cuts)] and cuts == sorted(set(cuts))
         missing = set(variants) - set(starts[1:])
         rising = variants == sorted(set(variants))
         require(
-            sound and rising and not missing and not self.stages[-1].query,
+            whole_cut and rising and not missing and not self.stages[-1].query,
             f"stages {spans} do not cut {self.model.layers} layers at K = {variants}",
         )
-        shared = self.model.shared
-        known = {None, *variants, *(["auto"] if self.gates else [])}
+        depths = {None, *variants, *(["auto"] if self.gates else [])}
         gates = [*self.gates]
         require(
-            self.default_k in known and gates == sorted(set(gates)) and set(gates) <= set(variants),
+            self.default_k in depths and gates == sorted(set(gates)) and set(gates) <= set(variants),
             f"default_k {self.default_k!r} and gates at {gates} do not fit the variants {variants}",
         )
-        declared = [each.name for each in self.token_inputs]
+        declared = [token_input.name for token_input in self.token_inputs]
         require(len(set(declared)) == len(declared), f"token_inputs {declared} hold a name twice")
         for stage in self.stages:
-            where = f"stage {stage.first}..{stage.last}"
             reads = list(stage.inputs)
-            kinds = list(stage.caches)
             require(
                 set(reads) <= set(declared) and len(set(reads)) == len(reads),
-                f"{where} reads token inputs {reads}, the bundle declares {declared}",
+                f"stage {stage.first}..{stage.last} reads token inputs {reads}, the bundle declares {declared}",
             )
-            unknown = next((kind for kind in kinds if kind not in CACHE_KINDS), None)
-            if unknown is not None:
-                raise BundleError(
-                    f"vtx.json: layers with a cache of the kind {unknown!r} are unknown to this vtx, which has "
-                    f"{', '.join(CACHE_KINDS)}; {UPGRADE}"
-                )
-            keyless = shared is not None and stage.first == shared and stage.last == self.model.layers
-            require(
-                len(kinds) in (0, stage.layers)
-                and stage.keeps != keyless
-                and (not stage.query or stage.last in stage.cached),
-                f"{where} declares caches {kinds}; it needs one kind a layer, slots or a state in at least one, and "
-                "slots in the last one if it gives queries",
+            self._check_caches(stage)
+
+    def _check_caches(self, stage: StageSpec) -> None:
+        model = self.model
+        where = f"stage {stage.first}..{stage.last}"
+        kinds = list(stage.caches)
+        unknown = next((kind for kind in kinds if kind not in CACHE_KINDS), None)
+        if unknown is not None:
+            raise BundleError(
+                f"vtx.json: layers with a cache of the kind {unknown!r} are unknown to this vtx, which has "
+                f"{', '.join(CACHE_KINDS)}; {UPGRADE}"
             )
-            require(
-                set(stage.stateful) == set(self.model.conv_layers) & set(range(stage.first, stage.last + 1)),
-                f"{where} keeps states in layers {list(stage.stateful)}, the model has such layers at "
-                f"{list(self.model.conv_layers)!s:.60}",
-            )
+        keyless = model.shared is not None and stage.first == model.shared and stage.last == model.layers
+        require(
+            len(kinds) in (0, stage.layers)
+            and stage.keeps != keyless
+            and (not stage.query or stage.last in stage.cached),
+            f"{where} declares caches {kinds}; it needs one kind a layer, slots or a state in at least one, and "
+            "slots in the last one if it gives queries",
+        )
+        require(
+            set(stage.stateful) == set(model.conv_layers) & set(range(stage.first, stage.last + 1)),
+            f"{where} keeps states in layers {list(stage.stateful)}, the model has such layers at "
+            f"{list(model.conv_layers)!s:.60}",
+        )
 
     def _check_dialects(self) -> None:
         require("ort" in self.dialects, "the bundle holds no graphs of the 'ort' dialect")
@@ -315,15 +318,17 @@ class Manifest:
             if name not in DIALECTS:
                 raise BundleError(f"vtx.json: dialect {name!r} is unknown to this vtx; {UPGRADE}")
             where = f"dialect {name!r}"
-            found = (len(graphs.stages), len(graphs.gates))
+            numbers = (len(graphs.stages), len(graphs.gates))
             require(
-                found == counts,
-                f"{where} has {found[0]} stages and {found[1]} gates, the bundle {counts[0]} and {counts[1]}",
+                numbers == counts,
+                f"{where} has {numbers[0]} stages and {numbers[1]} gates, the bundle {counts[0]} and {counts[1]}",
             )
             tower = (self.text_tower is None) == (graphs.text_tower is None)
             require(tower, f"{where}: a text tower and its graph go together")
-            wanted = self.video is not None and self.video.own_graph and name not in TENSORRT
-            video = wanted == (graphs.video is not None) and (self.video is None) == (self.text.video_token_id is None)
+            has_video_graph = self.video is not None and self.video.own_graph and name not in TENSORRT
+            video = has_video_graph == (graphs.video is not None) and (self.video is None) == (
+                self.text.video_token_id is None
+            )
             require(video, f"{where}: videos, their token and their graph go together")
             scored = queries == (graphs.score is not None)
             require(scored, f"{where}: stages that give queries and a score graph go together")

@@ -195,8 +195,8 @@ class ByLayer:
 
     def sources(self, first: int, last: int) -> tuple[int, ...]:
         """The layers before `first` whose keys and values the layers from it to `last` read."""
-        found = {self.source(layer) for layer in range(first, last + 1)}
-        return tuple(sorted(layer for layer in found if layer < first))
+        sources = {self.source(layer) for layer in range(first, last + 1)}
+        return tuple(sorted(layer for layer in sources if layer < first))
 
 
 @dataclass(frozen=True, slots=True)

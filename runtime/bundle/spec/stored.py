@@ -19,6 +19,9 @@ BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
 BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
+SCALE_BITS = 16
+ZERO_BITS = 8
+WIDER = "int8"  # matrices of an int4 decoder that have more bits
 SCALES = ".scales"  # ends of the names of a quantised matrix's scales and zero points
 ZEROS = ".zeros"
 INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the activations quantised block by block
@@ -38,6 +41,11 @@ class Scheme:
     @property
     def bits(self) -> int:
         return STORED[self.dtype].bits or 8
+
+    @property
+    def bits_of_a_weight(self) -> float:
+        """Bits, with the share of its block's scale and zero point."""
+        return self.bits + (SCALE_BITS + ZERO_BITS * self.zeroed) / self.block
 
     @property
     def held(self) -> str:
@@ -77,7 +85,8 @@ class Precisions:
     """Precisions of decoder, towers with projections, head, K and V.
 
     `blocks`: the most weights to a scale, by precision, where it is not the default. `own`: parts whose precision is
-    that of a quantised checkpoint, and whose other matrices stay floats.
+    that of a quantised checkpoint, and whose other matrices stay floats. `wider`: matrices that are `WIDER` in a part
+    with fewer bits.
     """
 
     decoder: str
@@ -86,6 +95,7 @@ class Precisions:
     kv: str
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     own: tuple[str, ...] = ()
+    wider: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for part, precision in (("", self.decoder), ("vision-", self.vision), ("head-", self.head)):
@@ -122,8 +132,8 @@ class Precisions:
         return PRECISIONS[self.head].bits is not None and "head" not in self.own
 
     def of(self, name: str) -> str:
-        """The precision of the part that the tensor of canonical `name` belongs to."""
-        precision: str = getattr(self, part_of(name))
+        """The precision of the tensor of canonical `name`: that of its part, unless it is wider."""
+        precision: str = WIDER if name in self.wider else getattr(self, part_of(name))
         return precision
 
     def stored(self, name: str, shape: tuple[int, ...], source: str) -> tuple[str, Scheme | None]:
@@ -165,10 +175,10 @@ def tied_head(precisions: Precisions, requested: str | None, shape: tuple[int, .
     table, _ = precisions.stored(EMBEDDING, shape, source)
     if precisions.stored(HEAD, shape, source)[1] is not None:
         return precisions
-    held = STORED[table].name
-    if requested is not None and requested != held and PRECISIONS[requested].bits is None:
+    name = STORED[table].name
+    if requested is not None and requested != name and PRECISIONS[requested].bits is None:
         raise RequestError(
             f"--head-precision {requested} would store a weight twice: this model's head is its embedding table, "
-            f"which stays {held}; name int8 or int4 for a smaller head beside it, or leave the option out"
+            f"which stays {name}; name int8 or int4 for a smaller head beside it, or leave the option out"
         )
-    return replace(precisions, head=held)
+    return replace(precisions, head=name)

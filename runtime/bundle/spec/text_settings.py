@@ -58,8 +58,8 @@ class BoxForm:
     rows_first: bool
 
     def __post_init__(self) -> None:
-        sound = len(self.pattern) <= MAX_PATTERN and self.pattern.count("#") == COORDINATES
-        _require(sound and self.pattern[:1] not in ("#", " "), "boxes.pattern", "four numbers behind another character")
+        valid = len(self.pattern) <= MAX_PATTERN and self.pattern.count("#") == COORDINATES
+        _require(valid and self.pattern[:1] not in ("#", " "), "boxes.pattern", "four numbers behind another character")
         _require(self.scale is None or 0 < self.scale <= MAX_ID, "boxes.scale", "at least 1")
 
 
@@ -104,8 +104,8 @@ class TextSettings:
             _require(_are_ids(*getattr(self, name)), name, "a list of ids")
         _require(_are_ids(*self.control_tokens.values()), "control_tokens", "ids by text")
         shared = (self.video_token_id == self.image_token_id) == (self.video_token == self.image_token)
-        sound = self.video_token is None if self.video_token_id is None else self.video_token is not None and shared
-        _require(sound, "video_token_id", "the id of video_token, as of image_token if that is it, or null")
+        valid = self.video_token is None if self.video_token_id is None else self.video_token is not None and shared
+        _require(valid, "video_token_id", "the id of video_token, as of image_token if that is it, or null")
 
     def variables(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "image_token", "video_token")

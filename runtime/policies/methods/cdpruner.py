@@ -63,17 +63,17 @@ class CDPruner(Reduction, Entry):
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         views = image.patches.of_views()
-        counts = [self.number_kept(len(own), 1) for own in views]
+        counts = [self.number_kept(len(view), 1) for view in views]
         if counts == [*map(len, views)]:
             return None
         relevance = np.ones(len(image))
         if self.uses_question:
             assert question is not None
-            seen = np.concatenate(views)
-            relevance[seen] = scaled(self._relevance(image, question)[seen])
+            tokens = np.concatenate(views)
+            relevance[tokens] = scaled(self._relevance(image, question)[tokens])
         parts = (
-            own[greedy(image_cosines(image, None if len(own) == len(image) else own), relevance[own], count)]
-            for own, count in zip(views, counts, strict=True)
+            view[greedy(image_cosines(image, None if len(view) == len(image) else view), relevance[view], count)]
+            for view, count in zip(views, counts, strict=True)
         )
         return np.sort(np.concatenate([*parts]))
 
@@ -130,18 +130,18 @@ def greedy(cosines: Floats, relevance: Exact, count: int) -> Ids:
     """
     gain = relevance * relevance
     none = NOISE * gain  # what a token that others have replaced still seems to gain
-    taken = np.zeros(len(gain), bool)
+    mask = np.zeros(len(gain), bool)
     factors = np.zeros((count, len(gain)))
     for step in range(count):
-        left = np.where(taken, -np.inf, gain)
-        most = left.max()
+        gains = np.where(mask, -np.inf, gain)
+        most = gains.max()
         if most <= 0:
-            taken[np.flatnonzero(~taken)[: count - step]] = True
+            mask[np.flatnonzero(~mask)[: count - step]] = True
             break
-        best = int(np.argmax(left >= most * (1 - NOISE)))
+        best = int(np.argmax(gains >= most * (1 - NOISE)))
         row = relevance[best] * cosines[best] * relevance
         factors[step] = factor = (row - factors[:step, best] @ factors[:step]) / np.sqrt(gain[best])
         gain -= factor * factor
         gain[gain <= none] = 0
-        taken[best] = True
-    return np.flatnonzero(taken)
+        mask[best] = True
+    return np.flatnonzero(mask)

@@ -65,15 +65,15 @@ class Dart(Reduction, Entry):
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         if self.number_kept(boundary.count, boundary.layer) == boundary.count:
             return None
-        each = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
+        of_pivot = number_to_keep(self.keep, boundary.count) // (self.pivots + self.text_pivots)
         image_keys, text_keys = boundary.keys()
         assert boundary.final_norm is not None
         hidden = boundary.image_hidden() * boundary.final_norm
         text = boundary.question_hidden * boundary.final_norm
         image_pivots = _largest(_size(image_keys), self.pivots)
         text_pivots = _largest(_size(text_keys), self.text_pivots)
-        kept = np.zeros(boundary.count, bool)
-        kept[image_pivots] = True
+        mask = np.zeros(boundary.count, bool)
+        mask[image_pivots] = True
         cosines = _cosines(hidden, np.concatenate([hidden[image_pivots], text[text_pivots]]))
         turns = list(range(len(cosines)))  # pivots, the image's first, in the order in which they choose their tokens
         if self.order == "code":
@@ -81,8 +81,8 @@ class Dart(Reduction, Entry):
             positions = [*image[image_pivots].tolist(), *question[text_pivots].tolist()]
             turns = [positions.index(position) for position in set_order(positions)]
         for pivot in turns:
-            kept[_lowest(cosines[pivot], ~kept, each)] = True
-        return kept
+            mask[_lowest(cosines[pivot], ~mask, of_pivot)] = True
+        return mask
 
     @property
     def uses_question(self) -> bool:
@@ -106,12 +106,12 @@ class Dart(Reduction, Entry):
             assert question is not None
             text_pivots = _largest(_size(question.hidden), self.text_pivots)
             pivots = np.concatenate([pivots, question.hidden[text_pivots]])
-        kept = np.zeros(len(rows), bool)
-        kept[image_pivots] = True
+        mask = np.zeros(len(rows), bool)
+        mask[image_pivots] = True
         for number, cosine in enumerate(_cosines(rows, pivots)):
-            wanted = -(-(count - int(kept.sum())) // (len(pivots) - number))
-            kept[_lowest(cosine, ~kept, wanted)] = True
-        return np.flatnonzero(kept)
+            share = -(-(count - int(mask.sum())) // (len(pivots) - number))
+            mask[_lowest(cosine, ~mask, share)] = True
+        return np.flatnonzero(mask)
 
 
 def set_order(numbers: Sequence[int]) -> list[int]:
@@ -128,10 +128,10 @@ def set_order(numbers: Sequence[int]) -> list[int]:
         if number in table:
             continue
         _put(table, number)
-        held = [old for old in table if old is not None]
-        if len(held) * 5 >= (len(table) - 1) * 3:
-            table = [None] * max(8, 1 << (len(held) * (4 if len(held) <= 50_000 else 2)).bit_length())
-            for old in held:
+        entries = [old for old in table if old is not None]
+        if len(entries) * 5 >= (len(table) - 1) * 3:
+            table = [None] * max(8, 1 << (len(entries) * (4 if len(entries) <= 50_000 else 2)).bit_length())
+            for old in entries:
                 _put(table, old)
     return [number for number in table if number is not None]
 

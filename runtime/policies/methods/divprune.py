@@ -37,9 +37,9 @@ class DivPrune(Reduction, Entry):
             return None
         cosines = image_cosines(image)
         nearest = np.max(cosines - 3 * np.eye(len(cosines), dtype=np.float32), 0)  # -2 of a token with itself
-        taken = np.zeros(len(cosines), bool)
+        mask = np.zeros(len(cosines), bool)
         for step in range(count):
-            best = int(np.argmin(np.where(taken, np.inf, nearest)))
+            best = int(np.argmin(np.where(mask, np.inf, nearest)))
             nearest = np.maximum(nearest, cosines[best]) if step else cosines[best].copy()
-            taken[best] = True
-        return np.flatnonzero(taken)
+            mask[best] = True
+        return np.flatnonzero(mask)

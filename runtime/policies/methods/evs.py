@@ -46,7 +46,7 @@ class Evs(Clip):
         def choose(window: HiddenStates) -> Ids:
             nonlocal kept, changes, before, count
             wide = window.astype(np.float64)
-            _, each, _ = window.shape
+            _, tokens_of_frame, _ = window.shape
             earlier = np.concatenate([before if count else np.zeros_like(wide[:1]), wide[:-1]])
             lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(earlier, axis=-1)
             change = 1 - ((wide * earlier).sum(-1) / np.maximum(lengths, TINY)).astype(np.float32)
@@ -54,7 +54,7 @@ class Evs(Clip):
                 change[0] = np.inf
             numbers = np.concatenate([kept, count + np.arange(change.size)])
             changes = np.concatenate([changes, change.ravel()])
-            stays = highest(changes, max(each, self.number_kept(frames * each, 1)))
+            stays = highest(changes, max(tokens_of_frame, self.number_kept(frames * tokens_of_frame, 1)))
             kept = numbers[stays]
             changes = changes[stays]
             before = wide[-1:].copy()

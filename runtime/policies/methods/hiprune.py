@@ -51,11 +51,11 @@ class HiPrune(Reduction, Entry):
 
     def select(self, image: ImageTokens, question: PromptText | None = None) -> Ids | None:
         patches = image.patches
-        chosen = np.zeros(len(image), bool)
+        mask = np.zeros(len(image), bool)
         for view in patches.of_views():
-            own = view[patches.indices[view] >= 0]  # without a class token
-            chosen[own[self._of_view(patches.signals[RECEIVED][own])]] = True
-        return np.flatnonzero(chosen)
+            rows = view[patches.indices[view] >= 0]  # without a class token
+            mask[rows[self._of_view(patches.signals[RECEIVED][rows])]] = True
+        return np.flatnonzero(mask)
 
     def _of_view(self, received: Floats) -> Ids:
         """Indices of a view's patches that enter, by the attention [n, 2] that they get."""
@@ -66,6 +66,6 @@ class HiPrune(Reduction, Entry):
         near = np.add.outer(numbers[anchors], [-1, 1, -side, side]).clip(0, len(numbers) - 1)
         buffers = np.flatnonzero(np.isin(numbers, near) & ~anchors)[: most - anchors.sum()]
         anchors[buffers] = True
-        left = np.flatnonzero(~anchors)
-        registers = left[highest(received[left, 1], most - int(anchors.sum()))]
+        rest = np.flatnonzero(~anchors)
+        registers = rest[highest(received[rest, 1], most - int(anchors.sum()))]
         return np.concatenate([np.flatnonzero(anchors), registers])

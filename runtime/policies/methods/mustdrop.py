@@ -68,6 +68,6 @@ class MustDrop(Reduction):
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
         total, most = boundary.attention()
-        kept: Mask = (total >= self.gamma * total.sum()) | (most >= self.alpha)
+        mask: Mask = (total >= self.gamma * total.sum()) | (most >= self.alpha)
         marked = self.marks(boundary.images)
-        return kept if marked is None else kept | marked[boundary.present]
+        return mask if marked is None else mask | marked[boundary.present]

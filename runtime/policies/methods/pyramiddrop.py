@@ -38,5 +38,5 @@ class PyramidDrop(Reduction):
         return math.floor(round(count * self.ratio ** (self.layers.index(layer - 1) + 1), 9))
 
     def keep_mask(self, boundary: Boundary) -> Mask | None:
-        kept = self.number_kept(len(boundary.present), boundary.layer)
-        return highest(boundary.next_attention(), kept) if kept < boundary.count else None
+        number = self.number_kept(len(boundary.present), boundary.layer)
+        return highest(boundary.next_attention(), number) if number < boundary.count else None

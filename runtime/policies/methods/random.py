@@ -36,5 +36,5 @@ class Random(Reduction, Entry):
         if count == len(image):
             return None
         digest = hashlib.sha256(f"{self.seed} {image.key}".encode()).hexdigest()
-        drawn = np.random.default_rng(int(digest[:16], 16)).random(len(image))
-        return np.sort(np.argsort(drawn, kind="stable")[:count])
+        numbers = np.random.default_rng(int(digest[:16], 16)).random(len(image))
+        return np.sort(np.argsort(numbers, kind="stable")[:count])

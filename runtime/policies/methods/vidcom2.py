@@ -57,7 +57,7 @@ class VidCom2(Clip):
         return choose
 
     def _of_window(self, window: HiddenStates) -> Ids:
-        frames, each, _ = window.shape
+        frames, tokens_of_frame, _ = window.shape
         rows = window.astype(np.float64)
         varies = rows.var((0, 1)).astype(np.float32)
         rows = rows[..., np.sort(np.argsort(varies, kind="stable")[: len(varies) // 2])]
@@ -67,7 +67,7 @@ class VidCom2(Clip):
         score = -of_video.mean(1).astype(np.float32).astype(np.float64)
         part = np.exp((score - score.max()) / TEMPERATURE)
         shares = np.minimum(1, self.keep * (1 + part / part.sum() - 1 / frames))
-        numbers = [max(1, round(round(share * each, 9))) for share in shares.tolist()]
+        numbers = [max(1, round(round(share * tokens_of_frame, 9))) for share in shares.tolist()]
         return np.flatnonzero([highest(-values, number) for values, number in zip(usual, numbers, strict=True)])
 
 

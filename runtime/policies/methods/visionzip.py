@@ -90,19 +90,19 @@ class VisionZip(Reduction, Entry):
         tiled = view > 0
         dominant, contextual = self._numbers(count)
         looked_at = highest(attention[1:], dominant - 1)
-        left = np.flatnonzero(~looked_at)
+        rest = np.flatnonzero(~looked_at)
         side = math.isqrt(count)
         row, column = divmod(view - 1, columns) if tiled else (0, 0)
         tokens = [_Token((tiled, int(tiled), view, 0), view, CLASS_TOKEN, np.zeros(1, np.int64))]
         for patch in np.flatnonzero(looked_at).tolist():
             order = tiled, int(not tiled), row * side + patch // side, column * side + patch % side
             tokens.append(_Token(order, view, patch, np.array([patch + 1])))
-        targets = left[:: max(1, len(left) // max(1, contextual))][:contextual]
-        others = np.setdiff1d(left, targets)
+        targets = rest[:: max(1, len(rest) // max(1, contextual))][:contextual]
+        merged = np.setdiff1d(rest, targets)
         unit = keys[1:] / lengths_of(keys[1:])[:, None]
-        alike = (unit[others] @ unit[targets].T).astype(np.float32)
-        nearest = alike.argmax(1) if contextual else others
+        similarity = (unit[merged] @ unit[targets].T).astype(np.float32)
+        nearest = similarity.argmax(1) if contextual else merged
         for number, target in enumerate(targets):
-            sources = np.concatenate([[target], others[nearest == number]]) + 1
+            sources = np.concatenate([[target], merged[nearest == number]]) + 1
             tokens.append(_Token((tiled, 2, view, int(target)), view, int(target), sources))
         return tokens

@@ -34,24 +34,20 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
             f"{ours.manifest[:12]}...); write them from this one"
         )
     choices = choices if ours.device != theirs.device else 0.0
-    wanted = read_tensors(expected, IMAGES)
-    tensors = read_tensors(given, IMAGES)
-    if set(wanted) != set(tensors) or any(wanted[name].shape != tensors[name].shape for name in wanted):
-        yield Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
-    else:
-        worst = max(float(np.abs(wanted[name] - tensors[name]).max() / np.abs(wanted[name]).max()) for name in wanted)
-        yield Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
+    yield _images(read_tensors(expected, IMAGES), read_tensors(given, IMAGES))
     cases = {case.name: case for case in theirs.cases}
     for case in ours.cases:
-        name, other = case.name, cases.get(case.name)
+        name = case.name
+        other = cases.get(name)
         if other is None:
             yield Check(name, WRONG, limit, "this case is missing")
             continue
-        wanted, tensors = read_tensors(expected, case.file), read_tensors(given, other.file)
+        case_tensors = read_tensors(expected, case.file)
+        other_tensors = read_tensors(given, other.file)
         for number, question in enumerate(case.questions):
             check = f"{name}: {question.name}"
-            want = _of(wanted, number)
-            got = _of(tensors, number)
+            want = _of(case_tensors, number)
+            got = _of(other_tensors, number)
             problem = _decided(question, other, number)
             other_choice = _other_choice(want, got)
             if not problem and other_choice and 0 < other_choice.difference <= choices:
@@ -60,6 +56,15 @@ def compare_traces(expected: Path, given: Path, limit: float, choices: float = 0
                 yield Check(check, WRONG, limit, problem)
             else:
                 yield _logits(check, want, got, limit)
+
+
+def _images(pictures: Tensors, others: Tensors) -> Check:
+    if set(pictures) != set(others) or any(pictures[name].shape != others[name].shape for name in pictures):
+        return Check("images", WRONG, PIXEL_TOLERANCE, "other images, or of another size")
+    worst = max(
+        float(np.abs(picture - others[name]).max() / np.abs(picture).max()) for name, picture in pictures.items()
+    )
+    return Check("images", worst if np.isfinite(worst) else WRONG, PIXEL_TOLERANCE)
 
 
 def _of(tensors: Tensors, number: int) -> Tensors:
@@ -71,10 +76,10 @@ def _decided(question: TracedQuestion, other: TracedCase, number: int) -> str:
     """The first difference of the question or of its decisions; empty if there is none."""
     if number >= len(other.questions):
         return "this question is missing"
-    given = other.questions[number]
+    answer = other.questions[number]
     for field in ("name", "messages", "images", "continues", "replaces", "k", "cuts"):
-        if getattr(question, field) != getattr(given, field):
-            return f"{field}: {getattr(given, field)!s:.60}, expected {getattr(question, field)!s:.60}"
+        if getattr(question, field) != getattr(answer, field):
+            return f"{field}: {getattr(answer, field)!s:.60}, expected {getattr(question, field)!s:.60}"
     return ""
 
 
@@ -91,10 +96,10 @@ def _other_choice(wanted: Tensors, given: Tensors) -> Check | None:
         got = given.get(name)
         if got is None or got.shape != want.shape:
             return None
-        others = int((want != got).sum())
-        if others:
-            note = f"{name}: {others} of {len(want)} image tokens chosen differently"
-            return Check(name, others / len(want), 0.0, note)
+        differences = int((want != got).sum())
+        if differences:
+            note = f"{name}: {differences} of {len(want)} image tokens chosen differently"
+            return Check(name, differences / len(want), 0.0, note)
     return None
 
 

@@ -117,7 +117,7 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
         file = f"case-{number:02d}.safetensors"
         recorder = _Recorder(model, case)
         tensors = dict[str, NDArray[Any]]()
-        asked = list[files.TracedQuestion]()
+        records = list[files.TracedQuestion]()
         for index, question in enumerate(questions(model.manifest)):
             result, recorded = recorder.ask(question, sets[question.images])
             tensors |= {f"{index}.{name}": np.ascontiguousarray(array) for name, array in recorded.items()}
@@ -125,11 +125,11 @@ def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
             messages = tuple(map(dict, question.messages))
             cuts = tuple(files.TracedCut(cut.layer, cut.by) for cut in result.cuts)
             reused = result.reused_tokens
-            asked.append(
+            records.append(
                 files.TracedQuestion(q.name, messages, q.images, q.continues, q.replaces, reused, result.k, cuts)
             )
         write_safetensors(folder / file, tensors, None)
-        traced.append(files.TracedCase(case.k, case.reduce, file, tuple(asked), case.rest))
+        traced.append(files.TracedCase(case.k, case.reduce, file, tuple(records), case.rest))
     progress("cases", len(all_cases), len(all_cases))
     traces = files.Traces(
         format=files.FORMAT,

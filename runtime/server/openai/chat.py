@@ -34,8 +34,8 @@ class ChatObjects(Objects):
                     "logprobs": None if known is None else {"content": known, "refusal": None},
                 }
             )
-        usage = self.usage(answers)
-        return {**self.head("chat.completion"), "choices": choices, "usage": usage, **self.timings(answers)}
+        more = {"usage": self.usage(answers), **self.timings(answers), **self.scored_prompt(answers[0], 0)}
+        return {**self.head("chat.completion"), "choices": choices, **more}
 
     def begin(self, index: int) -> Iterator[Event]:
         self.parts[index] = self.divided()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.prompt.messages import texts_of
 from vtx.runtime.scheduler.scheduler import Piece
 from vtx.runtime.server.openai.fields import THOUGHTS, WHERE, FieldReader, RawPrompts, at, check_absent
-from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
+from vtx.runtime.server.openai.objects import FINISHED, Event, Objects, TokenTexts, token_text
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
@@ -31,19 +31,20 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     check_absent(fields, ("messages", "tools", "tool_choice", *THOUGHTS))
     prompts = _prompts(fields.pop("prompt", None), reader)
     echo = reader.value(bool, fields.pop("echo", False), at("echo"))
-    if echo and "logprobs" in fields:
+    count = fields.pop("logprobs", None)
+    if echo and count is not None and fields.get("stream"):
         raise Refusal(
             400,
-            "echo and logprobs are given, and tokens of prompts have no log probabilities here; leave one out",
+            "echo and logprobs are given, and log probabilities of a prompt are not a part of streams; leave one out",
             code="unsupported_value",
             param="echo",
         )
-    count = fields.pop("logprobs", None)
     if isinstance(count, bool) or not isinstance(count, int | None):
         raise Refusal(
             400, f"logprobs is {count!r:.40}; it must be a whole number", code="invalid_value", param="logprobs"
         )
     known = {} if count is None else {"logprobs": True, "top_logprobs": count}
+    known |= {"prompt_logprobs": count} if echo and count is not None and "prompt_logprobs" not in fields else {}
     return {**fields, **known, "messages": RawPrompts(*prompts, echo=echo)}
 
 
@@ -78,9 +79,13 @@ class CompletionObjects(Objects):
     prefix: ClassVar[str] = "cmpl-"
 
     def whole(self, answers: Sequence[Answer]) -> Event:
-        choices = [
-            self._choice(n, self._echoed(n) + one.text, one, FINISHED[one.stopped]) for n, one in enumerate(answers)
-        ]
+        choices = list[Event]()
+        for n, one in enumerate(answers):
+            echoed = self._echoed(n)
+            choice = self._choice(n, echoed + one.text, one, FINISHED[one.stopped])
+            if self.request.echo and choice["logprobs"] is not None:
+                choice["logprobs"] = self._with_prompt(choice["logprobs"], one, n, len(echoed))
+            choices.append({**choice, **self.scored_prompt(one, n)})
         usage = self.usage(answers)
         return {**self.head("text_completion"), "choices": choices, "usage": usage, **self.timings(answers)}
 
@@ -105,6 +110,27 @@ class CompletionObjects(Objects):
         if not self.request.echo:
             return ""
         return self.model.loaded.text.raw(prompt["ids"]) if "ids" in prompt else "".join(texts_of(prompt))
+
+    def _with_prompt(self, logprobs: Event, answer: Answer, index: int, shift: int) -> Event:
+        """The log probabilities of an answer with those of its prompt, of `shift` characters, before them."""
+        text = self.model.loaded.text
+        tokens = TokenTexts(text)
+        top = list[Mapping[str, float] | None]()
+        ids = self.prompts[index // self.request.n].tolist()
+        scores = self.prompt_scores(answer, index)
+        for id, score in zip(ids, scores, strict=True):
+            tokens.push(id)
+            likely = () if score is None else (*score.likely, (id, score.logprob))
+            named = {token_text(text.bytes_of(other)): value for other, value in likely}
+            top.append(named or None)
+        # A text may lack a blank that its tokens begin with, and shows control tokens.
+        offsets = [max(0, offset + shift - tokens.length) for offset in tokens.offsets]
+        return {
+            "tokens": [token_text(text.bytes_of(id)) for id in ids] + logprobs["tokens"],
+            "token_logprobs": [score and score.logprob for score in scores] + logprobs["token_logprobs"],
+            "top_logprobs": top + logprobs["top_logprobs"],
+            "text_offset": offsets + [shift + offset for offset in logprobs["text_offset"]],
+        }
 
     def _choice(self, index: int, text: str, source: Answer | Progress, finish: str | None) -> Event:
         known = self.logprobs(source, index)

@@ -22,7 +22,7 @@ NEVER_IGNORED = frozenset(
     """add_generation_prompt allowed_token_ids audio bad_words chat_template chat_template_kwargs
     continue_final_message conversation documents ebnf echo file_id files format fps function_call functions grammar
     guided_decoding image image_data image_url image_urls images input input_audio instructions json_schema lora
-    lora_path max_frames max_pixels min_pixels min_tokens mm_processor_kwargs multi_modal_data options prefix
+    lora_path max_frames max_pixels min_pixels mm_processor_kwargs multi_modal_data options prefix
     previous_response_id prompt prompt_embeds regex schema stop_token_ids structural_tag structured_outputs suffix
     system system_prompt template truncate_prompt_tokens video video_url videos""".split()  # noqa: SIM905 -- a list of names, one a line, would be a page
 )
@@ -214,6 +214,7 @@ class ChatFields:
     model: str = optional("")
     max_tokens: int | None = optional(None)
     max_completion_tokens: int | None = optional(None)
+    min_tokens: int | None = optional(None)
     temperature: float | None = optional(None)
     top_p: float | None = optional(None)
     top_k: int | None = optional(None)
@@ -227,6 +228,7 @@ class ChatFields:
     ignore_eos: bool = optional(False)
     logprobs: bool = optional(False)
     top_logprobs: int | None = optional(None)
+    prompt_logprobs: int | None = optional(None)
     n: int = optional(1)
     stream: bool = optional(False)
     stream_options: StreamOptions | None = optional(None)

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from vtx.runtime.api.answer import Answer, Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from vtx.runtime.api.answer import Answer, Progress, PromptLogprob
 from vtx.runtime.api.model import Model
 from vtx.runtime.prompt.text import Text
 from vtx.runtime.prompt.tools import CallForm, ToolCall
@@ -24,7 +27,7 @@ Event = dict[str, Any]
 class TokenTexts:
     """The tokens of an answer as it comes, as parts of its text. `offsets`: the characters before each."""
 
-    def __init__(self, text: Text, begun: Sequence[int]) -> None:
+    def __init__(self, text: Text, begun: Sequence[int] = ()) -> None:
         """`begun`: tokens that the answer continues; the text of others begins with the first that is no blank."""
         self._text = text
         self._stream = text.stream()
@@ -35,6 +38,11 @@ class TokenTexts:
         self._pending = b""  # of characters that are not certain yet
         self.offsets = list[int]()
 
+    @property
+    def length(self) -> int:
+        """The characters so far."""
+        return self._length + len(getincrementaldecoder("utf-8")("replace").decode(self._pending))
+
     def of(self, id: int) -> bytes:
         """The bytes of a token in this place."""
         part = self._text.bytes_of(id)
@@ -42,8 +50,7 @@ class TokenTexts:
 
     def push(self, id: int) -> None:
         """The answer has this token next."""
-        certain = getincrementaldecoder("utf-8")("replace").decode(self._pending)
-        self.offsets.append(self._length + len(certain))
+        self.offsets.append(self.length)
         self._pending += self.of(id)
         piece = self._stream.push(id)
         piece = piece if self._begun else piece.lstrip()
@@ -86,7 +93,7 @@ class Objects(ABC):
 
     request: ChatRequest
     model: Model
-    prompt_tokens: int = 0  # of the first prompt
+    prompts: tuple[NDArray[np.int64], ...] = ()  # token ids of each
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     parts: dict[int, Parts] = field(default_factory=dict)  # of each answer
@@ -96,6 +103,11 @@ class Objects(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.prefix}{uuid.uuid4().hex}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the first prompt."""
+        return len(self.prompts[0])
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Event:
@@ -131,7 +143,7 @@ class Objects(ABC):
         prompt = sum(stats.prompt_tokens for stats in firsts)
         several = [one.to_dict() for one in answers]
         for one in several:
-            for name in ("text", "logprobs", "top_logprobs", "tool_calls", "thought"):
+            for name in ("text", "logprobs", "top_logprobs", "prompt_logprobs", "tool_calls", "thought"):
                 one.pop(name, None)
         thought = sum(answer.thought_tokens for answer in answers)
         facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
@@ -168,6 +180,31 @@ class Objects(ABC):
             text.push(id)
         return logprobs
 
+    def prompt_scores(self, answer: Answer, index: int) -> list[PromptLogprob | None]:
+        """The log probability of each token of an answer's prompt, None where it is not known."""
+        known = [score for score in answer.prompt_logprobs or () if score is not None]
+        return [None] * (len(self.prompts[index // self.request.n]) - len(known)) + known
+
+    def scored_prompt(self, answer: Answer, index: int) -> Event:
+        """The log probabilities of an answer's prompt in vLLM's form: of each token by id; nothing if not asked for."""
+        if answer.prompt_logprobs is None:
+            return {}
+        text = self.model.loaded.text
+        tokens = list[Event | None]()
+        ids = self.prompts[index // self.request.n].tolist()
+        for id, score in zip(ids, self.prompt_scores(answer, index), strict=True):
+            if score is None:
+                tokens.append(None)
+                continue
+            ranked = [(rank, *likely) for rank, likely in enumerate(score.likely, 1)]
+            tokens.append(
+                {
+                    str(other): {"logprob": value, "rank": rank, "decoded_token": token_text(text.bytes_of(other))}
+                    for rank, other, value in [(score.rank, id, score.logprob), *ranked]
+                }
+            )
+        return {"prompt_logprobs": tokens}
+
     def token_texts(self, index: int) -> TokenTexts:
         """The tokens so far of an answer whose log probabilities were asked for."""
         if index not in self.texts:
@@ -199,7 +236,12 @@ def _timings(answer: Answer) -> Event:
 
 
 def _token(text: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": text.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(text)}
+    return {"token": token_text(text), "logprob": logprob, "bytes": list(text)}
+
+
+def token_text(text: bytes) -> str:
+    """The text of a token's bytes, which may be a part of a character."""
+    return text.decode("utf-8", "replace")
 
 
 def call_id() -> str:

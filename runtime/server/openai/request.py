@@ -52,7 +52,17 @@ SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
-OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes", "max_thinking_tokens")
+OPTIONS = (
+    "gate_threshold",
+    "rest",
+    "stop",
+    "top_logprobs",
+    "prompt_logprobs",
+    "about",
+    "priority",
+    "boxes",
+    "max_thinking_tokens",
+)
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = (
     "instructions",
@@ -230,6 +240,9 @@ def _check(fields: ChatFields, limits: Limits) -> None:
     with naming("stream_options"):
         if fields.stream_options is not None and not fields.stream:
             raise RequestError('stream_options are for streams; add "stream": true, or leave them out')
+    with naming("prompt_logprobs"):
+        if fields.prompt_logprobs is not None and fields.stream:
+            raise RequestError("prompt_logprobs are not a part of streams; leave stream or prompt_logprobs out")
     with naming("reduce"):
         check_text("reduce", fields.reduce)
     with naming("deadline_ms"):
@@ -264,6 +277,8 @@ def _options(fields: ChatFields, limits: Limits) -> tuple[Options, dict[str, Any
         sampling=_changed(Sampling(), fields, SAMPLING),
         timeout=limits.seconds,
     )
+    with naming("min_tokens"):
+        options = replace(options, min_new_tokens=fields.min_tokens or 0)
     notes = {"max_tokens": limits.new_tokens} if tokens > limits.new_tokens else {}
     return _changed(options, fields, OPTIONS), notes
 

@@ -31,7 +31,7 @@ NAMES = {
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
-ABSENT = ("n", "max_tokens", "stream_options", "timings_per_token", *NAMES)
+ABSENT = ("n", "max_tokens", "stream_options", "timings_per_token", "prompt_logprobs", *NAMES)
 
 
 @dataclass(frozen=True, slots=True)

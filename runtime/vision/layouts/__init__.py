@@ -73,7 +73,7 @@ def _read(spec: LayoutSpec, known: Mapping[str, type[T]], noun: str) -> T:
 
 def spec_of(layout: Layout | VideoLayout) -> LayoutSpec:
     """A layout as a bundle declares it."""
-    known: Mapping[str, type[Layout | VideoLayout]] = {**layouts(), **video_layouts()}
-    name = next(name for name, kind in known.items() if type(layout) is kind)
+    kinds: Mapping[str, type[Layout | VideoLayout]] = {**layouts(), **video_layouts()}
+    name = next(name for name, kind in kinds.items() if type(layout) is kind)
     least = layout.min_tokens if isinstance(layout, Layout) else None
     return LayoutSpec(name, layout.max_tokens, json_value(layout), least)

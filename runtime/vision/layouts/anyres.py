@@ -55,12 +55,12 @@ class Anyres(Layout):
     unpads: bool = optional(True)
 
     def __post_init__(self) -> None:
-        sound = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS
-        sound = sound and 0 <= self.shrink <= MAX_TILES and not (self.padded and self.resolutions)
+        valid = self.tile >= 1 and self.grid >= 1 and len(self.resolutions) <= MAX_RESOLUTIONS
+        valid = valid and 0 <= self.shrink <= MAX_TILES and not (self.padded and self.resolutions)
         for width, height in self.resolutions:
-            whole = width >= self.tile and height >= self.tile and not width % self.tile and not height % self.tile
-            sound = sound and whole and width * height <= MAX_TILES * self.tile**2
-        if not sound:
+            fits = width >= self.tile and height >= self.tile and not width % self.tile and not height % self.tile
+            valid = valid and fits and width * height <= MAX_TILES * self.tile**2
+        if not valid:
             raise BundleError(
                 f"layout 'anyres' has resolutions {list(self.resolutions)!s:.80} in tiles of {self.tile}; each side "
                 f"must be a multiple of the tile, with at most {MAX_TILES} tiles; export the bundle again"
@@ -110,8 +110,8 @@ class Anyres(Layout):
     def count(self, width: int, height: int) -> int:
         if not self.resolutions:
             return self.one_tile + 1
-        left, top, right, bottom = self._unpadded(width, height)
-        across, down = self.shrunk(right - left, bottom - top)
+        x0, top, right, bottom = self._unpadded(width, height)
+        across, down = self.shrunk(right - x0, bottom - top)
         return self.one_tile + down * (across + self.unpads)
 
     def passes(self, width: int, height: int) -> int:
@@ -142,8 +142,8 @@ class Anyres(Layout):
             resized = image.resize(size, Image.Resampling[settings.resample.upper()])
             padded.paste(resized, ((width - size[0]) // 2, (height - size[1]) // 2))
             for top in range(0, height, side):
-                for left in range(0, width, side):
-                    views.append(preprocess(padded.crop((left, top, left + side, top + side)), settings))
+                for x in range(0, width, side):
+                    views.append(preprocess(padded.crop((x, top, x + side, top + side)), settings))
         return np.stack(views)
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
@@ -153,28 +153,28 @@ class Anyres(Layout):
             )
         across = self._resolution(width, height)[0] // self.tile if len(views) > 1 else 1
         candidates = joined([*views, ImageTokens.newlines(newline)], across)
-        whole = np.arange(self.one_tile)
+        overview = np.arange(self.one_tile)
         if len(views) == 1:
-            return candidates.take(np.append(whole, len(candidates) - 1))
+            return candidates.take(np.append(overview, len(candidates) - 1))
         columns, rows = (side // self.tile for side in self._resolution(width, height))
-        left, top, right, bottom = self._unpadded(width, height)
+        x0, top, right, bottom = self._unpadded(width, height)
         # the index of each token of the grid: the tiles' tokens follow the squeezed image in raster order
         of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
         all_of_grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)
-        grid = all_of_grid[top:bottom, left:right]
-        across, down = self.shrunk(right - left, bottom - top)
+        grid = all_of_grid[top:bottom, x0:right]
+        across, down = self.shrunk(right - x0, bottom - top)
         shrinks = (down, across) != grid.shape
         if shrinks:  # a token of four has the patch index of the nearest
             shrunk = bilinear.resized(candidates.hidden[grid], down, across)
             grid = grid[bilinear.nearest(grid.shape[0], down)[:, None], bilinear.nearest(grid.shape[1], across)]
         ends = np.full((down, 1), len(candidates) - 1)  # the one newline serves all rows
         grid = np.concatenate([grid, ends], 1) if self.unpads else grid
-        tokens = candidates.take(np.concatenate([whole, grid.ravel()]))
+        tokens = candidates.take(np.concatenate([overview, grid.ravel()]))
         if shrinks:
             tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
         if RECEIVED not in candidates.patches.signals:
             return tokens
-        return replace(tokens, uncut=candidates.take(np.concatenate([whole, all_of_grid.ravel()])))
+        return replace(tokens, uncut=candidates.take(np.concatenate([overview, all_of_grid.ravel()])))
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:
         """The resolution (width, height) that shows most of an image, and of those the one with the least padding."""

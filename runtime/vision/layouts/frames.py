@@ -74,7 +74,7 @@ class Frames(VideoLayout):
     longer: int | None = optional(None)
 
     def __post_init__(self) -> None:
-        sound = 1 <= self.frames <= MAX_SAMPLED_FRAMES and 1 <= self.tokens <= MAX_FRAME_TOKENS
+        valid = 1 <= self.frames <= MAX_SAMPLED_FRAMES and 1 <= self.tokens <= MAX_FRAME_TOKENS
         if len(self.between) > MAX_BETWEEN:
             raise BundleError(
                 f"layout 'frames' has {len(self.between)} characters between frames, the limit is {MAX_BETWEEN}; "
@@ -87,7 +87,7 @@ class Frames(VideoLayout):
                 f"layout 'frames' has {self.a_second} frames a second of {self.longer} pixels; it needs up to 1000 and "
                 f"1 to {MAX_LONGER}; export the bundle again"
             )
-        if not sound or (self.halved and math.isqrt(self.tokens) ** 2 != self.tokens):
+        if not valid or (self.halved and math.isqrt(self.tokens) ** 2 != self.tokens):
             raise BundleError(
                 f"layout 'frames' has {self.frames} frames of {self.tokens} tokens; it needs 1 to "
                 f"{MAX_SAMPLED_FRAMES} frames, and a square of tokens if it is halved; export the bundle again"
@@ -128,13 +128,15 @@ class Frames(VideoLayout):
             side = math.isqrt(self.tokens)
             half = math.ceil(side / 2)
             near = nearest(side, half)
-            shown = (near[:, None] * side + near).ravel()  # each token is a mean of four, at the nearest one's patch
+            patch_numbers = (
+                near[:, None] * side + near
+            ).ravel()  # each token is a mean of four, at the nearest one's patch
             frames = []
             for number, view in enumerate(views):
                 hidden = resized(view.hidden.reshape(side, side, -1), half, half).reshape(half**2, -1)
-                own = view.patches.take(shown)  # of all the frame's patches
-                own = replace(own, indices=own.indices + number * (self.tokens - half**2))
-                frames.append(ImageTokens(hidden, own))
+                frame_patches = view.patches.take(patch_numbers)  # of all the frame's patches
+                frame_patches = replace(frame_patches, indices=frame_patches.indices + number * (self.tokens - half**2))
+                frames.append(ImageTokens(hidden, frame_patches))
         tokens = joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
         patches = tokens.patches  # frames compete with each other, unlike the views of an image
         return replace(tokens, patches=replace(patches, views=None, frames=patches.views))
@@ -163,5 +165,5 @@ def _timed(clip: SampledFrames) -> tuple[str, ...]:
 
 def _clock(seconds: float) -> tuple[int, int, int]:
     """Hours, minutes and seconds of a time, rounded down."""
-    minutes, left = divmod(int(seconds), 60)
-    return *divmod(minutes, 60), left
+    minutes, rest = divmod(int(seconds), 60)
+    return *divmod(minutes, 60), rest

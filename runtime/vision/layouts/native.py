@@ -40,8 +40,8 @@ class Native(Layout):
     max_pixels: int
 
     def __post_init__(self) -> None:
-        sound = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels
-        if not sound or not self.min_pixels <= self.max_pixels <= MAX_RESIZED_PIXELS:
+        valid = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels
+        if not valid or not self.min_pixels <= self.max_pixels <= MAX_RESIZED_PIXELS:
             raise BundleError(
                 f"layout 'native' has {self.min_pixels} to {self.max_pixels} pixels in tokens of {self.unit} x "
                 f"{self.unit}; at least one token must fit, and at most {MAX_RESIZED_PIXELS:,} pixels; "
@@ -78,10 +78,10 @@ class Native(Layout):
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         area = self.unit**2
-        for each in range(self.max_pixels // area, 0, -1):
-            layout = self.within(each * area)
+        for count in range(self.max_pixels // area, 0, -1):
+            layout = self.within(count * area)
             if sum(layout.count(*size) for size in sizes) <= tokens:
-                return each * area
+                return count * area
         return None
 
     def choices(self, tokens: int) -> Iterator[Layout]:

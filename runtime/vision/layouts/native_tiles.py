@@ -55,8 +55,8 @@ class NativeTiles(Native):
 
     @property
     def max_tokens(self) -> int:
-        whole = super(NativeTiles, self).max_tokens
-        return whole if self.most == 1 else max(whole, self.most * self._tile_tokens + self.thumbnail * whole)
+        overview = super(NativeTiles, self).max_tokens
+        return overview if self.most == 1 else max(overview, self.most * self._tile_tokens + self.thumbnail * overview)
 
     @property
     def max_views(self) -> int:

@@ -50,11 +50,11 @@ class Pairs(VideoLayout):
 
     def __post_init__(self) -> None:
         most = MAX_RESIZED_PIXELS * (MAX_SAMPLED_FRAMES if self.of_clip else 1)
-        sound = min(self.patch, self.merge, self.min_pixels) >= 1 and self.min_pixels <= self.max_pixels <= most
-        sound = sound and self.unit**2 <= min(self.max_pixels, self.frame_pixels or self.max_pixels)
-        counted = 1 <= self.fewest <= self.frames <= MAX_SAMPLED_FRAMES and 0 < self.a_second <= 1000
-        sound = sound and (self.capped is None or 1 <= self.capped <= 1 << 24)
-        if not sound or not counted or (self.ticks is not None and (self.times or not 0 < self.ticks <= 1000)):
+        valid = min(self.patch, self.merge, self.min_pixels) >= 1 and self.min_pixels <= self.max_pixels <= most
+        valid = valid and self.unit**2 <= min(self.max_pixels, self.frame_pixels or self.max_pixels)
+        valid_frames = 1 <= self.fewest <= self.frames <= MAX_SAMPLED_FRAMES and 0 < self.a_second <= 1000
+        valid = valid and (self.capped is None or 1 <= self.capped <= 1 << 24)
+        if not valid or not valid_frames or (self.ticks is not None and (self.times or not 0 < self.ticks <= 1000)):
             raise BundleError(
                 f"layout 'pairs' has {self.fewest} to {self.frames} frames, {self.a_second} a second, of "
                 f"{self.min_pixels} to {self.max_pixels} pixels in tokens of {self.unit} x {self.unit}; it needs 1 to "
@@ -93,9 +93,9 @@ class Pairs(VideoLayout):
         if not self.times:
             return PromptImage((count * columns * rows,), span=self._span(clip, columns, rows))
         seconds = [number / clip.rate for number in (*clip.numbers, clip.numbers[-1])]
-        both = zip(seconds[::2], seconds[1::2], strict=False)
+        pairs = zip(seconds[::2], seconds[1::2], strict=False)
         end = "<|vision_end|>"
-        before = [f"<{(first + last) / 2:.1f} seconds><|vision_start|>" for first, last in both]
+        before = [f"<{(first + last) / 2:.1f} seconds><|vision_start|>" for first, last in pairs]
         return PromptImage((columns * rows,) * count, (before[0], *(end + text for text in before[1:]), end))
 
     def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
@@ -124,10 +124,10 @@ class Pairs(VideoLayout):
 
     def _ticks(self, clip: SampledFrames) -> NDArray[np.int64]:
         """The position in time of each pair, from 0."""
-        each = 1.0
+        share = 1.0
         if self.ticks is not None:  # seconds of two of the sampled frames; transformers multiplies in float32
-            each = self.ticks * (TOGETHER / (len(clip.numbers) / clip.count * clip.rate))
-        numbers = np.arange(_pairs(len(clip.numbers)), dtype=np.float32) * np.float32(each)
+            share = self.ticks * (TOGETHER / (len(clip.numbers) / clip.count * clip.rate))
+        numbers = np.arange(_pairs(len(clip.numbers)), dtype=np.float32) * np.float32(share)
         return numbers.astype(np.int64)
 
     def _span(self, clip: SampledFrames, columns: int, rows: int) -> int:
@@ -137,12 +137,12 @@ class Pairs(VideoLayout):
         """Columns and rows of tokens of each of `frames` frames of this size."""
         least = self.min_pixels * frames
         most = self.max_pixels * frames
-        counted = frames
+        count = frames
         check_ratio(width, height)
         if self.of_clip:
             least = self.min_pixels
             most = self.max_pixels
-            counted = TOGETHER * max(1, round(frames / TOGETHER))
+            count = TOGETHER * max(1, round(frames / TOGETHER))
             if min(width, height) < self.unit:
                 enlarge = self.unit / min(width, height)
                 width = int(width * enlarge)
@@ -156,7 +156,7 @@ class Pairs(VideoLayout):
                 share = min(self.max_pixels, int(share * 0.9) * TOGETHER // frames)
             most = max(share, floor) * frames
         rounded = round(width / self.unit), round(height / self.unit)
-        columns, rows = fitted_grid(width, height, self.unit, least, most, rounded, frames, counted)
+        columns, rows = fitted_grid(width, height, self.unit, least, most, rounded, frames, count)
         if self.frame_pixels is not None:
             columns, rows = fitted_grid(width, height, self.unit, 0, self.frame_pixels, (columns, rows))
         if columns * rows * self.unit**2 > MAX_RESIZED_PIXELS:

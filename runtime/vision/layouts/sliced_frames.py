@@ -72,6 +72,6 @@ class SlicedFrames(VideoLayout):
     ) -> ImageTokens:
         """The tokens of a video from those of its frames' views; `newline` is not used."""
         tokens = joined(views)
-        each = self.slices.count(width, height)
-        frames = np.arange(len(tokens)) // each  # which compete with each other, unlike the views of an image
+        per_frame = self.slices.count(width, height)
+        frames = np.arange(len(tokens)) // per_frame  # which compete with each other, unlike the views of an image
         return replace(tokens, patches=replace(tokens.patches, views=None, frames=frames))

@@ -46,8 +46,8 @@ class Slices(Layout):
     numbered: bool
 
     def __post_init__(self) -> None:
-        sound = min(self.patch, self.merge) >= 1 and self.unit <= self.side and 1 <= self.most <= MAX_TILES
-        if not sound or self.most * self.side**2 > MAX_RESIZED_PIXELS:
+        valid = min(self.patch, self.merge) >= 1 and self.unit <= self.side and 1 <= self.most <= MAX_TILES
+        if not valid or self.most * self.side**2 > MAX_RESIZED_PIXELS:
             raise BundleError(
                 f"layout 'slices' has up to {self.most} slices of {self.side} x {self.side} pixels in tokens of "
                 f"{self.unit} x {self.unit}; it needs 1 to {MAX_TILES} slices of at least one token, and at most "
@@ -107,8 +107,8 @@ class Slices(Layout):
     def views(self, image: Image.Image, settings: ImageSettings) -> Views:
         image = to_rgb(image)
         columns, rows = self._grid(*image.size)
-        whole, *slices = self._sizes(*image.size)
-        views = [resized(image, settings, *whole)]
+        overview, *slices = self._sizes(*image.size)
+        views = [resized(image, settings, *overview)]
         if slices:
             width, height = slices[0]
             resample = Image.Resampling[settings.resample.upper()]
@@ -128,9 +128,9 @@ class Slices(Layout):
             return 0, 0
         best = (1, 1)
         least = math.inf
-        wanted = math.log(width / height)
+        ratio = math.log(width / height)
         for columns, rows in self._grids(count):
-            off = abs(wanted - math.log(columns / rows))
+            off = abs(ratio - math.log(columns / rows))
             if off < least or (off == least and rows > best[1]):
                 best = (columns, rows)
                 least = off

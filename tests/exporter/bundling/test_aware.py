@@ -39,6 +39,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.exporter.graphs.dialects import ort
 from vtx.exporter.reference.model import Encoded, Reference
 from vtx.exporter.reference.prompts import messages
 from vtx.exporter.weights import writing
@@ -420,6 +421,26 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
     assert all(factors[0] == factors[5] == 1 for factors in norms)
     made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE)
     assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
+
+
+def test_a_layer_of_zeros_and_a_huge_channel_are_exported(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alter(name: str, values: np.ndarray) -> None:
+        if name.startswith("text.layers.1.") and values.ndim == 2:
+            values[:] = 0
+        if name == "text.layers.0.input_layernorm.weight":
+            values[3] *= 3000
+
+    folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", alter)
+    monkeypatch.setattr(ort, "INT8_ACTIVATIONS", 1)
+    plan = plan_export(options(folder, bits=6.0))
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE)
+    rounded = BundleWeights(made.folder, plan.weights.stored)
+    zeros = [name for name in plan.weights.stored if name.startswith("text.layers.1.") and name.endswith("proj.weight")]
+    assert len(zeros) == 7
+    assert not any(rounded.read(name).any() for name in zeros)
+    assert all(check.difference <= 1e-2 for check in check_golden(vtx.load(made.folder, threads=THREADS)))
 
 
 @pytest.mark.parametrize(

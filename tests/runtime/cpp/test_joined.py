@@ -21,7 +21,6 @@ from tests.support.cpp import (
     needs_cpp,
     needs_openvino,
     run,
-    write_pictures,
 )
 from tests.support.families.eagle import TINY, drawn, make_eagle
 from tests.support.traces import meets
@@ -41,11 +40,6 @@ REDUCTIONS = ("fastv:k=2,ratio=0.5", "divprune:keep=8", "cdpruner:keep=8,text=no
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("eagle")
     return export(make_eagle(place / "checkpoint", TINY), place / "bundle", (3, 5), dialects=DIALECTS).folder
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 def test_pixels_and_answers_are_those_of_python(folder: Path, pictures: list[Path]) -> None:

@@ -20,7 +20,7 @@ ONLY_CPP = {
     "-DVTX_TENSORRT_INCLUDES=DIR": LIBRARIES,
     "the prompt has {} token ids and {} image tokens for {} images; give at least one id, and one image "
     "token for each image and one video token for each video, in their order": CALLERS,
-    "about is given with token ids instead of text; ask by text, or leave about out": CALLERS,
+    "{} is given with token ids instead of text; ask by text, or leave {} out": CALLERS,
     "{}; give one that is there": CALLERS,
     "a struct {}; fill it with the _init function of the libvtx that takes it": CALLERS,
     "a question has been asked already; load a prefix file right after the images are opened": CALLERS,

@@ -68,6 +68,7 @@ class Stream:
         self._seconds, self._clock, self._gate, self._stepped = seconds, clock, gate, False
 
     waiting = 0
+    thought = ""
 
     def on_progress(self, beat: Any) -> None:
         pass

@@ -41,6 +41,7 @@ class Script:
         return self.name
 
     waiting = 0
+    thought = ""
 
     def on_progress(self, beat: Any) -> None:
         self._beat = beat

@@ -36,6 +36,7 @@ class Stream:
         return self._name
 
     waiting = 0
+    thought = ""
 
     def on_progress(self, beat: Any) -> None:
         pass

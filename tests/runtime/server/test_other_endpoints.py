@@ -89,7 +89,7 @@ def test_embeddings_are_means_of_image_tokens_of_length_1(client: Any, local: Mo
         ("/detokenize", {"tokens": [5], "k": 3}, "k", "no field"),
         ("/v1/completions", {"prompt": " "}, None, "question is empty"),
         ("/v1/completions", {"prompt": "a <image>"}, None, "ask about images by messages"),
-        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo", "log probabilities"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo", "log probabilities"),
         ("/v1/completions", {"prompt": "a", "messages": []}, "messages", "no field"),
         ("/v1/completions", {"prompt": "a", "logprobs": "x"}, "logprobs", "whole number"),
         ("/v1/completions", {"prompt": "x" * 3_000_000}, None, "limit is 2,097,152"),

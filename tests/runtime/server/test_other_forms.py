@@ -160,6 +160,11 @@ def test_ollama_s_chat_and_generate_have_the_answer_of_the_chat(served: Served) 
     asked = {**EIGHT, "prompt": QUESTION, "system": SYSTEM, "images": [CODED]}
     assert post(served, "/api/generate", {**asked, "stream": False}).json["response"] == text
     assert "".join(line["response"] for line in lines(post(served, "/api/generate", asked))) == text
+    stop = text.strip()[3]
+    for stops in (stop, [stop, "never"]):
+        options = {**EIGHT["options"], "stop": stops, "use_mlock": True}  # type: ignore[dict-item]
+        cut = post(served, "/api/chat", {**EIGHT, "options": options, "messages": OLLAMA, "stream": False}).json
+        assert (cut["message"]["content"], cut["done_reason"]) == (text.partition(stop)[0], "stop")
     raw = {**EIGHT, "prompt": "USER: red? ASSISTANT:", "raw": True, "stream": False}
     assert post(served, "/api/generate", raw).json["response"]
 

@@ -121,8 +121,11 @@ def test_what_is_not_json_is_refused(served: Served, body: bytes) -> None:
 
 
 def test_a_body_must_say_that_it_is_json(served: Served) -> None:
-    """A page of another site can send text to this machine without asking first, but not JSON."""
+    """A page of another site can send text to this machine without asking first, but no JSON, nor hide its origin."""
     assert served.chat(GOOD, content_type="text/plain").status == 415
+    body = json.dumps(GOOD).encode()
+    for headers, status in (({"origin": "http://example.org"}, 415), ({"origin": "null"}, 415), ({}, 200)):
+        assert served.request("POST", "/v1/chat/completions", body, **headers).status == status
 
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("GZIP, identity", 415), ("identity", 200), ("", 200)])

@@ -60,19 +60,19 @@ class Ceilings:
         tokens, depth, width = (max(pair) for pair in zip(LEAST, (tokens, depth, width), strict=True))
         depth = BLOCK * -(-depth // BLOCK)
         width = max(1, min(width, MAX_WEIGHTS // depth))
-        needed = COPIES * 4 * depth * width * len(kinds) + READ_BYTES
+        nbytes = COPIES * 4 * depth * width * len(kinds) + READ_BYTES
         free = available_memory()
-        if free is not None and free < needed:
+        if free is not None and free < nbytes:
             raise DeviceError(
-                f"measuring them takes {size(needed)} of memory, and {size(free)} is free; close other programs"
+                f"measuring them takes {size(nbytes)} of memory, and {size(free)} is free; close other programs"
             )
         self._products = {name: Product(kind, tokens, depth, width, threads) for name, kind in kinds.items()}
         self._memory = MemoryReader(threads)
         self.products: dict[str, list[float]] = {name: [] for name in kinds}
         self.read = list[float]()
         sizes = f"a product [{tokens}, {depth}] x [{depth}, {width}]"
-        used = counted(threads, "thread")
-        self._descriptions = {name: f"{sizes} by {kind.in_words()}, {used}" for name, kind in kinds.items()}
+        threads_text = counted(threads, "thread")
+        self._descriptions = {name: f"{sizes} by {kind.in_words()}, {threads_text}" for name, kind in kinds.items()}
 
     def measure(self) -> None:
         for name, product in self._products.items():

@@ -44,8 +44,8 @@ class Kind:
 
     def in_words(self) -> str:
         weights = "" if self.stored == "float" else f"{self.stored} weights, products of integers, "
-        used = "a scale a token" if self.compute == "int8" else f"{self.compute} arithmetic"
-        return f"{ENGINES[self.device].title}, {weights}{used}"
+        arithmetic = "a scale a token" if self.compute == "int8" else f"{self.compute} arithmetic"
+        return f"{ENGINES[self.device].title}, {weights}{arithmetic}"
 
 
 class Product:
@@ -89,8 +89,8 @@ def make_graph(kind: Kind, rows: int, depth: int, width: int) -> bytes:
         shape = (width, blocks, BLOCK * bits // 8)
         constants = [constant("w", types.UINT8, shape, octets), scales(width, blocks)]
     else:  # a scale per row for int8, per block for int4
-        each = {"axis": 0} if bits == 8 else {"axis": 1, "block_size": BLOCK}
-        wide = make.make_node("DequantizeLinear", ("w", "scales"), ["wide"], **each)
+        axis = {"axis": 0} if bits == 8 else {"axis": 1, "block_size": BLOCK}
+        wide = make.make_node("DequantizeLinear", ("w", "scales"), ["wide"], **axis)
         nodes = [wide, make.make_node("Gemm", ("x", "wide"), ["y"], transB=1)]
         dtype = types.INT8 if bits == 8 else types.INT4
         constants = [constant("w", dtype, (width, depth), octets), scales(width, *([blocks] if bits == 4 else []))]

@@ -78,49 +78,68 @@ def sliding_layers(config: Any, layers: int) -> tuple[int, ...]:
     return tuple(n for n, kind in enumerate(kinds, 1) if kind == "sliding_attention")
 
 
-def _text(parsed: Any) -> TextConfig:
-    config = parsed.text_config
-    layers, kinds = size(config, "num_hidden_layers", MAX_LAYERS), list(config.layer_types)
-    sliding, widths = sliding_layers(config, layers), dict[bool, int]()
-    for layer in range(layers):
-        own = config.per_layer_config[layer]
-        width, heads = own.head_dim, own.num_key_value_heads
-        if heads != config.num_key_value_heads or widths.setdefault(layer + 1 in sliding, width) != width:
+def _widths(config: Any, sliding: tuple[int, ...]) -> dict[bool, int]:
+    """The head size of layers that slide, and of those that do not. Raises UnsupportedModelError."""
+    widths = dict[bool, int]()
+    for layer in range(1, config.num_hidden_layers + 1):
+        settings = config.per_layer_config[layer - 1]
+        width = settings.head_dim
+        heads = settings.num_key_value_heads
+        if heads != config.num_key_value_heads or widths.setdefault(layer in sliding, width) != width:
             raise UnsupportedModelError(
-                f"layer {layer + 1} has {heads} key/value heads of {width!r:.20}; vtx exports models with one number "
+                f"layer {layer} has {heads} key/value heads of {width!r:.20}; vtx exports models with one number "
                 "of heads, and one size in all layers that slide and in all others"
             )
         if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
             raise UnsupportedModelError(
                 f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
             )
-    if len(sliding) == layers:
+    if False not in widths:
         raise UnsupportedModelError("all layers slide; vtx exports Gemma 4 models with a layer of full attention")
-    heads, kv_heads = size(config, "num_attention_heads"), size(config, "num_key_value_heads")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    return widths
+
+
+def _first_sharing(config: Any, layers: int) -> int | None:
+    """The first layer, from 1, that reads K and V of an earlier one; None if none does. Raises CheckpointError."""
     sharing = config.num_kv_shared_layers
     if isinstance(sharing, bool) or not isinstance(sharing, int) or not 0 <= sharing < layers:
         raise CheckpointError(
             f"config.json: num_kv_shared_layers is {sharing!r:.40}, not a number from 0 to {layers - 1}; correct it"
         )
-    if missing := sorted({*kinds} - {*kinds[: layers - sharing]}):
+    kinds = list(config.layer_types)
+    missing = sorted({*kinds} - {*kinds[: layers - sharing]})
+    if missing:
         raise CheckpointError(
             f"config.json: the last {sharing} layers share keys and values, and none of the {layers - sharing} before "
             f"is a layer of {missing[0]}; correct num_kv_shared_layers"
         )
-    hidden, ffn, vocab = (size(config, n) for n in ("hidden_size", "intermediate_size", "vocab_size"))
+    return layers - sharing + 1 if sharing else None
+
+
+def _text(parsed: Any) -> TextConfig:
+    config = parsed.text_config
+    layers = size(config, "num_hidden_layers", MAX_LAYERS)
+    sliding = sliding_layers(config, layers)
+    widths = _widths(config, sliding)
+    heads = size(config, "num_attention_heads")
+    kv_heads = size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    shared = _first_sharing(config, layers)
+    hidden = size(config, "hidden_size")
+    ffn = size(config, "intermediate_size")
+    vocab = size(config, "vocab_size")
     per_layer = config.hidden_size_per_layer_input or None
     if per_layer is not None and config.vocab_size_per_layer_input != vocab:
         raise UnsupportedModelError(
             f"vocab_size_per_layer_input is {config.vocab_size_per_layer_input!r:.40}, the vocabulary has {vocab} "
             "tokens; vtx exports models where they agree"
         )
-    padding, window = config.pad_token_id, size(config, "sliding_window", MAX_POSITIONS)
+    padding = config.pad_token_id
+    window = size(config, "sliding_window", MAX_POSITIONS)
     if not isinstance(padding, int) or not 0 <= padding < vocab:
         raise CheckpointError(f"config.json: pad_token_id {padding!r:.40} is not a token id below {vocab}; correct it")
     ropes = dict(config.rope_parameters or {})
-    shared = layers - sharing + 1 if sharing else None
 
     def rope(kind: str) -> Any:
         return read_rope(
@@ -153,7 +172,7 @@ def _text(parsed: Any) -> TextConfig:
         attention_scale=1.0,
         shared=shared,
         sliding=SlidingSpec(sliding, window, widths[True], rope("sliding_attention")) if sliding else None,
-        shared_ffn=2 * ffn if sharing and config.use_double_wide_mlp else None,
+        shared_ffn=2 * ffn if shared is not None and config.use_double_wide_mlp else None,
         per_layer=None if per_layer is None else size(config, "hidden_size_per_layer_input"),
         padding_id=padding if per_layer is not None else None,
         softcap=None if cap is None else number({"final_logit_softcapping": cap}, "final_logit_softcapping"),

@@ -11,6 +11,12 @@
 namespace vtxcore {
 namespace {
 
+// Refuses an option that needs the text of the question.
+void check_without_text(bool given, const char* name) {
+  if (given) fail(Kind::request, name, " is given with token ids instead of text; ask by text, or leave ", name, " out");
+}
+
+
 // The question was cancelled or ran out of time; caught where an answer is put together.
 struct Ended {
   const char* stopped;
@@ -139,8 +145,8 @@ void Conversation::restart_chat() {
 Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   Running running(*this);
   const Manifest& m = model_->manifest();
-  if (options.thinking || options.max_thinking_tokens > 0)
-    fail(Kind::request, "thinking is switched and limited by the chat template, and token ids are given; leave it out");
+  check_without_text(options.thinking || options.max_thinking_tokens > 0, "thinking");
+  check_without_text(options.about.has_value(), "about");
   for (int64_t id : ids) check_whole("token id", id, 0, m.model.vocab - 1);
   size_t images = 0, wrong = 0;
   for (int64_t id : ids) {
@@ -227,8 +233,6 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::o
     return turn.messages ? model_->text().prompt(*turn.messages, images, turn.thinking) : expanded(turn.ids, images);
   };
   Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
-  if (about && !turn.messages)
-    fail(Kind::request, "about is given with token ids instead of text; ask by text, or leave about out");
   std::vector<Message> asked;
   Ids chosen_by = ids;
   if (about) {
