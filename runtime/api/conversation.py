@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.loaded import Images, LoadedBundle, Picture, as_list, opening_messages, sized_message
+from vtx.runtime.api.loaded import ImageReader, Images, LoadedBundle, opening_messages
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.room import check_room
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -58,12 +58,8 @@ class Conversation:
         shares_images: bool = True,
         prefix_file: Path | None = None,
         tenant: str = "",
-        sources: Sequence[Picture] | None = None,
-        fit: str | None = None,
     ) -> None:
         """`shares_images`: use what the bundle's `image_cache` and `tile_cache` have of the `tenant`, if it has them.
-
-        `sources`: what the images were read from, with `fit`, to read them again with other tokens.
 
         Raises RequestError: a `prefix_file` serves no prompt of the model.
         """
@@ -79,8 +75,7 @@ class Conversation:
         self.images = images
         self.system = system
         self.tenant = tenant
-        self._sources = sources
-        self._fit = fit
+        self.reader: ImageReader | None = None  # reads its images again, with other tokens
         self._shares_images = shares_images
         self._prefix_file = prefix_file
         self._turns = Turns()
@@ -109,15 +104,17 @@ class Conversation:
         A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats
         cannot be continued.
         """
-        sources = as_list(images)
-        self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
-        self._sources = sources
-        self._fit = fit
+        self._reread(self.loaded.reader(images, fit), image_tokens)
+
+    def _reread(self, reader: ImageReader, image_tokens: ImageDetail) -> None:
+        """Ask about what the reader gives from now on."""
+        self.replace_prepared(reader(image_tokens))
+        self.reader = reader
 
     def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
         """As `replace`, by images that are read already."""
         with self._turns.hold(Request(), closing=True):
-            self._sources = None
+            self.reader = None
             self.images = images
             self._encoded = self._encoded.replaced(images)
             self._session.caches.continues = True
@@ -163,9 +160,9 @@ class Conversation:
         """Like `ask`, but yield the text piece by piece."""
         settings = Settings.of(k, options, keywords)
         if image_tokens is not None:
-            if self._sources is None:
+            if self.reader is None:
                 raise RequestError("image_tokens is for images as they were opened; give it to replace or open")
-            self.replace(self._sources, fit=self._fit, image_tokens=image_tokens)
+            self._reread(self.reader, image_tokens)
         return self.stream_messages(self.opening(question), settings)
 
     async def aask(

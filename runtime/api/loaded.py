@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Picture: TypeAlias = "ImageSource | Video"
 Images: TypeAlias = "Picture | Sequence[Picture]"
+ImageReader: TypeAlias = Callable[[ImageDetail], "tuple[PreparedImage, ...]"]
 
 
 class ImageKeywords(TypedDict, total=False):
@@ -254,6 +255,11 @@ class LoadedBundle:
             k = self.default_k
             rest = self.default_rest if rest is None else rest
         return k, None if rest is None else read_rest(rest)
+
+    def reader(self, images: Images, fit: str | None = None) -> ImageReader:
+        """A function that reads and preprocesses the images and videos of a first question, by `image_tokens`."""
+        sources = as_list(images)
+        return lambda image_tokens: self.prepare_all(sources, fit, messages=sized_message(sources, image_tokens))
 
     def prepare_all(
         self,

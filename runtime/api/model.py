@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle, as_list, sized_message
+from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle
 from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Settings
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
@@ -116,9 +116,9 @@ class Model:
         """
         self.loaded.check_open()
         file = None if prefix_file is None else Path(prefix_file)
-        sources = as_list(images)
-        prepared = self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens))
-        conversation = Conversation(self.loaded, prepared, system, prefix_file=file, sources=sources, fit=fit)
+        reader = self.loaded.reader(images, fit)
+        conversation = Conversation(self.loaded, reader(image_tokens), system, prefix_file=file)
+        conversation.reader = reader
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation

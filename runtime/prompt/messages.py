@@ -51,15 +51,15 @@ def with_tools(
     """
     if not tools and thinking is None:
         return list(messages)
-    begun = bool(messages) and messages[0]["role"] == "tools"
+    has_head = bool(messages) and messages[0]["role"] == "tools"
     head: Message = {"role": "tools", "content": ""}
-    if begun:
+    if has_head:
         head = {**head, **messages[0]}
     if tools:
         head["tools"] = tools
     if thinking is not None:
         head["thinking"] = thinking
-    return [head, *messages[1:]] if begun else [head, *messages]
+    return [head, *messages[1:]] if has_head else [head, *messages]
 
 
 def thinking_of(messages: Sequence[Message]) -> bool | None:

@@ -260,8 +260,8 @@ class Text:
 
     def stream(self, *, marks: bool = False) -> Detokenizer:
         """A new detokenizer for one answer; `marks`: those of thoughts have a text."""
-        shown = self._marks if marks else {}
-        return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes, marks=shown)
+        texts = self._marks if marks else {}
+        return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes, marks=texts)
 
     def thoughts(self, messages: Sequence[Message], ids: NDArray[np.int64]) -> ThoughtDivider | None:
         """The divider of the answer to messages, whose prompt is `ids`; None if it can have no thought of its own.

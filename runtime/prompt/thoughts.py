@@ -54,15 +54,15 @@ class ThoughtDivider:
         text = self._waiting + text
         self._waiting = ""
         if self.may_begin:
-            begun = text.lstrip()
-            if not begun.startswith(self._form.begin) and not last and self._form.begin.startswith(begun):
+            start = text.lstrip()
+            if not start.startswith(self._form.begin) and not last and self._form.begin.startswith(start):
                 self._waiting = text
                 return ""
             self.may_begin = False
-            self.inside = begun.startswith(self._form.begin)
+            self.inside = start.startswith(self._form.begin)
             if self.inside:
                 self.thought = ""
-                text = begun.removeprefix(self._form.begin)
+                text = start.removeprefix(self._form.begin)
             for mark in () if self.inside else self._special:
                 text = text.replace(mark, "")
         return self._divided(text, last=last) if self.inside else text

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads, StageAttention
-from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
+from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
 MAX_SIZE = 1 << 30
@@ -65,15 +65,7 @@ class Plain(Dialect):
             every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
             seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
-        return join_heads(b, _attend(b, q, k, v, mask, heads.size**-0.5), heads.count * value_size)
-
-
-def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
-    """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
-    if c.heads == c.kv_heads:
-        return x
-    expanded = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-    return b.reshape(expanded, 1, c.heads, -1, c.heads_of(layer))
+        return join_heads(b, _weighted(b, _scores(b, q, k, heads.size**-0.5), v, mask), heads.count * value_size)
 
 
 class PlainAttention(HeadsApart):
@@ -107,7 +99,7 @@ class PlainAttention(HeadsApart):
         values = self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
         keys, values = (for_every_head(self._b, self._c, x, layer) for x in (keys, values))
-        return _attend(self._b, q, keys, values, self._masks[None, sliding], self._c.scale(layer))
+        return self._attend(q, keys, values, self._masks[None, sliding], layer)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         b = self._b
@@ -119,7 +111,14 @@ class PlainAttention(HeadsApart):
             )
             self._masks[source, False] = self._causal(q, keys, sliding=self._c.slides(source), filled=True)
             self._sources[source] = for_every_head(b, self._c, keys, source), for_every_head(b, self._c, values, source)
-        return _attend(b, q, *self._sources[source], self._masks[source, False], self._c.scale(layer))
+        return self._attend(q, *self._sources[source], self._masks[source, False], layer)
+
+    def _attend(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        b = self._b
+        scores = _scores(b, q, k, self._c.scale(layer))
+        if self._c.attention_softcap is not None:
+            scores = b.bounded(scores, self._c.attention_softcap, b.dialect.compute)
+        return _weighted(b, scores, v, mask)
 
     def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """The past's slots and then the new ones, in float32."""
@@ -170,13 +169,16 @@ def rotate_halves(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, head_di
     return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
 
 
-def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
-    """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]."""
+def _scores(b: Builder, q: ir.Value, k: ir.Value, scale: float) -> ir.Value:
+    """The products q k^T * scale of [batch, heads, tokens, head_dim]."""
     k = b.op("Transpose", k, perm=[0, 1, 3, 2])
     if b.dialect.compute == FLOAT:  # the form that OpenVINO fuses
-        scores = b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
-    else:  # products of unscaled numbers may exceed float16
-        scores = b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)
+        return b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
+    return b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)  # products of unscaled numbers may exceed float16
+
+
+def _weighted(b: Builder, scores: ir.Value, v: ir.Value, mask: ir.Value | None) -> ir.Value:
+    """softmax(scores + mask) v."""
     if mask is not None:
         scores = b.op("Add", scores, mask)
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)

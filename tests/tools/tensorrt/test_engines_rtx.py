@@ -20,7 +20,7 @@ from tests.support.families.eagle import make_eagle
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
-from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
@@ -156,10 +156,11 @@ def test_layers_with_states_and_views_of_any_shape_become_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["paligemma", "pi0"])
+@pytest.mark.parametrize("family", ["paligemma", "paligemma2", "pi0"])
 def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    checkpoint = make_pi0(folder, TinyPi0()) if family == "pi0" else make(folder, PALIGEMMA)
+    tiny = PALIGEMMA2 if family == "paligemma2" else PALIGEMMA
+    checkpoint = make_pi0(folder, TinyPi0()) if family == "pi0" else make(folder, tiny)
     bundle = export(checkpoint, tmp_path / "bundle", (3,), "fp16")
     assert_all_built(bundle)
     if family == "pi0":
