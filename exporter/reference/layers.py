@@ -192,8 +192,8 @@ def _delta_rule(
     mixed = F.conv1d(columns, weight("linear_attn.conv1d.weight"), groups=d.channels)[..., -count:]
 
     def heads(part: Tensor) -> Tensor:
-        apart = part.reshape(batch, count, d.key_heads, d.key_dim)
-        return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
+        by_head = part.reshape(batch, count, d.key_heads, d.key_dim)
+        return by_head.repeat_interleave(d.value_heads // d.key_heads, 2)
 
     q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
     q = heads(q)
