@@ -46,7 +46,7 @@ RESOLVED: dict[str, Any] = {}  # by digest: an export that tries two precisions 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a checkpoint's tokenizer and template are read.
+    """The reading of a checkpoint's tokenizer and template.
 
     `template` replaces the checkpoint's. `original`: the tokenizer is a tokenizer.model without an image token, which
     gets one. `end_ids` end an answer, whatever the files say; if neither they nor generation_config.json are given, the
