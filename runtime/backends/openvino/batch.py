@@ -87,7 +87,7 @@ class OpenvinoStageBatch:
 
     def _inputs(self, tokens: TokenStates, positions: Ids, window: int) -> dict[str, NDArray[Any]]:
         """The inputs of a run of tokens at their positions, which see `window` slots in layers that slide."""
-        inputs = {
+        inputs: dict[str, NDArray[Any]] = {
             names.HIDDEN: np.ascontiguousarray(tokens.hidden),
             names.POSITIONS: positions[None].copy(),
             OUTPUTS: np.arange(len(tokens), dtype=np.int32),
