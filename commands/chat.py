@@ -46,6 +46,7 @@ class ChatSettings:
     k: Depth
     rest: str | None
     reduce: str
+    image_tokens: int | None
     max_new_tokens: int
     guide: Guide | None
     loading: Loading
@@ -60,6 +61,7 @@ class ChatSettings:
     "k",
     "rest",
     "reduce",
+    "image_tokens",
     "max_new_tokens",
     "guide",
     "device",
@@ -85,7 +87,7 @@ def chat(settings: ChatSettings) -> None:
     if settings.image and not as_video(settings.image):
         load_image(settings.image)
     model = settings.loading.load(find_bundle(settings.bundle, (settings.k,), settings.hub_model, settings.precision))
-    talk = _Talk(model, settings.image, settings.k, settings.reduce, options)
+    talk = _Talk(model, settings.image, settings.k, settings.reduce, options, settings.image_tokens)
     talk.begin()
     note(f"{model.manifest.model.name} on {model.backend.device}; /help lists commands, Ctrl-D ends")
     if model.loaded.card:
@@ -120,12 +122,15 @@ class _Talk:
     k: Depth
     reduce: str
     options: Options
+    image_tokens: int | None
     stats: Stats | None = None
     _chat: Chat = field(init=False)
 
     def begin(self) -> None:
         """Open the image and forget the turns."""
-        self._chat = self.model.open([self.image] if self.image else []).chat(self.k, reduce=self.reduce)
+        images = [self.image] if self.image else []
+        conversation = self.model.open(images, image_tokens=self.image_tokens if images else None)
+        self._chat = conversation.chat(self.k, reduce=self.reduce)
 
     def ask(self, question: str) -> None:
         """Print the answer to the next turn as it comes; Ctrl-C ends it, and the turn does not count."""

@@ -51,6 +51,8 @@ class RunSettings:
     videos: tuple[str, ...]
     frames: int | None
     image_tokens: int | None
+    thinking: bool | None
+    max_thinking_tokens: int | None
     text_only: bool
     chat: bool
     as_json: bool
@@ -95,6 +97,8 @@ class RunSettings:
             rest=self.rest,
             accept=self.accept,
             boxes=self.boxes or self.show_boxes is not None,
+            thinking=self.thinking,
+            max_thinking_tokens=self.max_thinking_tokens,
         )
 
 
@@ -125,13 +129,9 @@ class RunSettings:
     option("--image more", click.Path(), "Additional image in the same prompt; repeat for more.", multiple=True),
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
-    option(
-        "--image-tokens",
-        int,
-        "At most N tokens per image, for models that see images in tiles, at native "
-        "resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).",
-        metavar="N",
-    ),
+    "image_tokens",
+    click.option("--thinking/--no-thinking", default=None, help="Think before the answer, or do not; on stderr."),
+    option("--max-thinking-tokens", int, "End the thought after N tokens [default: no limit].", metavar="N"),
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -374,13 +374,19 @@ def _read(settings: RunSettings) -> list[Image | Video]:
 
 def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     """Print an answer as it comes; `before` is noted with its first piece, so that an error is shown alone."""
+    thought = False
     for piece in stream:
         if before:
             note(before)
             before = ""
+        if stream.thought and not thought:
+            thought = True
+            note(f"thought: {stream.thought}")
         say(piece, line=False)
         sys.stdout.flush()
     click.echo()
+    if stream.answer.thought and not thought:
+        note(f"thought: {stream.answer.thought}")
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
     if stream.answer.choices is not None:

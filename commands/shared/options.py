@@ -157,6 +157,8 @@ _SHARED: dict[str, Declare] = {
                            help="Token reduction, e.g. fastv, mustdrop:192 or lsm:tau=0.9+fastv:ratio=0.75 [default: "
                            "the bundle's first]."),
     "max_new_tokens": option("--max-new-tokens", 256, "Maximum tokens per answer."),
+    "image_tokens": option("--image-tokens", int, "At most N tokens per image, for models that see images in tiles, at "
+                           "native resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).", metavar="N"),
     "images": option("--images", Path, "Image directory [default: that of the data file]."),
     "seed": option("--seed", 0, "Sampling seed."),
     "model": option("--model", "demo", "Checkpoint directory or Hugging Face id; demo: the built-in model."),

@@ -32,10 +32,18 @@ NAMES: Mapping[Any, str] = {
 }  # fmt: skip
 LISTED: Mapping[Any, str] = {str: "texts", int: "whole numbers"}
 DEFAULTS = {**dict.fromkeys(OPTIONS, Options()), **dict.fromkeys(SAMPLING, Sampling())}
-BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig)
+BLOCKS = (anthropic.MessageTurn, anthropic.Tool, anthropic.CallChoice, anthropic.OutputConfig, anthropic.Thinking)
 ITEMS = (
     responses.MessageItem, responses.CallItem, responses.ResultItem, responses.FunctionItem, responses.TextFields,
-    responses.Reasoning,
+    responses.Reasoning, responses.ReasoningItem,
+)  # fmt: skip
+
+THOUGHTS = (
+    ("`/v1/chat/completions`", "`chat_template_kwargs`, or `reasoning_effort`, which is off with `none` and `minimal`",
+     "`reasoning_content` of the message and of deltas"),
+    ("`/v1/responses`", "`reasoning`", "an item of type `reasoning`"),
+    ("`/v1/messages`", "`thinking`, whose `budget_tokens` are the limit", "a block of type `thinking`"),
+    ("`/api/chat`, `/api/generate`", "`think`", "`thinking`"),
 )  # fmt: skip
 
 
@@ -48,9 +56,15 @@ def pages() -> dict[Path, str]:
         "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
         "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
-        "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
-        "`enable_thinking`; else it is refused. Thoughts are a part of the answer's text. `timings_per_token` adds\n"
-        "llama-server's `timings` to the reply, or to a stream's last chunk.",
+        "`timings_per_token` adds llama-server's `timings` to the reply, or to a stream's last chunk.",
+        "## Thoughts before an answer",
+        "Of a model whose chat template has `enable_thinking` (Qwen3.5, MiniCPM-V 4.6, Gemma 4). Where no field is\n"
+        "given, the template decides; a thought that is asked for is refused if the template has no switch. At\n"
+        "`max_thinking_tokens` its end mark takes the place of the next tokens, and the answer follows.",
+        _table(("address", "switch", "in the reply"), THOUGHTS),
+        "Forms, stop strings and boxes apply behind the thought. Refused are choices whose probabilities are scored\n"
+        "behind a prompt that opens a thought, and every form with thoughts that the model begins itself (Gemma 4).\n"
+        "Tokens of the thought count for `max_tokens`; `reasoning_tokens` tells their number, end mark included.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
         "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"
@@ -59,18 +73,17 @@ def pages() -> dict[Path, str]:
         "## Fields of completions and embeddings",
         f"`/v1/completions` has a `prompt` in place of `messages` and {completions.MAX_TOKENS} `max_tokens` by\n"
         "default: a text, token ids, or a list of these. With `echo` each stands before its answers, but not\n"
-        "with `logprobs`. `tools` and `reasoning_effort` are refused. `/detokenize` and `/v1/embeddings`:",
+        "with `logprobs`. `tools` and fields about thoughts are refused. `/detokenize` and `/v1/embeddings`:",
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
-        "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice` and `output_config`, a text `system`,\n"
-        f"and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.\n"
-        "`thinking` may be disabled.",
+        "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice`, `output_config` and `thinking`, a\n"
+        f"text `system`, and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.",
         _objects(BLOCKS),
         "## Fields of Ollama's addresses",
         "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and\n"
-        "these in `messages` and `options`. `format` is `json` or a schema, `think` may be false, `keep_alive` has no\n"
-        "effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of bundles\n"
-        "may end with `:latest`.",
+        "these in `messages` and `options`. `format` is `json` or a schema, `think` switches thoughts, `keep_alive`\n"
+        "has no effect. `/api/generate` has `prompt`, `system`, `images` and `raw` in place of `messages`. Names of\n"
+        "bundles may end with `:latest`.",
         _objects((ollama.OllamaMessage, ollama.ModelOptions)),
         "## Several machines",
         "The arguments of [the application for Ray Serve](../how-to/serve-fleet.md).",

@@ -39,7 +39,8 @@ The model families that vtx exports, by `architectures` and `model_type` of `con
 the kinds of layers and images, [checkpoints in their authors' layout](../how-to/original.md) how to export those, and
 [videos](../how-to/videos.md) how to ask about them.
 
-Text models: {", ".join(TEXT_FAMILIES)}, gemma3, gemma4. Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
+Text models: {", ".join(TEXT_FAMILIES)}, gemma2 (in PaliGemma 2), gemma3, gemma4.
+Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
 those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
 registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
 

@@ -24,9 +24,9 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's laye
 STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
-SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
+SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "gemma2": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
 MLP_BIASED = ("llama", "granite", "gemma")  # families whose settings may state biases of the MLP
-O_BIASED = (*MLP_BIASED, "qwen3", "qwen3_5")  # and of attention's output
+O_BIASED = (*MLP_BIASED, "gemma2", "qwen3", "qwen3_5")  # and of attention's output
 MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
 
 
@@ -38,7 +38,7 @@ class TextConfig(Decoder):
     `rotates_first`: of a head only the first numbers rotate, twice as many as there are frequencies other than 0.
     `two_way` as in `ModelSpec`. `padding_id`: the token of whose entries in the table of inputs to layers those of
     image tokens are made; `attention_scale`: the factor of attention's products if it is not 1 over the root of the
-    head size; `softcap`: the bound of logits, by tanh.
+    head size; `softcap`: the bound of logits, by tanh; `attention_softcap`: that of attention's scaled products.
 
     `factors` are pairs of a pattern of weights' canonical names, and what these weights of a checkpoint are multiplied
     by wherever they are read, `shifts` the same of what is added to them then; a bundle holds the results.
@@ -60,6 +60,7 @@ class TextConfig(Decoder):
     padding_id: int | None = optional(None)
     attention_scale: float | None = optional(None)
     softcap: float | None = optional(None)
+    attention_softcap: float | None = optional(None)
 
     def scale(self, layer: int) -> float:
         """The factor of the products of a layer's attention."""
@@ -101,6 +102,8 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         ffn, fields = _lfm2(config, layers, ffn)
     if family == "qwen3_5":
         fields = _qwen3_5(config, layers)
+    if family == "gemma2":
+        fields = _gemma2(config)
     biased = bool(getattr(config, "attention_bias", False))
     return TextConfig(
         family=family,
@@ -112,7 +115,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         head_dim=head_dim,
         vocab=size(config, "vocab_size", 1 << 22),
         eps=eps,
-        activation="silu" if family == "lfm2" else str(config.hidden_act),
+        activation=_activation(config, family),
         qkv_bias=family == "qwen2" or biased,
         o_bias=family in O_BIASED and biased,
         mlp_bias=family in MLP_BIASED and bool(getattr(config, "mlp_bias", False)),
@@ -128,7 +131,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         qk_norm=family in ("qwen3", "lfm2", "qwen3_5"),
         factors=factors,
         shifts=SHIFTS.get(family, ()),
-        scaled_embedding=family == "gemma",
+        scaled_embedding=family in ("gemma", "gemma2"),
         **fields,
     )
 
@@ -186,6 +189,21 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
         )
     fields = _convolved(config, "qwen3_5", layers, "linear_conv_kernel_dim") | {"gated": True, "rotates_first": True}
     return fields | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if fields["conv_layers"] else {})
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    """Gemma 2's norms behind attention and the MLP, its scale of attention's products, and its bounds by tanh."""
+    settings = vars(config)
+    caps = {"softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+    bounds = {field: number(settings, name) for field, name in caps.items() if settings[name] is not None}
+    return {"post_norms": True, "attention_scale": number(settings, "query_pre_attn_scalar") ** -0.5, **bounds}
+
+
+def _activation(config: Any, family: str) -> str:
+    """The function between the matrices of the MLP."""
+    if family == "lfm2":
+        return "silu"
+    return str(config.hidden_activation if family == "gemma2" else config.hidden_act)
 
 
 def _convolved(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:

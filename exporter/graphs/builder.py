@@ -242,6 +242,11 @@ class Builder:
     def scalar(self, value: float) -> ir.Value:
         return self.constant(np.array(value, self.dialect.compute.numpy()))
 
+    def bounded(self, x: ir.Value, bound: float, kind: ir.DataType = FLOAT) -> ir.Value:
+        """Numbers of a type between -bound and bound, by tanh."""
+        cap = self.constant(np.array(bound, kind.numpy()))
+        return self.op("Mul", self.op("Tanh", self.op("Div", x, cap)), cap)
+
     def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
         """0 keeps an axis, -1 is inferred."""
         return self.op("Reshape", x, self.constant(list(shape)))

@@ -85,8 +85,7 @@ def build_head(b: Builder, c: TextConfig) -> None:
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
     logits = b.to_float32(b.project(x, HEAD if b.holds(HEAD) else EMBEDDING))
     if c.softcap is not None:
-        cap = b.constant(np.array(c.softcap, np.float32))
-        logits = b.op("Mul", b.op("Tanh", b.op("Div", logits, cap)), cap)
+        logits = b.bounded(logits, c.softcap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
     if b.dialect.name in names.ON_GPU:
         b.output(_best(b, logits, c.vocab), names.BEST, ir.DataType.INT32, ["tokens"])

@@ -94,7 +94,6 @@ def _attention(
     positions = inputs.positions
     shared = inputs.shared
     width = c.heads_of(inputs.layer)
-    scale = c.scale(inputs.layer)
     parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
     gate: Tensor | None = None
     if c.gated:
@@ -115,13 +114,22 @@ def _attention(
     groups = inputs.groups
     if groups is not None and not (several and (groups >= 0).any()):
         groups = None
-    if c.sliding is None and shared is None and groups is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=several, scale=scale)
+    if c.sliding is None and c.attention_softcap is None and shared is None and groups is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=several, scale=c.scale(inputs.layer))
     else:
         visible = _visible(c, inputs.layer, positions, at, k.shape[2], groups)
-        y = F.scaled_dot_product_attention(q, k, v, visible, scale=scale)
+        y = _attend(c, q, k, v, visible, inputs.layer)
     y = y.transpose(1, 2).flatten(2)
     return y if gate is None else y * gate
+
+
+def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layer: int) -> Tensor:
+    """Attention [batch, heads, n, head_dim] to the keys that are `visible` [n, keys]."""
+    if c.attention_softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
+    products = q @ k.transpose(2, 3) * c.scale(layer)
+    bounded = c.attention_softcap * torch.tanh(products / c.attention_softcap)
+    return bounded.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
 def _appended(

@@ -145,6 +145,8 @@ class Answer:
     `tool_calls`: the complete calls in an answer with tools, whose text has them too.
     `unsure`: why the answer is not to be acted on, if `accept` was given (`judged`); None: it is accepted.
     `boxes` that the answer names, in pixels of the picture as it was given, if asked for; else None.
+    `thought`: the thought before the answer, which is no part of `text`, and `thought_tokens` the number of its tokens
+    with the end mark; None and 0 without one.
     `fields` of a form that was filled in (`fill`), by name, and the answer before it, `free_text`; else None.
     `str()` gives the text, `repr()` all but the cost, which `print(answer.stats)` prints on one line.
     """
@@ -163,6 +165,8 @@ class Answer:
     fields: Mapping[str, FieldValue] | None = None
     free_text: str | None = None
     boxes: tuple[Box, ...] | None = None
+    thought: str | None = None
+    thought_tokens: int = 0
 
     def __str__(self) -> str:
         return self.text
@@ -192,6 +196,7 @@ class Answer:
             facts["fields"] = {name: dataclasses.asdict(field) for name, field in self.fields.items()}
             facts["free_text"] = self.free_text
         facts |= {} if self.boxes is None else {"boxes": list(map(dataclasses.asdict, self.boxes))}
+        facts |= {} if self.thought is None else {"thought": self.thought, "thought_tokens": self.thought_tokens}
         facts |= {"incomplete": True} if self.incomplete else {}
         facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
         unasked = {

@@ -18,14 +18,15 @@ from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.turns import Ended, Request
 from vtx.runtime.backends.memory import QUESTION_ROWS
-from vtx.runtime.errors import ContextError
+from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.prompt.messages import Message, asking_about
+from vtx.runtime.prompt.messages import Message, asking_about, thinking_of
+from vtx.runtime.prompt.thoughts import DraftsBehindThought, ThoughtDivider, undecided
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
-from vtx.runtime.session.generate import generate
+from vtx.runtime.session.generate import Drafts, generate
 from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_softmax, most_likely
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 
@@ -42,31 +43,42 @@ class TextOutput:
     stop string is complete, and is cut where that string begins; token boundaries play no part.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), begun: Sequence[int] = ()) -> None:
-        """`begun`: tokens that the answer continues; its text then keeps a leading space."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        begun: Sequence[int] = (),
+        divider: ThoughtDivider | None = None,
+    ) -> None:
+        """`begun`: tokens that the answer continues; its text then keeps a leading space.
+
+        `divider`: takes a thought out of the text; the detokenizer then has the texts of its marks.
+        """
+        self._divider = divider
         for token in begun:
             detokenizer.push(token)
         self._continues = bool(begun)
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=1) - 1  # characters that may begin a stop string
         self._waiting = ""
         self.text = ""  # the pieces so far
         self.stopped = False
 
     def push(self, token: int | None) -> str:
         """The text that is certain with one more token, maybe none; None: the rest."""
-        text = self._waiting + (self._detokenizer.finish() if token is None else self._detokenizer.push(token))
+        piece = self._detokenizer.finish() if token is None else self._detokenizer.push(token)
+        if self._divider is not None:
+            piece = self._divider.push(piece, last=token is None)
+            if not (self._divider.inside or self._divider.may_begin):
+                self._detokenizer.marks = {}
+        text = self._waiting + piece
         text = text if self.text or self._continues else text.lstrip()
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         cut = len(text)
         if ends:
             self.stopped, cut = True, min(ends)[1]
         elif token is not None:
-            for count in range(min(self._longest, len(text)), 0, -1):
-                if any(stop.startswith(text[-count:]) for stop in self._stops):
-                    cut -= count
-                    break
+            cut -= undecided(text, self._stops)
         self._waiting = "" if self.stopped else text[cut:]
         self.text += text[:cut]
         return text[:cut]
@@ -120,7 +132,30 @@ class AnswerInProgress(Request):
         accept = options.accept
         self._threshold = None if accept is None else threshold_of(accept, loaded.card)
         self._guided = None if options.guide is None else loaded.guided(options.guide)
-        self._output = TextOutput(loaded.text.stream(), options.stop, loaded.text.begun(messages))
+        self._thoughts = loaded.text.thoughts(messages, ids)
+        self._thought_tokens = 0
+        detokenizer = loaded.text.stream(marks=self._thoughts is not None)
+        self._output = TextOutput(detokenizer, options.stop, loaded.text.begun(messages), self._thoughts)
+        self._check_form()
+
+    def _check_form(self) -> None:
+        """Raise RequestError for a form that cannot begin behind the thought."""
+        guide = self._options.guide
+        if guide is None or self._thoughts is None:
+            return
+        if self._thoughts.inside and guide.choices is not None and len(guide.choices) <= MAX_SCORED:
+            raise RequestError(
+                "choices are scored right behind the prompt, where a thought begins; leave choices or thoughts out"
+            )
+        if thinking_of(self._messages) and not self._thoughts.inside:
+            raise RequestError(
+                f"this model begins its thoughts itself, and {guide.kind} would leave none; leave thinking out"
+            )
+
+    @property
+    def thought(self) -> str:
+        """The text of the thought so far."""
+        return "" if self._thoughts is None else self._thoughts.thought or ""
 
     def pieces(self) -> Generator[str]:
         """Compute the answer, giving after each token the text that is certain, maybe none; the first with the prompt.
@@ -210,6 +245,8 @@ class AnswerInProgress(Request):
             unsure,
             judged=self._threshold is not None,
             boxes=self._boxes(text),
+            thought=None if self._thoughts is None else self._thoughts.thought,
+            thought_tokens=self._thought_tokens,
         )
 
     def _calls(self, text: str) -> tuple[ToolCall, ...] | None:
@@ -299,14 +336,21 @@ class AnswerInProgress(Request):
         ids = self._ids
         text = self._loaded.manifest.text
         guided = self._guided
+        thoughts = self._thoughts
+        limit = None
+        if thoughts is not None and options.max_thinking_tokens is not None:
+            limit = self._loaded.text.thought_limit(thoughts, options.max_thinking_tokens)
         end_ids = () if options.ignore_eos else text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
 
         def sample(logits: NDArray[np.float32]) -> int:
-            token = sampler(logits if guided is None else guided.mask(logits))
+            token = None if limit is None else limit.next_token(len(ids))
+            form = None if guided is None or (thoughts is not None and thoughts.inside) else guided
+            if token is None:
+                token = sampler(logits if form is None else form.mask(logits))
             if token == text.seg_token_id:
                 self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
-            if guided is not None and guided.imposes:
+            if form is not None and form.imposes:
                 self._imposed.append(log_probability(logits, token))
             if options.logprobs:
                 self._logprobs.append(log_probability(logits, token))
@@ -320,15 +364,17 @@ class AnswerInProgress(Request):
             self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
         if guided is not None:
             guided.lookup = self._lookup
-        limit = options.max_new_tokens
-        drafts = guided or self._lookup
-        reads_logits = guided is not None or options.logprobs or options.top_logprobs or text.seg_token_id is not None
+        drafts: Drafts | None = self._lookup
+        if guided is not None:
+            drafts = guided if thoughts is None else DraftsBehindThought(guided, thoughts)
+        reads_logits = options.logprobs or options.top_logprobs or text.seg_token_id is not None
+        reads_logits = reads_logits or guided is not None or limit is not None
         tokens = generate(
             session,
             result.logits,
             sample,
             end_ids=end_ids,
-            max_new_tokens=limit,
+            max_new_tokens=options.max_new_tokens,
             check=self.check,
             drafts=drafts,
             greedy=sampler.greedy and not reads_logits,
@@ -337,7 +383,10 @@ class AnswerInProgress(Request):
             self._last_token = perf_counter()
             self._first_token = self._first_token if ids else self._last_token
             ids.append(token)
+            thinks = thoughts is not None and thoughts.inside
             piece = output.push(token)
+            if thoughts is not None and (thinks or thoughts.inside):
+                self._thought_tokens = len(ids)
             if output.stopped:
                 session.next_token = None
             yield piece
@@ -349,4 +398,4 @@ class AnswerInProgress(Request):
         if output.stopped:
             return "stop"
         ended = ids[-1] in end_ids or (guided is not None and guided.complete)
-        return "end" if ended else "length" if len(ids) == limit else "context"
+        return "end" if ended else "length" if len(ids) == options.max_new_tokens else "context"

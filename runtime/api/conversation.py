@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.loaded import Images, LoadedBundle, as_list, opening_messages, sized_message
+from vtx.runtime.api.loaded import Images, LoadedBundle, Picture, as_list, opening_messages, sized_message
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
 from vtx.runtime.api.room import check_room
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
@@ -57,8 +57,12 @@ class Conversation:
         shares_images: bool = True,
         prefix_file: Path | None = None,
         tenant: str = "",
+        sources: Sequence[Picture] | None = None,
+        fit: str | None = None,
     ) -> None:
         """`shares_images`: use what the bundle's `image_cache` and `tile_cache` have of the `tenant`, if it has them.
+
+        `sources`: what the images were read from, with `fit`, to read them again with other tokens.
 
         Raises RequestError: a `prefix_file` serves no prompt of the model.
         """
@@ -74,6 +78,8 @@ class Conversation:
         self.images = images
         self.system = system
         self.tenant = tenant
+        self._sources = sources
+        self._fit = fit
         self._shares_images = shares_images
         self._prefix_file = prefix_file
         self._turns = Turns()
@@ -99,21 +105,30 @@ class Conversation:
     def replace(self, images: Images, *, fit: str | None = None, image_tokens: ImageDetail = None) -> None:
         """Ask about other images from now on, e.g. the next frame of a camera; the arguments are as in `open`.
 
-        A running answer is stopped. The cached prompt is reused up to the first token that differs: system text,
-        unchanged images, and the tiles before the first changed one. Earlier chats cannot be continued.
+        A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats
+        cannot be continued.
         """
         sources = as_list(images)
         self.replace_prepared(self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens)))
+        self._sources = sources
+        self._fit = fit
 
     def replace_prepared(self, images: tuple[PreparedImage, ...]) -> None:
         """As `replace`, by images that are read already."""
         with self._turns.hold(Request(), closing=True):
+            self._sources = None
             self.images = images
             self._encoded = self._encoded.replaced(images)
             self._session.caches.continues = True
 
     def ask(
-        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        image_tokens: ImageDetail = None,
+        **keywords: Unpack[QuestionKeywords],
     ) -> Answer:
         """Answer one question, independent of those before it.
 
@@ -122,6 +137,7 @@ class Conversation:
             k: a prebuilt K, "none" or None for no withdrawal, "auto" for the gates, "card" for that of the bundle's
                 card for the kind of answer; the bundle's default when left out.
             options: sampling and limits.
+            image_tokens: as in `open`, from now on.
             keywords: fields of `Options` and `Sampling`, e.g. `max_new_tokens=64, temperature=0.7`, which override
                 `options`; and `reduce`, a spec of reductions such as "mustdrop:192", "none" or None for none; default:
                 the bundle's first.
@@ -132,25 +148,48 @@ class Conversation:
             ConversationBusyError: another thread reads a stream of this conversation.
 
         """
-        return self.stream(question, k, options, **keywords).read()
+        return self.stream(question, k, options, image_tokens=image_tokens, **keywords).read()
 
     def stream(
-        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        image_tokens: ImageDetail = None,
+        **keywords: Unpack[QuestionKeywords],
     ) -> AnswerStream:
         """Like `ask`, but yield the text piece by piece."""
-        return self.stream_messages(self.opening(question), Settings.of(k, options, keywords))
+        settings = Settings.of(k, options, keywords)
+        if image_tokens is not None:
+            if self._sources is None:
+                raise RequestError("image_tokens is for images as they were opened; give it to replace or open")
+            self.replace(self._sources, fit=self._fit, image_tokens=image_tokens)
+        return self.stream_messages(self.opening(question), settings)
 
     async def aask(
-        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        image_tokens: ImageDetail = None,
+        **keywords: Unpack[QuestionKeywords],
     ) -> Answer:
         """Like `ask`, in a thread of the event loop's executor. Cancelling the task cancels the answer."""
-        return await self.astream(question, k, options, **keywords).read()
+        return await self.astream(question, k, options, image_tokens=image_tokens, **keywords).read()
 
     def astream(
-        self, question: str, k: K = DEFAULT, options: Options | None = None, **keywords: Unpack[QuestionKeywords]
+        self,
+        question: str,
+        k: K = DEFAULT,
+        options: Options | None = None,
+        *,
+        image_tokens: ImageDetail = None,
+        **keywords: Unpack[QuestionKeywords],
     ) -> AsyncAnswerStream:
         """Like `stream`, for `async for`."""
-        return AsyncAnswerStream(self.stream(question, k, options, **keywords))
+        return AsyncAnswerStream(self.stream(question, k, options, image_tokens=image_tokens, **keywords))
 
     def chat(self, k: K = DEFAULT, *, reduce: str | None = DEFAULT) -> Chat:
         """Start a conversation of several turns about these images.
@@ -184,7 +223,10 @@ class Conversation:
         loaded = self.loaded
         images = self.images
         loaded.check_open()
-        guide = settings.options.guide
+        options = settings.options
+        guide = options.guide
+        messages = with_tools(messages, [], options.thinking)
+        loaded.check_thinking(messages, options)
         if guide is not None and guide.fill:
             from vtx.runtime.api.filling import FillingStream
 
@@ -195,7 +237,7 @@ class Conversation:
             check_boxes(loaded.manifest, images)
         if guide is not None and guide.schema_in_prompt:
             messages = with_schema(messages, str(guide.schema))
-        if guide is not None and guide.tools is not None and messages[0]["role"] != "tools":
+        if guide is not None and guide.tools is not None and "tools" not in messages[0]:
             messages = with_tools(messages, guide.listed_tools)
         ids = loaded.prompt_ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder

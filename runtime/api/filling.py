@@ -20,7 +20,7 @@ from vtx.runtime.api.options import Settings
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.guiding import Guide
-from vtx.runtime.prompt.messages import Message, texts_of
+from vtx.runtime.prompt.messages import Message, texts_of, thinking_of
 
 if TYPE_CHECKING:
     from vtx.runtime.session.session import Selection
@@ -219,6 +219,8 @@ class FillingStream(AnswerStream):
         before = self._answering
         left = None if self._ends_at == math.inf else max(1e-3, self._ends_at - monotonic())
         options = replace(options, guide=field.guide, logprobs=True, timeout=left, stop=())
+        if thinking_of(self._messages):  # a field is answered at once
+            options = replace(options, thinking=False)
         answering = self._begun(messages, replace(self._settings, options=options), resume=True, after=self._selection)
         answering.stream = before.stream
         answering.beat = before.beat

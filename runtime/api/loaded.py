@@ -27,7 +27,7 @@ from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
 from vtx.runtime.policies.methods.withdraw import Rest
-from vtx.runtime.prompt.messages import Message, Part, asked_text, image_details
+from vtx.runtime.prompt.messages import Message, Part, asked_text, image_details, thinking_of
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.files.source import is_file, read_file
@@ -418,12 +418,20 @@ class LoadedBundle:
                 "or export with a --chat-template that prints it"
             )
 
-    def check_thinking(self, messages: Sequence[Message]) -> None:
-        """Raise RequestError for messages that switch thoughts on or off if the chat template has no switch."""
-        if "thinking" in messages[0] and not self.text.switches_thinking:
+    def check_thinking(self, messages: Sequence[Message], options: Options) -> None:
+        """Raise RequestError for thoughts that are switched on or off, or limited, if the chat template has no way to.
+
+        They may be switched off where there are none.
+        """
+        thinking = thinking_of(messages)
+        if (thinking or (thinking is False and self.text.thought_form)) and not self.text.switches_thinking:
             raise RequestError(
-                "this model's chat template has no switch for thoughts (enable_thinking); leave reasoning_effort out"
+                "this model's chat template has no switch for thoughts (enable_thinking); leave thinking out"
             )
+        if options.max_thinking_tokens is not None and self.text.thought_form is None:
+            raise RequestError("this model's chat template has no marks of thoughts; leave max_thinking_tokens out")
+        if thinking and messages[-1]["role"] == "assistant":
+            raise RequestError("the answer begins with text, before which no thought has a place; leave thinking out")
 
     def embed_question(self, messages: Sequence[Message]) -> NDArray[np.float32]:
         """The embeddings [segments, width] of the question about the last image, by the bundle's text tower."""

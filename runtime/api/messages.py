@@ -44,6 +44,8 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSourc
         turn: Message = {"role": ROLES.get(role, role), "content": parts}
         if calls:
             turn["tool_calls"] = calls
+        if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+            turn["reasoning_content"] = message["reasoning_content"]
         if role == "tool":  # its result is text, whatever the template makes of parts
             if any(part["type"] != "text" for part in parts_of(turn)):
                 raise RequestError("a tool's result must be text; give images in a message of the user")

@@ -118,7 +118,7 @@ class Model:
         file = None if prefix_file is None else Path(prefix_file)
         sources = as_list(images)
         prepared = self.loaded.prepare_all(sources, fit, messages=sized_message(sources, image_tokens))
-        conversation = Conversation(self.loaded, prepared, system, prefix_file=file)
+        conversation = Conversation(self.loaded, prepared, system, prefix_file=file, sources=sources, fit=fit)
         if system is not None:
             self.loaded.check_system(conversation.opening("?"))
         return conversation

@@ -53,6 +53,9 @@ class Options:
         accept: with choices, the probability that the model must give to its answer; below it `Answer.unsure` says why.
             "card": the threshold that `vtx-eval --coverage` wrote into the bundle's card. None: answers are not judged.
         boxes: also give the boxes that the answer names, in the pixels of the picture (`Answer.boxes`).
+        thinking: True or False switches the thought before the answer on or off (`Answer.thought`); None: as the chat
+            template has it.
+        max_thinking_tokens: tokens of the thought after which it is ended, part of `max_new_tokens`; None: no limit.
 
     Raises:
         RequestError: a value of the wrong type or out of range.
@@ -74,12 +77,18 @@ class Options:
     rest: str | float | None = None
     accept: str | float | None = None
     boxes: bool = False
+    thinking: bool | None = None
+    max_thinking_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         for name in ("ignore_eos", "logprobs", "boxes"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
+        if not isinstance(self.thinking, bool | None):
+            raise RequestError(f"thinking is {self.thinking!r:.40}; it must be True, False or None")
+        if self.max_thinking_tokens is not None:
+            check_whole("max_thinking_tokens", self.max_thinking_tokens, 1)
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
         check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
@@ -163,6 +172,8 @@ class OptionKeywords(GuideKeywords, total=False):
     rest: str | float | None
     accept: str | float | None
     boxes: bool
+    thinking: bool | None
+    max_thinking_tokens: int | None
     temperature: float
     top_p: float
     top_k: int

@@ -98,6 +98,11 @@ class AnswerStream:
         """
         return self._answering.progress(start)
 
+    @property
+    def thought(self) -> str:
+        """The text so far of the thought before the answer, which is none of the pieces."""
+        return self._answering.thought
+
     def __repr__(self) -> str:
         answer = self._answering.answer
         return f"<vtx.AnswerStream, {f'stopped: {answer.stopped}' if answer else 'not read to its end'}>"

@@ -28,28 +28,44 @@ class _RoleAndContent(TypedDict):
 class Message(_RoleAndContent, total=False):
     """One turn: role "system", "user", "assistant" or "tool"; content a string, or parts in the order they are read.
 
-    An assistant's may have `tool_calls`, and a tool's, its result, has the call's `tool_call_id`. A first message of
-    the role "tools" has the `tools` that may be called, and whether the answer begins with thoughts (`thinking`; left
-    out: as the template has it). A single message of the role "prompt" may have the prompt's `ids` and no content.
+    An assistant's may have `tool_calls` and its thought (`reasoning_content`), and a tool's, its result, has the call's
+    `tool_call_id`. A first message of the role "tools" has the `tools` that may be called, and whether the answer
+    begins with thoughts (`thinking`; left out: as the template has it). A single message of the role "prompt" may have
+    the prompt's `ids` and no content.
     """
 
     tool_calls: Sequence[Mapping[str, Any]]
     tool_call_id: str
     tools: Sequence[Mapping[str, Any]]
     thinking: bool
+    reasoning_content: str
     ids: Sequence[int]
 
 
 def with_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], thinking: bool | None = None
 ) -> list[Message]:
-    """The messages, with tools that may be called, and with or without thoughts if that is not None."""
+    """The messages, with tools that may be called, and with or without thoughts if that is not None.
+
+    What a first message of the role "tools" has of both stays where nothing is given.
+    """
+    if not tools and thinking is None:
+        return list(messages)
+    begun = bool(messages) and messages[0]["role"] == "tools"
     head: Message = {"role": "tools", "content": ""}
+    if begun:
+        head = {**head, **messages[0]}
     if tools:
         head["tools"] = tools
     if thinking is not None:
         head["thinking"] = thinking
-    return [head, *messages] if len(head) > len(("role", "content")) else list(messages)
+    return [head, *messages[1:]] if begun else [head, *messages]
+
+
+def thinking_of(messages: Sequence[Message]) -> bool | None:
+    """True or False if messages switch thoughts on or off, else None."""
+    head = messages[0] if messages else None
+    return head.get("thinking") if isinstance(head, Mapping) else None
 
 
 def with_schema(messages: Sequence[Message], schema: str) -> list[Message]:

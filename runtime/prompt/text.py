@@ -15,12 +15,14 @@ from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import BundleError, ContextError, RequestError, TemplateError, VtxError
 from vtx.runtime.prompt.messages import Message, check_messages, extras_of, texts_of
 from vtx.runtime.prompt.template import ShapingTemplate
+from vtx.runtime.prompt.thoughts import ThoughtDivider, ThoughtLimit, thought_form
 from vtx.runtime.prompt.tokenizer import Detokenizer, Masking, TokenBytes, decode, encode, parse_tokenizer, rust_errors
 from vtx.runtime.prompt.tools import CallForm
 from vtx.runtime.vision.tokens import PromptImage
 
 MAX_TOKENIZER_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 512 << 10
+PROMPT_END = 16  # tokens in which a mark that ends a prompt stands
 _TEMPLATE_CURE = "give one that prints it for content of type '{}' with vtx-export --chat-template FILE"
 
 
@@ -65,6 +67,10 @@ class Text:
         self._bytes = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._token_bytes = TokenBytes(tokenizer)
         self._template = ShapingTemplate(template, settings)
+        self.thought_form = form = thought_form(template)  # None: answers have no thoughts of their own
+        marks = "" if form is None else form.begin + form.end
+        special = {id: added[id].content for id in self._hidden}
+        self._marks = {id: token for id, token in special.items() if token and token in marks}  # of thoughts
         self._masking = Masking(tokenizer, settings.control_tokens, settings.unk_token, template)
 
     def prompt(
@@ -83,7 +89,7 @@ class Text:
         once, `BundleError` when the tokenizer gives a token that the model does not have.
         """
         kinds, length = check_messages(messages)
-        if any(extras_of(message).keys() - {"thinking"} for message in messages):
+        if any(extras_of(message).keys() - {"thinking", "reasoning_content"} for message in messages):
             _ = self.call_form  # else the template would leave out tools and calls without a word
         if self._most_characters is not None and length > self._most_characters:
             self._check_length(messages, add_generation_prompt, self._most_characters)
@@ -252,9 +258,26 @@ class Text:
         """The bytes that a token adds to a text: none of a special one, a part of a character maybe."""
         return b"" if id in self._hidden else self._token_bytes(id)
 
-    def stream(self) -> Detokenizer:
-        """A new detokenizer for one answer."""
-        return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes)
+    def stream(self, *, marks: bool = False) -> Detokenizer:
+        """A new detokenizer for one answer; `marks`: those of thoughts have a text."""
+        shown = self._marks if marks else {}
+        return Detokenizer(self.tokenizer, hidden=self._hidden, byte_tokens=self._bytes, marks=shown)
+
+    def thoughts(self, messages: Sequence[Message], ids: NDArray[np.int64]) -> ThoughtDivider | None:
+        """The divider of the answer to messages, whose prompt is `ids`; None if it can have no thought of its own.
+
+        An answer to a whole prompt, or one that the last message begins, has none.
+        """
+        form = self.thought_form
+        if form is None or messages[-1]["role"] in ("prompt", "assistant"):
+            return None
+        end = self.tokenizer.decode(ids[-PROMPT_END:].tolist(), skip_special_tokens=False)
+        return ThoughtDivider(form, [*self._marks.values()], inside=end.rstrip().endswith(form.begin.rstrip()))
+
+    def thought_limit(self, divider: ThoughtDivider, most: int | None) -> ThoughtLimit:
+        """The end of a thought after `most` tokens."""
+        assert self.thought_form is not None, "there are dividers only with a form"
+        return ThoughtLimit(divider, encode(self.tokenizer, self.thought_form.end).ids, most)
 
     def _check_length(self, messages: Sequence[Message], add_generation_prompt: bool, limit: int) -> None:
         """Refuse messages with too many characters for the context, without tokenising them."""

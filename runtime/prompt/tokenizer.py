@@ -205,7 +205,16 @@ class TokenBytes:
 class Detokenizer:
     """Text of one answer, token by token: never half a character, and in total the text of `Text.decode`."""
 
-    def __init__(self, tokenizer: Tokenizer, *, hidden: Set[int], byte_tokens: Set[int | None]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        hidden: Set[int],
+        byte_tokens: Set[int | None],
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
+        """`marks`: special tokens that have a text here."""
+        self.marks = marks or {}
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._bytes = byte_tokens
@@ -216,6 +225,8 @@ class Detokenizer:
 
     def push(self, id: int) -> str:
         """The text that token `id` makes certain; may be empty."""
+        if id in self.marks:
+            return self.finish() + self.marks[id]
         if id in self._hidden or self._tokenizer.id_to_token(id) is None:
             return ""
         self._window.append(id)

@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that became certain with one more token, and the tokens since the last piece."""
+    """The text and the thought that became certain with one more token, and the tokens since the last piece."""
 
     text: str
     progress: Progress
+    thought: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Job:
         self.room = math.inf  # seconds that its prompt may take, so that urgent ones that wait make theirs
         self.stream: AnswerStream | None = None  # of its answer, once it has begun
         self.emitted = 0  # tokens
+        self._emitted_thought = 0  # characters
         self.cancelled = False
 
     @property
@@ -161,16 +163,24 @@ class Job:
                 answer = stream.answer
                 ended = True
                 self._end(True)
+                if thought := self._grown_thought(stream):
+                    self._emit(Piece("", Progress(()), thought))
                 self._emit(Done(answer))
                 return False
             progress = stream.progress(self.emitted)
             self.emitted += len(progress.token_ids)
             if text or progress.token_ids:
-                self._emit(Piece(text, progress))
+                self._emit(Piece(text, progress, self._grown_thought(stream)))
         except Exception as e:
             self._fail(e, None if ended else stream)
             return False
         return True
+
+    def _grown_thought(self, stream: AnswerStream) -> str:
+        """The part of the thought since the last piece."""
+        grown = stream.thought[self._emitted_thought :]
+        self._emitted_thought += len(grown)
+        return grown
 
     def abandon(self) -> None:
         """End it because the thread that computes ends."""

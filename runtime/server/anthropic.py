@@ -9,13 +9,19 @@ from typing import Any, ClassVar, Literal
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, at, check_absent, check_no_thoughts, image_part
+from vtx.runtime.server.openai.fields import FieldReader, at, check_absent, image_part
 from vtx.runtime.server.openai.objects import Event, Objects, call_id
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
 # Fields of a chat completion by their names here, for errors too.
-NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "max_thinking_tokens": "thinking",
+}
+SWITCH = {"reasoning_effort": "thinking"}  # in errors
 ABSENT = (
     "n",
     "stream_options",
@@ -23,6 +29,7 @@ ABSENT = (
     "logprobs",
     "top_logprobs",
     "reasoning_effort",
+    "chat_template_kwargs",
     "timings_per_token",
     *NAMES,
 )
@@ -73,10 +80,11 @@ class UrlSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageBlock:
-    """An image; `cache_control` has no effect."""
+    """An image, of at most `image_tokens`; `cache_control` has no effect."""
 
     type: Literal["image"]
     source: Base64Source | UrlSource
+    image_tokens: int | None = optional(None)
     cache_control: Any = optional(None)
 
 
@@ -103,11 +111,20 @@ class ResultBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtBlock:
+    """The thought of an answer; `signature` has no effect."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = optional("")
+
+
+@dataclass(frozen=True, slots=True)
 class MessageTurn:
     """A message."""
 
     role: Literal["user", "assistant"]
-    content: str | tuple[TextBlock | ImageBlock | CallBlock | ResultBlock, ...]
+    content: str | tuple[TextBlock | ImageBlock | CallBlock | ResultBlock | ThoughtBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +146,14 @@ class CallChoice:
     type: Literal["auto", "any", "tool", "none"]
     name: str = optional("")
     disable_parallel_tool_use: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The field `thinking`; `budget_tokens` are the most of a thought."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +194,9 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
         if form is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema}}
     if "thinking" in fields:
-        check_no_thoughts("thinking", fields.pop("thinking"), {"type": "disabled"})
+        thinking = reader.read(Thinking, fields.pop("thinking"), at("thinking"))
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+        fields["max_thinking_tokens"] = thinking.budget_tokens
     for name in ("max_completion_tokens", "stop"):
         if NAMES[name] in fields:
             fields[name] = fields.pop(NAMES[name])
@@ -205,10 +232,12 @@ def _messages(turn: MessageTurn) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content)}
     parts = tuple(block for block in turn.content if isinstance(block, TextBlock | ImageBlock))
     calls = [_call(block) for block in turn.content if isinstance(block, CallBlock)]
+    thought = "".join(block.thinking for block in turn.content if isinstance(block, ThoughtBlock))
+    facts = {"role": turn.role, "content": _content(parts), "reasoning_content": thought}
     if calls:
-        yield {"role": turn.role, "content": _content(parts), "tool_calls": calls}
+        yield {**facts, "tool_calls": calls}
     elif parts or not turn.content:
-        yield {"role": turn.role, "content": _content(parts)}
+        yield facts
 
 
 def _call(block: CallBlock) -> dict[str, Any]:
@@ -224,7 +253,7 @@ def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     source = block.source
     url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
-    return image_part(url)
+    return image_part(url, image_tokens=block.image_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +268,8 @@ class MessageObjects(Objects):
         [answer] = answers
         content = self.divided(answer.text).content
         calls = answer.tool_calls or ()
-        blocks = [{"type": "text", "text": content}] if content or not calls else []
+        blocks = [] if answer.thought is None else [_thought_block(answer.thought)]
+        blocks += [{"type": "text", "text": content}] if content or not calls else []
         blocks += [_call_block(call.name) | {"input": json.loads(call.arguments)} for call in calls]
         return self._message(blocks, self._ending(answer), self._usage(answer))
 
@@ -250,11 +280,15 @@ class MessageObjects(Objects):
         yield {"type": "message_start", "message": self._message([], ending, usage)}
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
+        if piece.thought:
+            if not self.kinds:
+                yield from self._open(_thought_block(""))
+            yield self._delta({"type": "thinking_delta", "thinking": piece.thought})
         yield from self._grow(index, piece.text)
 
     def done(self, index: int, answer: Answer) -> Iterator[Event]:
         yield from self._grow(index, "", complete=True)
-        if not self.kinds:
+        if self.kinds in ([], ["thinking"]):
             yield from self._open({"type": "text", "text": ""})
         yield from self._close()
         yield {"type": "message_delta", "delta": self._ending(answer), "usage": self._usage(answer)}
@@ -307,6 +341,10 @@ class MessageObjects(Objects):
             "output_tokens": usage["completion_tokens"],
             "vtx": usage["vtx"],
         }
+
+
+def _thought_block(thought: str) -> Event:
+    return {"type": "thinking", "thinking": thought, "signature": ""}
 
 
 def _call_block(name: str) -> Event:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.errors import DeviceError, RequestError
-from vtx.runtime.prompt.messages import with_tools
+from vtx.runtime.prompt.messages import thinking_of, with_tools
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece, order
@@ -125,7 +125,10 @@ ENDPOINTS = {
     "/tokenize": Endpoint(completions.tokenized_fields, names={"messages": "prompt"}, reply=tokenized),  # vLLM's
     "/detokenize": Endpoint(completions.token_fields, names={"messages": "tokens"}, reply=detokenized),
     "/v1/messages": Endpoint(
-        anthropic.chat_fields, anthropic.MessageObjects, anthropic.NAMES, refused=anthropic.refused
+        anthropic.chat_fields,
+        anthropic.MessageObjects,
+        anthropic.NAMES | anthropic.SWITCH,
+        refused=anthropic.refused,
     ),
     "/v1/messages/count_tokens": Endpoint(
         anthropic.chat_fields, names=anthropic.NAMES, refused=anthropic.refused, reply=partial(counted, {})
@@ -429,10 +432,10 @@ def prepare(
             if not (chat.lenient and chat.form == "tools"):
                 raise Refusal(400, str(e), code="unsupported_value", param=chat.form) from e
             notes = {**chat.notes, "ignored": [*chat.notes.get("ignored", ()), "tools"]}
-            messages = with_tools(chat.messages[1:], [], chat.messages[0].get("thinking"))
+            messages = with_tools(chat.messages[1:], [], thinking_of(chat.messages))
             chat = replace(chat, messages=messages, options=replace(chat.options, guide=None), notes=notes)
     with naming("reasoning_effort"):
-        loaded.check_thinking(chat.messages)
+        loaded.check_thinking(chat.messages, chat.options)
     images = read_images(engine, chat, limits, stopped, tenant)
     loaded.check_system(chat.messages)
     ids = tuple(loaded.prompt_ids(messages, images) for messages in chat.prompts)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import FieldReader, RawPrompts, at, check_absent, check_no_thoughts, image_part
+from vtx.runtime.server.openai.fields import FieldReader, RawPrompts, at, check_absent, image_part
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
 
-NAMES = {"response_format": "format", "max_tokens": "options"}  # of fields, in errors
+NAMES = {"response_format": "format", "max_tokens": "options", "reasoning_effort": "think"}  # of fields, in errors
 ABSENT = (
     "n",
     "response_format",
@@ -25,6 +25,7 @@ ABSENT = (
     "logprobs",
     "top_logprobs",
     "reasoning_effort",
+    "chat_template_kwargs",
     "timings_per_token",
 )
 UNBOUNDED = (1 << 31) - 1  # tokens; the server's limit is less
@@ -67,6 +68,7 @@ class OllamaMessage:
     content: str = optional("")
     images: tuple[str, ...] = optional(())
     tool_calls: tuple[OllamaCall, ...] = optional(())
+    thinking: str = optional("")
     tool_name: str = optional("")
     tool_call_id: str = optional("")
 
@@ -151,7 +153,9 @@ def _common_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     check_absent(body, ABSENT)
     fields = {"stream": True, **body}
     fields.pop("keep_alive", None)  # models stay in memory as --memory says
-    check_no_thoughts("think", fields.pop("think", False), False)
+    think = reader.value(bool | Literal["low", "medium", "high"] | None, fields.pop("think", None), at("think"))
+    if think is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": bool(think)}
     form = reader.value(str | Mapping[str, Any], fields.pop("format", ""), at("format"))
     if form == "json":
         fields["response_format"] = {"type": "json_object"}
@@ -174,7 +178,12 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
     calls = [asdict(call) for call in message.tool_calls]
     for call in calls:
         call["function"] = {name: call["function"][name] for name in ("name", "arguments")}
-    facts = {"role": message.role, "content": content, "tool_call_id": message.tool_call_id}
+    facts = {
+        "role": message.role,
+        "content": content,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.thinking,
+    }
     return facts | ({"tool_calls": calls} if calls else {})
 
 
@@ -189,13 +198,16 @@ class OllamaObjects(Objects):
 
     def whole(self, answers: Sequence[Answer]) -> Event:
         [answer] = answers
-        return {**self._said(self.divided(answer.text).content, _calls(answer)), **self._counts(answer)}
+        said = self._said(self.divided(answer.text).content, _calls(answer), answer.thought or "")
+        return {**said, **self._counts(answer)}
 
     def begin(self, index: int) -> Iterator[Event]:
         self.parts[index] = self.divided()
         yield from ()
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
+        if piece.thought:
+            yield {**self._said("", [], piece.thought), "done": False}
         yield from self._grown(index, piece.text)
 
     def done(self, index: int, answer: Answer) -> Iterator[Event]:
@@ -212,8 +224,9 @@ class OllamaObjects(Objects):
         if content:
             yield {**self._said(content, []), "done": False}
 
-    def _said(self, text: str, calls: Sequence[Event]) -> Event:
+    def _said(self, text: str, calls: Sequence[Event], thought: str = "") -> Event:
         message: Event = {"role": "assistant", "content": text}
+        message |= {"thinking": thought} if thought else {}
         message |= {"tool_calls": calls} if calls else {}
         return {"model": self.request.model, "created_at": _moment(self.created), "message": message}
 
@@ -239,8 +252,9 @@ class OllamaObjects(Objects):
 class GenerateObjects(OllamaObjects):
     """The objects of one answer of /api/generate."""
 
-    def _said(self, text: str, calls: Sequence[Event]) -> Event:
-        return {"model": self.request.model, "created_at": _moment(self.created), "response": text}
+    def _said(self, text: str, calls: Sequence[Event], thought: str = "") -> Event:
+        facts = {"model": self.request.model, "created_at": _moment(self.created), "response": text}
+        return facts | ({"thinking": thought} if thought else {})
 
 
 def _calls(answer: Answer) -> list[Event]:

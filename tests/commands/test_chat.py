@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import vtx
 from tests.support import bundles
+from tests.support.families.internvl import INTERNVL
 from tests.support.tiny import random_image
 from vtx import cli
 
@@ -124,3 +125,15 @@ def test_tiles_are_refused_where_the_bundles_images_have_none(bundle: Path, comm
     done = CliRunner().invoke(command, ["--bundle", str(bundle), "--max-tiles", "2"])
     assert done.exit_code == 1
     assert "max_tiles has no effect here" in done.output
+
+
+def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = bundles.export(tiny_checkpoint(INTERNVL), tmp_path / "bundle").folder
+    image = tmp_path / "wide.png"
+    random_image(1, (160, 60)).save(image)
+    words = [str(image), "--bundle", str(folder), "--device", "cpu", "--image-tokens", "16"]
+    done = CliRunner().invoke(cli.chat, words, input="red?\n/stats\n", catch_exceptions=False)
+    model = vtx.load(folder, device="cpu")
+    counts = [model.open(image, image_tokens=tokens).ask("red?").stats.vision_tokens for tokens in (16, None)]
+    assert counts[0] < counts[1]
+    assert f"({counts[0]} of images)" in done.stderr

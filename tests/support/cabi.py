@@ -82,6 +82,8 @@ class AskOptions(c.Structure):
         ("rest", c.c_char_p),
         ("accept", c.c_char_p),
         ("boxes", c.c_int32),
+        ("thinking", c.c_int32),
+        ("max_thinking_tokens", c.c_int64),
     )
 
 

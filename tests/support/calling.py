@@ -54,3 +54,24 @@ def calling_bundle(folder: Path, template: str = HERMES) -> Path:
     checkpoint = make(folder / "checkpoint", Tiny(tokenizer="bytes", context=1024))
     (checkpoint / "chat_template.jinja").write_text(template, encoding="utf-8")
     return export(checkpoint, folder / "bundle", (3, 5), dialects=("ort",)).folder
+
+
+_END = "<|im_start|>assistant\\n' }}{%- endif %}"
+_OPENED = "<|im_start|>assistant\\n' }}{{- '<think>\\n' if enable_thinking else '<think></think>\\n' }}{%- endif %}"
+# Templates with a switch for thoughts: Qwen3.5's kind, whose prompt opens the thought, and Gemma 4's, whose model does.
+THINKING = HERMES.replace(_END, _OPENED)
+CHANNEL = "{%- if enable_thinking %}<|think|>\n{% endif %}" + HERMES.replace(
+    "{{ c.text }}", "{{ c.text.split('<channel|>')[-1] }}"
+)
+
+
+class Scripted:
+    """In place of a `Sampler`: the tokens of a text that a test wrote, then those of the largest logit."""
+
+    greedy = False
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = list(ids)
+
+    def __call__(self, logits: Any) -> int:
+        return self._ids.pop(0) if self._ids else int(logits.argmax())

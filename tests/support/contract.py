@@ -19,7 +19,7 @@ from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
-from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
@@ -233,6 +233,10 @@ FAMILIES = {
     ),
     "paligemma": Family(
         PALIGEMMA, (3, 5, 8), NEAR, (), {"fastv:k=3": "fastv ranks tokens by the question's attention"},
+        {"fp16": 0.1, "bf16": 0.3, "int8": 0.8}, {"dtype": "bfloat16"}, single=True, stated=False, dialects=True,
+    ),
+    "paligemma2": Family(
+        PALIGEMMA2, (3, 5, 8), NEAR, (), {"fastv:k=3": "fastv ranks tokens by the question's attention"},
         {"fp16": 0.1, "bf16": 0.3, "int8": 0.8}, {"dtype": "bfloat16"}, single=True, stated=False, dialects=True,
     ),
 }  # fmt: skip

@@ -378,8 +378,9 @@ class Reference:
                 rows[0, vision] += maps[number]
         if full_layers < self.layers:
             rows = self.run(decoder.layers[full_layers:], rows[:, ~vision], positions[..., ~vision], answered)
-        out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -last:]))[0]
-        return out.float()
+        out: torch.Tensor = self.model.lm_head(decoder.norm(rows[:, -last:]))[0].float()
+        cap = getattr(decoder.config, "final_logit_softcapping", None)
+        return out if cap is None else cap * torch.tanh(out / cap)
 
     def run(
         self, layers: Iterable[torch.nn.Module], rows: torch.Tensor, positions: torch.Tensor, answered: int = 0

@@ -108,8 +108,9 @@ class Tiny:
         "minicpmv4_6",
     ] = "llava"  # fmt: skip
     text: Literal[
-        "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "gemma3_text", "gemma4_text", "qwen3_5"
-    ] = "llama"
+        "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
+        "qwen3_5",
+    ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
     heads: int = 4
@@ -161,6 +162,7 @@ class Tiny:
     per_layer: int = 8  # numbers of each layer's input
     budget: int = 70  # tokens of an image, of gemma4
     softcap: float | None = None
+    attention_softcap: float | None = None
     clipped: bool = False
     insert: int = 1  # minicpmv4_6's block of the tower, from 0, after which patches merge
     downsample: str = "16x"
@@ -390,6 +392,9 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
         fields["head_dim"] = tiny.head_dim or tiny.hidden // tiny.heads
     if tiny.text in ("llama", "qwen3", "granite", "gemma"):
         fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
+    if tiny.text == "gemma2":
+        fields |= {"query_pre_attn_scalar": tiny.query_scale, "final_logit_softcapping": tiny.softcap}
+        fields |= {"attn_logit_softcapping": tiny.attention_softcap}
     if tiny.text == "granite":
         fields |= dict(zip(MULTIPLIERS, tiny.multipliers, strict=True))
     elif tiny.text != "llama":
@@ -507,7 +512,7 @@ def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     tensors = {name: random_tensor(name, shape, seed) for name, shape in shapes.items()}
     for name in tensors:
         of_text = name.endswith("norm.weight") and not re.search("vis|linear_attn|merger", name)
-        if tiny.text in ("gemma", "qwen3_5") and of_text:
+        if tiny.text in ("gemma", "gemma2", "qwen3_5") and of_text:
             tensors[name] -= 1  # its norms multiply by 1 more
     return {name: torch.from_numpy(tensor).to(dtype) for name, tensor in tensors.items()}
 

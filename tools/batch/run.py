@@ -216,7 +216,7 @@ def _asked(
             sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]
             seen = loaded.prepare_all(sources, messages=chat.messages)
             loaded.check_system(chat.messages)
-            loaded.check_thinking(chat.messages)
+            loaded.check_thinking(chat.messages, chat.options)
             k = asking.k if chat.k == DEFAULT else chat.k
             reduce = chat.reduce
             chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)

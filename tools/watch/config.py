@@ -112,7 +112,8 @@ class ReferencePart:
 class SourceConfig:
     """One of `camera`, `stream`, `pipeline`, `video` and `folder`, where frames come from, and what is asked of them.
 
-    `rate`: the most frames a second that are looked at. `speed`: how many times as fast as its own rate a video runs.
+    `image_tokens`: the most of a frame. `rate`: the most frames a second that are looked at. `speed`: how many times as
+    fast as its own rate a video runs.
     `reference`: what stands before each frame; `prefix_file` keeps what the caches hold of it. `reuse` of the last
     answer: for frames that are equal once preprocessed, or also for those that differ by at most `near`, or whose image
     tokens have `moved` by at most that.
@@ -127,6 +128,7 @@ class SourceConfig:
     video: str | None = optional(None)
     folder: str | None = optional(None)
     size: str | None = optional(None)
+    image_tokens: int | None = optional(None)
     rate: float | None = optional(None)
     speed: float = optional(1.0)
     system: str | None = optional(None)

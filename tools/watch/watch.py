@@ -26,6 +26,7 @@ from vtx.runtime.server.delivery import Output
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.session.prefix_file import check_prefix
 from vtx.runtime.vision.image import load_image
+from vtx.runtime.vision.layout import check_image_tokens
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
 from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
 from vtx.tools.watch.outputs import open_outputs
@@ -202,7 +203,8 @@ class Watcher:
             due = [standing for standing in watched.standing.values() if standing.due(now, cells)]
             if not due:
                 return
-            prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1)
+            tokens = watched.config.image_tokens
+            prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1, image_tokens=tokens)
             watched.look = Look(frame, (*watched.references, prepared), cells, deque(due))
             watched.source.error = ""
         except (VtxError, OSError) as e:  # also of a picture that is still being written
@@ -422,6 +424,10 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
     """Raise VtxError, naming the question, for one that this bundle cannot be asked."""
     for source in config.source:
         references(loaded, source)
+        try:
+            check_image_tokens(loaded.layout, source.image_tokens)
+        except RequestError as e:
+            raise RequestError(f"source {source.name}: {e}") from e
         if source.prefix_file is not None and loaded.bundle.key is not None:
             try:
                 check_prefix(Path(source.prefix_file), loaded.bundle, loaded.backend)

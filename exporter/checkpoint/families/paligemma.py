@@ -1,4 +1,7 @@
-"""PaliGemma: a SigLIP tower, one matrix as projector, and a Gemma decoder whose prompt sees itself both ways."""
+"""PaliGemma and PaliGemma 2: a SigLIP tower, one matrix as projector, and a Gemma or Gemma 2 decoder.
+
+The prompt sees itself both ways. Gemma 2's windows are no shorter than the context that vtx gives it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ PROMPT = (
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
-    parsed = parse_parts("PaliGemmaConfig", config, TEXT_FAMILIES, ("siglip_vision_model",))
+    parsed = parse_parts("PaliGemmaConfig", config, (*TEXT_FAMILIES, "gemma2"), ("siglip_vision_model",))
     text = text_config_of(parsed)
     return paligemma_config(parsed, image_token_of(parsed, text))
 

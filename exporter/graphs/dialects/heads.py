@@ -19,6 +19,14 @@ def join_heads(b: Builder, x: ir.Value, width: int) -> ir.Value:
     return b.reshape(b.op("Transpose", x, perm=[0, 2, 1, 3]), 0, 0, width)
 
 
+def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
+    """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
+    if c.heads == c.kv_heads:
+        return x
+    each = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
+    return b.reshape(each, 1, c.heads, -1, c.heads_of(layer))
+
+
 class HeadsApart:
     """The common part of `StageAttention` on [1, heads, tokens, head_dim]: layout, positions, caches in and out."""
 

@@ -307,6 +307,8 @@ class OrtAttention:
         by_group = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
         queries = b.op("Transpose", by_group, perm=[0, 2, 3, 1, 4])
         products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))
+        if c.attention_softcap is not None:
+            products = b.bounded(products, c.attention_softcap)
         weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
         attended = b.op("Transpose", b.op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
         return b.reshape(attended, 0, 0, c.heads * width)

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads, StageAttention
-from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
+from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
 MAX_SIZE = 1 << 30
@@ -68,14 +68,6 @@ class Plain(Dialect):
         return join_heads(b, _attend(b, q, k, v, mask, heads.size**-0.5), heads.count * value_size)
 
 
-def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
-    """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
-    if c.heads == c.kv_heads:
-        return x
-    expanded = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-    return b.reshape(expanded, 1, c.heads, -1, c.heads_of(layer))
-
-
 class PlainAttention(HeadsApart):
     """`StageAttention` from its parts. A cache grows by the slots of the new tokens."""
 
@@ -107,7 +99,8 @@ class PlainAttention(HeadsApart):
         values = self._append(past_value, v)
         self._keep(layer, self._narrow(keys), self._narrow(values))
         keys, values = (for_every_head(self._b, self._c, x, layer) for x in (keys, values))
-        return _attend(self._b, q, keys, values, self._masks[None, sliding], self._c.scale(layer))
+        scale = self._c.scale(layer)
+        return _attend(self._b, q, keys, values, self._masks[None, sliding], scale, self._c.attention_softcap)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         b = self._b
@@ -170,13 +163,23 @@ def rotate_halves(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, head_di
     return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
 
 
-def _attend(b: Builder, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, scale: float) -> ir.Value:
-    """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]."""
+def _attend(
+    b: Builder,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    mask: ir.Value | None,
+    scale: float,
+    softcap: float | None = None,
+) -> ir.Value:
+    """softmax(q k^T * scale + mask) v on [batch, heads, tokens, head_dim]; a `softcap` bounds the products."""
     k = b.op("Transpose", k, perm=[0, 1, 3, 2])
     if b.dialect.compute == FLOAT:  # the form that OpenVINO fuses
         scores = b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
     else:  # products of unscaled numbers may exceed float16
         scores = b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)
+    if softcap is not None:
+        scores = b.bounded(scores, softcap, b.dialect.compute)
     if mask is not None:
         scores = b.op("Add", scores, mask)
     return b.op("MatMul", b.op("Softmax", scores, axis=-1), v)

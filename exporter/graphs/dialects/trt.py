@@ -15,11 +15,12 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads
-from vtx.exporter.graphs.dialects.heads import HeadsApart, join_heads, split_heads
+from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
 HEADS_FIRST = [0, 2, 1, 3]  # of [1, slots, kv_heads, head_dim], and back
 LARGEST = (1 << 31) - 1  # numbers of a tensor (NvInfer.h of 10.3: "less than 2^31 elements")
+UNSEEN = -65504.0  # a masked score, 0 after the softmax; float16 holds it
 NO_SLOT = 1 << 30  # the number of a slot that no token sees
 
 
@@ -136,7 +137,26 @@ class TrtAttention(HeadsApart):
         return y if compute == self._kv_type else self._b.op("Cast", y, to=compute.value)
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        if self._c.attention_softcap is not None:  # TensorRT's Attention has none
+            return self._by_products(q, k, v, self._added(mask), layer)
         return self._b.op("Attention", q, k, v, mask, scale=self._c.scale(layer))
+
+    def _by_products(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
+        """Attention from products around a softmax, to which `mask` is added."""
+        b = self._b
+        c = self._c
+        scale = b.constant(np.array(c.scale(layer), self._kv_type.numpy()))
+        q = b.op("Mul", q, scale)  # before the product, which may exceed float16
+        k, v = (for_every_head(b, c, x, layer) for x in (k, v))  # with fewer heads or five axes none is fused
+        scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
+        if c.attention_softcap is not None:
+            scores = b.bounded(scores, c.attention_softcap, self._kv_type)
+        return b.op("MatMul", b.op("Softmax", b.op("Add", scores, mask), axis=-1), v)
+
+    def _added(self, seen: ir.Value) -> ir.Value:
+        """A mask as what is added to products, of the KV type."""
+        kind = self._kv_type.numpy()
+        return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
 
     def _tokens(self) -> ir.Value:
         """The number of tokens [1]."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import Builder
-from vtx.exporter.graphs.dialects.plain import UNSEEN, Plain, at_positions, for_every_head, rotate_halves
+from vtx.exporter.graphs.dialects.plain import Plain, at_positions, rotate_halves
 from vtx.exporter.graphs.dialects.trt import LARGEST, Trt, TrtAttention
 
 
@@ -41,15 +40,7 @@ class Trt10Attention(TrtAttention):
         return rotate_halves(self._b, x, cos, sin, self._c.heads_of(layer))
 
     def _as_mask(self, seen: ir.Value) -> ir.Value:
-        """To be added to products, of the KV type."""
-        kind = self._kv_type.numpy()
-        return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
+        return self._added(seen)
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
-        b = self._b
-        c = self._c
-        scale = b.constant(np.array(c.scale(layer), self._kv_type.numpy()))
-        q = b.op("Mul", q, scale)  # before the product, which may exceed float16
-        k, v = (for_every_head(b, c, x, layer) for x in (k, v))  # with fewer heads or five axes none is fused
-        scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
-        return b.op("MatMul", b.op("Softmax", b.op("Add", scores, mask), axis=-1), v)
+        return self._by_products(q, k, v, mask, layer)

@@ -30,6 +30,9 @@ constexpr char kHelp[] =
     "  --reduce SPEC|none      Token reduction, e.g. fastv or mustdrop:192 [default: the bundle's first].\n"
     "  --about TEXT            Select image tokens by this text instead of the question (cdpruner, dart:k=0).\n"
     "  --boxes                 Also read the boxes that an answer names, in pixels of the picture.\n"
+    "  --thinking, --no-thinking\n"
+    "                          Think before the answer, or do not; on stderr.\n"
+    "  --max-thinking-tokens N End the thought after N tokens [default: no limit].\n"
     "  --json-schema JSON      Constrain the answer to JSON of this schema.\n"
     "  --choices A,B,...       Constrain the answer to one of these; a JSON list is also accepted.\n"
     "  --accept P|card         With --choices: the probability that an answer must have; below it the answer is unsure.\n"
@@ -204,6 +207,10 @@ Arguments parse(int count, char** values) {
       out.load.fit = next();
     else if (word == "--boxes")
       out.ask.boxes = true;
+    else if (word == "--thinking" || word == "--no-thinking")
+      out.ask.thinking = word == "--thinking";
+    else if (word == "--max-thinking-tokens")
+      out.ask.max_thinking_tokens = whole_number<int64_t>(word, next());
     else if (word == "--text-only")
       out.text_only = true;
     else if (word == "--chat")
@@ -344,6 +351,7 @@ void print_json(const Arguments& arguments, const std::string& question, const v
 // What follows the text of an answer: how probable its choices are, and why it is unsure.
 void print_end(const vtx::Answer& answer) {
   std::cout << std::endl;
+  if (std::optional<std::string> thought = answer.thought()) std::cerr << "thought: " << *thought << "\n";
   std::vector<std::pair<std::string, double>> choices = answer.choices();
   std::stable_sort(choices.begin(), choices.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
   std::string line;

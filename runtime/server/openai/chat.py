@@ -22,6 +22,7 @@ class ChatObjects(Objects):
             parts = self.divided(answer.text)
             known = self.logprobs(answer, index)
             message: Event = {"role": "assistant", "content": parts.content, "refusal": None}
+            message |= {} if answer.thought is None else {"reasoning_content": answer.thought}
             if parts.calls:
                 calls = [_function(call) | {"id": call_id(), "type": "function"} for call in parts.calls]
                 message |= {"content": parts.content or None, "tool_calls": calls}
@@ -42,7 +43,8 @@ class ChatObjects(Objects):
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
         known = self.logprobs(piece.progress, index) if piece.progress.token_ids else None
-        for delta in [*self._deltas(index, piece.text)] or ([{"content": ""}] if known else []):
+        thought = [{"reasoning_content": piece.thought}] if piece.thought else []
+        for delta in [*thought, *self._deltas(index, piece.text)] or ([{"content": ""}] if known else []):
             yield self._chunk(index, delta, known)
             known = None
 

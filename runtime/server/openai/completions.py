@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from vtx.runtime.api.answer import Answer, Progress
 from vtx.runtime.prompt.messages import texts_of
 from vtx.runtime.scheduler.scheduler import Piece
-from vtx.runtime.server.openai.fields import WHERE, FieldReader, RawPrompts, at, check_absent
+from vtx.runtime.server.openai.fields import THOUGHTS, WHERE, FieldReader, RawPrompts, at, check_absent
 from vtx.runtime.server.openai.objects import FINISHED, Event, Objects
 from vtx.runtime.server.refusal import Refusal
 from vtx.runtime.strict import optional
@@ -28,7 +28,7 @@ class Tokens:
 def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /v1/completions."""
     fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, **body}
-    check_absent(fields, ("messages", "tools", "tool_choice", "reasoning_effort"))
+    check_absent(fields, ("messages", "tools", "tool_choice", *THOUGHTS))
     prompts = _prompts(fields.pop("prompt", None), reader)
     echo = reader.value(bool, fields.pop("echo", False), at("echo"))
     if echo and "logprobs" in fields:
@@ -67,7 +67,7 @@ def tokenized_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any
     texts = [name for name in ("prompt", "content") if name in body]
     if not texts:
         return body
-    check_absent(body, ("messages", *texts[1:]))
+    check_absent(body, ("messages", *THOUGHTS, *texts[1:]))
     text = reader.value(str, body[texts[0]], at(texts[0]))
     return {name: value for name, value in body.items() if name not in texts} | {"messages": RawPrompts(text)}
 

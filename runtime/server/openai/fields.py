@@ -105,12 +105,16 @@ class CallFields:
 
 @dataclass(frozen=True, slots=True)
 class MessageFields:
-    """A message. Fields behind `tool_call_id` are of replies, or names that no template prints: without effect."""
+    """A message; an assistant's `reasoning_content` is its thought.
+
+    Fields behind it are of replies, or names that no template prints: without effect.
+    """
 
     role: Role
     content: str | tuple[TextPart | ImagePart | VideoPart, ...] | None = optional(None)
     tool_calls: tuple[CallFields, ...] = optional(())
     tool_call_id: str = optional("")
+    reasoning_content: str = optional("")
     name: str = optional("")
     refusal: str = optional("")
     annotations: tuple[Any, ...] = optional(())
@@ -143,6 +147,13 @@ class StructuredOutputs:
     regex: str | None = optional(None)
     grammar: str | None = optional(None)
     json_object: bool = optional(False)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFields:
+    """vLLM's variables of the chat template: thoughts on or off."""
+
+    enable_thinking: bool | None = optional(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +254,8 @@ class ChatFields:
     deadline_ms: int | None = optional(None)
     priority: int | None = optional(None)
     reasoning_effort: Effort | None = optional(None)
+    chat_template_kwargs: TemplateFields | None = optional(None)
+    max_thinking_tokens: int | None = optional(None)
     timings_per_token: bool = optional(False)
 
 
@@ -307,22 +320,14 @@ def image_part(url: str, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **more}}
 
 
+THOUGHTS = ("reasoning_effort", "chat_template_kwargs", "max_thinking_tokens")  # which a whole prompt does not have
+
+
 def check_absent(fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise Refusal for fields of a chat completion that another address does not have."""
     for name in names:
         if name in fields:
             raise Refusal(400, f"there is no field {name}; leave it out", code="unknown_parameter", param=name)
-
-
-def check_no_thoughts(name: str, value: Any, none: Any) -> None:
-    """Raise Refusal for a field that asks for thoughts, whose value for an answer without them is `none`."""
-    if value != none:
-        raise Refusal(
-            400,
-            f"{name} is {value!r:.40}, and answers have no thoughts of their own; leave it out",
-            code="unsupported_value",
-            param=name,
-        )
 
 
 def _nouns(kinds: Sequence[Any]) -> str:

@@ -131,14 +131,16 @@ class Objects(ABC):
         prompt = sum(stats.prompt_tokens for stats in firsts)
         several = [one.to_dict() for one in answers]
         for one in several:
-            for name in ("text", "logprobs", "top_logprobs", "tool_calls"):
+            for name in ("text", "logprobs", "top_logprobs", "tool_calls", "thought"):
                 one.pop(name, None)
+        thought = sum(answer.thought_tokens for answer in answers)
         facts: dict[str, Any] = several[0] if len(several) == 1 else {"answers": several}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(stats.reused_tokens for stats in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": thought},
             "vtx": {**facts, **self.request.notes, "kv_slot_bytes": self.model.backend.kv_slot_bytes},
         }
 

@@ -52,7 +52,7 @@ SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
-OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes")
+OPTIONS = ("gate_threshold", "rest", "stop", "top_logprobs", "about", "priority", "boxes", "max_thinking_tokens")
 # Fields of OpenAI's responses that the reply repeats.
 REPEATED = (
     "instructions",
@@ -174,8 +174,7 @@ def read_request(
     if fields.accept is not None:
         with naming("accept"):
             options = replace(options, accept=fields.accept)
-    thinking = None if fields.reasoning_effort is None else fields.reasoning_effort not in NO_THOUGHTS
-    messages = with_tools(messages, [] if guide is None else guide.listed_tools, thinking)
+    messages = with_tools(messages, [] if guide is None else guide.listed_tools, _thinking(fields))
     _check(fields, limits)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     notes = {"ignored": reader.ignored, **notes} if reader.ignored else notes
@@ -200,6 +199,13 @@ def read_request(
         isinstance(fields.messages, RawPrompts) and fields.messages.echo,
         fields.timings_per_token,
     )
+
+
+def _thinking(fields: ChatFields) -> bool | None:
+    """True or False if thoughts are switched on or off, None if the fields leave them to the chat template."""
+    if fields.chat_template_kwargs is not None and fields.chat_template_kwargs.enable_thinking is not None:
+        return fields.chat_template_kwargs.enable_thinking
+    return None if fields.reasoning_effort is None else fields.reasoning_effort not in NO_THOUGHTS
 
 
 def _supported(present: dict[str, Any], reader: FieldReader, *, lenient: bool) -> dict[str, Any]:
@@ -391,6 +397,8 @@ def _message(message: MessageFields, hosts: Collection[str]) -> dict[str, Any]:
     if content is None and message.role == "assistant":
         content = ""
     turn = {"role": message.role, "content": content, "tool_call_id": message.tool_call_id}
+    if message.reasoning_content and message.role == "assistant":
+        turn["reasoning_content"] = message.reasoning_content
     calls = [
         {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
         for call in message.tool_calls

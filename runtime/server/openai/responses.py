@@ -89,6 +89,17 @@ class ResultItem:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningItem:
+    """The thought of an answer, as replies have it: without effect."""
+
+    type: Literal["reasoning"]
+    summary: tuple[Any, ...] = optional(())
+    content: tuple[Any, ...] = optional(())
+    id: str = optional("")
+    status: str = optional("")
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionItem(FunctionFields):
     """A function that may be called."""
 
@@ -128,12 +139,15 @@ class NamedFunction:
     name: str
 
 
+Item = MessageItem | CallItem | ResultItem | ReasoningItem
+
+
 def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     """The fields of a chat completion for a body of /v1/responses."""
     fields = dict(body)
     check_absent(fields, ABSENT)
     if "input" in fields:
-        items = reader.value(str | tuple[MessageItem | CallItem | ResultItem, ...], fields.pop("input"), at("input"))
+        items = reader.value(str | tuple[Item, ...], fields.pop("input"), at("input"))
         fields["messages"] = _messages(items)
     if "tools" in fields:
         reader.value(tuple[FunctionItem, ...], fields["tools"], at("tools"))
@@ -159,7 +173,7 @@ def chat_fields(body: dict[str, Any], reader: FieldReader) -> dict[str, Any]:
     return fields
 
 
-def _messages(items: str | Sequence[MessageItem | CallItem | ResultItem]) -> list[dict[str, Any]]:
+def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
     """Items as messages of chat completions."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -169,7 +183,7 @@ def _messages(items: str | Sequence[MessageItem | CallItem | ResultItem]) -> lis
             messages.append({"role": item.role, "content": _content(item.content)})
         elif isinstance(item, ResultItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
-        else:
+        elif isinstance(item, CallItem):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": item.name, "arguments": item.arguments}
@@ -201,12 +215,15 @@ class ResponseObjects(Objects):
 
     def whole(self, answers: Sequence[Answer]) -> Event:
         [answer], parts = answers, self.divided(answers[0].text)
+        if answer.thought is not None:
+            self._open_thought(answer.thought)
         if parts.content or not parts.calls:
             self._open_message(parts.content)
         for call in parts.calls:
             self._open_call(call)
-        if self.items[0]["type"] == "message":
-            self.items[0]["content"][0]["logprobs"] = self.logprobs(answer, 0) or []
+        for item in self.items:
+            if item["type"] == "message":
+                item["content"][0]["logprobs"] = self.logprobs(answer, 0) or []
         return self._response(answer)
 
     def begin(self, index: int) -> Iterator[Event]:
@@ -215,11 +232,17 @@ class ResponseObjects(Objects):
         yield self._event("in_progress", response=self._response(None))
 
     def piece(self, index: int, piece: Piece) -> Iterator[Event]:
+        if piece.thought:
+            if not self.items:
+                self._open_thought("")
+                yield self._event("output_item.added", output_index=0, item={**self.items[-1], "content": []})
+            self.items[-1]["content"][0]["text"] += piece.thought
+            yield self._of_item("reasoning_text.delta", content_index=0, delta=piece.thought)
         yield from self._grow(index, piece.text, piece.progress)
 
     def done(self, index: int, answer: Answer) -> Iterator[Event]:
         yield from self._grow(index, "", complete=True)
-        if not self.items:
+        if self._lacks_message:
             yield from self._message()
         yield from self._close(answer)
 
@@ -232,7 +255,7 @@ class ResponseObjects(Objects):
     ) -> Iterator[Event]:
         content, calls = self.parts[index].push(text, complete=complete)
         if content:
-            if not self.items:
+            if self._lacks_message:
                 yield from self._message()
             item = self.items[-1]
             known = (self.logprobs(progress, 0) if progress else None) or []
@@ -247,10 +270,15 @@ class ResponseObjects(Objects):
             self.items[-1]["arguments"] += call.arguments
             yield self._of_item("function_call_arguments.delta", delta=call.arguments)
 
+    @property
+    def _lacks_message(self) -> bool:
+        return not self.items or self.items[-1]["type"] == "reasoning"
+
     def _message(self) -> Iterator[Event]:
+        yield from self._close()
         self._open_message("")
         item = self.items[-1]
-        yield self._event("output_item.added", output_index=0, item={**item, "content": []})
+        yield self._event("output_item.added", output_index=len(self.items) - 1, item={**item, "content": []})
         yield self._of_item("content_part.added", content_index=0, part=dict(item["content"][0]))
 
     def _close(self, answer: Answer | None = None) -> Iterator[Event]:
@@ -263,9 +291,16 @@ class ResponseObjects(Objects):
             part = item["content"][0]
             yield self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"])
             yield self._of_item("content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            yield self._of_item("reasoning_text.done", content_index=0, text=item["content"][0]["text"])
         else:
             yield self._of_item("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         yield self._event("output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _open_thought(self, text: str) -> None:
+        content = [{"type": "reasoning_text", "text": text}]
+        item = {"id": f"rs_{call_id()}", "type": "reasoning", "status": "in_progress", "summary": []}
+        self.items.append({**item, "content": content})
 
     def _open_message(self, text: str) -> None:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -298,7 +333,7 @@ class ResponseObjects(Objects):
                 "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "vtx": usage["vtx"],
             }
         return {

@@ -24,7 +24,6 @@ END = {"internvl2-8b": 92542, "llava-v1.5-7b": 2, "vila1.5-3b": 2}  # at which t
 AUTHORS = tuple(END)  # whose layout transformers does not read
 OPENVLA = "openvla-7b"  # nor this one, which is of its own kind
 REFUSED = {  # and the words of the reason
-    "paligemma2-3b": "gemma2",
     "pixtral-12b": "pixtral",
 }
 # Of jinja2, for "\\s" in the published template of llava-v1.6-mistral.

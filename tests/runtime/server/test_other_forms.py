@@ -190,11 +190,11 @@ def test_what_ollama_s_clients_ask_before_a_chat(served: Served) -> None:
     [
         ("/v1/messages", {"messages": [{"role": "system", "content": "a"}]}, "must be user or assistant"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "of type text, image"),
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "no thoughts of their own"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "no switch for thoughts"),
         ("/v1/messages", {"n": 2}, "no field n"),
         ("/v1/messages", {"system": 5}, "system is 5"),
         ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
-        ("/api/chat", {"think": True}, "no thoughts of their own"),
+        ("/api/chat", {"think": True}, "no switch for thoughts"),
         ("/api/chat", {"options": {"mirostat": 2}}, "no field 'mirostat' in options"),
         ("/api/chat", {"format": "xml"}, "must be json or a schema"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["!"]}]}, "base64"),

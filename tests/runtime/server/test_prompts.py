@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.calling import HERMES, TOOLS, calling_bundle
+from tests.support.calling import THINKING, TOOLS, calling_bundle
 from tests.support.serving import Response, Served, asking, serving, user
 from tests.support.tiny import random_image
 from vtx.commands.serve import aliases_of
@@ -23,10 +23,6 @@ openai = pytest.importorskip("openai", reason="needs the openai package, of the 
 PROMPTS = ("USER: red? ASSISTANT:", "USER: is it blue? ASSISTANT:")
 PLAIN: dict[str, Any] = {"k": "none", "reduce": "none", "ignore_eos": True}
 EIGHT: dict[str, Any] = {"model": "tiny", "max_tokens": 8, **PLAIN}
-THINKING = HERMES.replace(
-    "<|im_start|>assistant\\n' }}{%- endif %}",
-    "<|im_start|>assistant\\n' }}{{- '<think>\\n' if enable_thinking else '<think></think>\\n' }}{%- endif %}",
-)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4
 from tests.support.parity import QUESTIONS
 from tests.support.reference import Reference
-from tests.support.serving import asking, serving, user
+from tests.support.serving import asking, data_url, serving, user
 from tests.support.tiny import Tiny, edited, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -64,6 +65,25 @@ def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Cal
     usual = model.loaded.prepare(picture)
     assert usual.key == model.loaded.prepare(picture, image_tokens=70).key
     assert model.open(picture, image_tokens=280).images[0].tokens > 2 * usual.tokens
+
+
+def test_a_question_may_have_a_budget_of_its_own(model: Model) -> None:
+    picture = random_image(2, SIZE)
+    with model.open(picture, image_tokens=140) as image:
+        counts = []
+        for budget in (None, 280, 70):
+            answer = image.ask("red?", image_tokens=budget, max_new_tokens=2, logprobs=True)
+            fresh = model.generate([sized(budget or 140, picture)], max_new_tokens=2, logprobs=True)
+            assert answer.token_ids == fresh.token_ids
+            np.testing.assert_allclose(answer.logprobs, fresh.logprobs, atol=1e-4)
+            counts.append(answer.stats.vision_tokens)
+        assert counts[1] > counts[0] > counts[2]
+        assert image.ask("red?", max_new_tokens=2).stats.vision_tokens == counts[2]
+        image.replace_prepared(image.images)
+        with pytest.raises(RequestError, match="as they were opened"):
+            image.ask("red?", image_tokens=70)
+    with model.open() as nothing, pytest.raises(RequestError, match="image_tokens is for images"):
+        nothing.ask("red?", image_tokens=70)
 
 
 def test_pictures_of_several_budgets_are_never_mixed(model: Model) -> None:
@@ -121,9 +141,56 @@ def test_two_budgets_of_one_picture_in_one_server_are_answered_as_alone(folder: 
             fresh = model.generate([sized(budget, picture)], max_new_tokens=8, ignore_eos=True)
             assert response["usage"]["vtx"]["token_ids"] == list(fresh.token_ids)
             assert response["usage"]["prompt_tokens"] == fresh.stats.prompt_tokens
+        for path, body in others(picture):
+            reply = served.request("POST", path, json.dumps(body).encode(), content_type="application/json").json
+            counts = [reply["usage"]["vtx"] if "usage" in reply else reply["vtx"]]
+            fresh = model.generate([sized(140, picture)], max_new_tokens=8)
+            assert counts[0]["vision_tokens"] == fresh.stats.vision_tokens
+            assert counts[0]["token_ids"] == list(fresh.token_ids)
         response = served.chat(asking(question, image_tokens=560))
         assert response.status == 400
         assert "images of this bundle have at most 280" in response.json["error"]["message"]
+
+
+def others(picture: Image.Image) -> list[tuple[str, dict[str, Any]]]:
+    """Requests for 140 tokens of a picture to the addresses of Anthropic's and Ollama's clients."""
+    data = data_url(picture).partition(",")[2]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    text = {"type": "text", "text": "red?"}
+    return [
+        ("/v1/messages", {"max_tokens": 8, "messages": [
+            {"role": "user", "content": [{**block, "image_tokens": 140}, text]}]}),
+        ("/v1/messages", {"max_tokens": 8, "image_tokens": 140, "messages": [
+            {"role": "user", "content": [block, text]}]}),
+        ("/api/chat", {"image_tokens": 140, "stream": False, "options": {"num_predict": 8}, "messages": [
+            {"role": "user", "content": "red?", "images": [data]}]}),
+        ("/api/generate", {"image_tokens": 140, "stream": False, "options": {"num_predict": 8}, "prompt": "red?",
+                           "images": [data]}),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_largest_budgets_have_the_logits_of_transformers(
+    tiny_checkpoint: Callable[..., Path], reference: Callable[[Tiny], Reference], tmp_path: Path
+) -> None:
+    """Of the model that is published with them: positions of the tower for 1,120 tokens."""
+    largest = replace(GEMMA4, budget=1120, context=2048, vision_layers=1)
+    judge = reference(largest)
+    picture = random_image(2, SIZE)
+    bundle = export(tiny_checkpoint(largest), tmp_path / "bundle", (3,), dialects=ORT, max_context=1300).folder
+    with load(bundle, device="cpu", threads=THREADS) as model:
+        for budget in (560, 1120):
+            judge.processor.image_processor.max_soft_tokens = budget
+            messages = prompt_messages(QUESTIONS[0])
+            inputs = judge.inputs(messages, [picture])
+            messages[0]["content"][0]["image_tokens"] = budget
+            for k in (None, 3):
+                given = prompt(model, messages, [picture])
+                assert given.is_vision.sum() > budget // 2
+                answer = greedy(model, given, k, 2)
+                wanted = judge.greedy(inputs, k, 2)
+                assert answer.ids == wanted.ids
+                np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
 
 
 @needs_cpp

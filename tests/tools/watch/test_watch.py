@@ -250,6 +250,24 @@ def test_a_frame_of_another_number_of_image_tokens_is_asked_about_and_equal_ones
     assert "moved" not in shown[1][0]
 
 
+def test_a_source_has_a_limit_of_tokens(models: Models) -> None:
+    tiled = models(INTERNVL)
+    wide = random_image(1, (160, 60))
+    with Engine("watch", tiled, capacity(tiled.loaded, 4)) as engine:
+        counts = []
+        for limit in (None, 16):
+            run = Run(engine, source(image_tokens=limit))
+            [event] = run.show(wide)
+            counts.append(run.watcher.watched["s"].asked[-1].tokens)
+            with tiled.open(wide, image_tokens=limit) as image:
+                assert event["answer"] == image.ask(FIRST.ask, options=FIRST.settings.options).text
+        assert counts[1] <= 16 < counts[0]
+    plain = models()
+    refused = pytest.raises(RequestError, match="source s: image_tokens has no effect")
+    with Engine("watch", plain, capacity(plain.loaded, 4)) as engine, refused:
+        Run(engine, source(image_tokens=16))
+
+
 def test_only_changes_are_told_where_that_is_asked_for(engine: Engine, model: Model) -> None:
     run = Run(engine, source(replace(FIRST, report="changes"), reuse="none"))
     texts = list[str]()

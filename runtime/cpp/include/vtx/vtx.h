@@ -194,6 +194,9 @@ typedef struct vtx_ask_options {
                          the bundle's card (vtx-eval --coverage): see vtx_answer_unsure; NULL: answers are not judged */
   int32_t boxes; /* also read the boxes that the answer names, see vtx_answer_box; VTX_REQUEST if the model has no stated
                     form of boxes, or the prompt not one picture */
+  int32_t thinking; /* above 0 with a thought before the answer, below 0 without, see vtx_answer_thought; 0: as the chat
+                       template has it. VTX_REQUEST if that has no switch (enable_thinking) */
+  int64_t max_thinking_tokens; /* of the thought, after which it is ended; part of max_new_tokens; 0: no limit */
 } vtx_ask_options;
 
 VTX_API void vtx_ask_options_init(vtx_ask_options* options, size_t size);
@@ -235,6 +238,8 @@ VTX_API double vtx_answer_choices_mass(const vtx_answer* answer);
 /* Of an answer whose boxes were asked for, the label of box `index`, and its left, top, right and bottom in pixels of the
  * picture as it was given. NULL past the last. */
 VTX_API const char* vtx_answer_box(const vtx_answer* answer, size_t index, double corners[4]);
+/* The thought before an answer, which is no part of its text and of what on_token gets; NULL without one. */
+VTX_API const char* vtx_answer_thought(const vtx_answer* answer);
 /* Why an answer is not to be acted on, if `accept` was given and its probability is below that; else NULL. */
 VTX_API const char* vtx_answer_unsure(const vtx_answer* answer);
 /* Of a guided answer: the number of tokens that its form imposed, because it left no other or did not allow the model's most

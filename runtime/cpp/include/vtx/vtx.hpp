@@ -67,6 +67,8 @@ struct AskOptions {
   double repetition_penalty = 1, gate_threshold = 0.5, timeout = 0;
   std::vector<std::string> stop;
   bool ignore_eos = false, logprobs = false, boxes = false;
+  std::optional<bool> thinking;     // with or without a thought before the answer; none: as the chat template has it
+  int64_t max_thinking_tokens = 0;  // after which the thought is ended; 0: no limit
   std::string guide_kind;  // the form of the answer, as in vtx.h
   std::optional<std::string> guide;
   std::optional<std::string> about;   // text by which image tokens are chosen in place of the question
@@ -167,6 +169,11 @@ class Answer {
       out.push_back({label, corners[0], corners[1], corners[2], corners[3]});
     return out;
   }
+  // The thought before it, none without one.
+  std::optional<std::string> thought() const {
+    const char* thought = vtx_answer_thought(answer_.get());
+    return thought ? std::optional<std::string>(thought) : std::nullopt;
+  }
   double choices_mass() const { return vtx_answer_choices_mass(answer_.get()); }
   // Why the answer is not to be acted on; none if it is accepted, or `accept` was not given.
   std::optional<std::string> unsure() const {
@@ -262,6 +269,8 @@ class Conversation {
     raw.repetition_penalty = options.repetition_penalty, raw.gate_threshold = options.gate_threshold;
     raw.timeout = options.timeout, raw.ignore_eos = options.ignore_eos, raw.logprobs = options.logprobs;
     raw.boxes = options.boxes;
+    if (options.thinking) raw.thinking = *options.thinking ? 1 : -1;
+    raw.max_thinking_tokens = options.max_thinking_tokens;
     raw.guide_kind = text_of(options.guide_kind), raw.guide = options.guide ? text_of(*options.guide) : nullptr;
     raw.about = options.about ? text_of(*options.about) : nullptr;
     raw.rest = options.rest ? text_of(*options.rest) : nullptr;

@@ -139,6 +139,7 @@ void check_stop_count(size_t count) {
 void Options::check() const {
   sampling.check();
   check_whole("max_new_tokens", max_new_tokens, 1, names::kMostWhole);
+  check_whole("max_thinking_tokens", max_thinking_tokens, 0, names::kMostWhole);
   check_number("the gate threshold", gate_threshold, "a probability from 0 to 1", 0, 1);
   check_stop_count(stop.size());
   for (const std::string& text : stop) {
@@ -225,6 +226,10 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
       boxes.push_back(Json::Object{
           {"label", box.label}, {"left", box.left}, {"top", box.top}, {"right", box.right}, {"bottom", box.bottom}});
     out.emplace_back("boxes", std::move(boxes));
+  }
+  if (answer.thought) {
+    out.emplace_back("thought", *answer.thought);
+    out.emplace_back("thought_tokens", answer.thought_tokens);
   }
   if (is_incomplete(answer)) out.emplace_back("incomplete", true);
   if (logprobs) out.emplace_back("logprobs", Json::Array(answer.logprobs.begin(), answer.logprobs.end()));

@@ -24,6 +24,8 @@ struct Options {
   std::string k = "default", reduce = "default";
   int64_t max_new_tokens = 256;
   bool ignore_eos = false, logprobs = false, boxes = false;
+  std::optional<bool> thinking;     // with or without a thought before the answer; none: as the chat template has it
+  int64_t max_thinking_tokens = 0;  // of the thought, after which it is ended; 0: no limit
   Sampling sampling;
   double gate_threshold = 0.5;
   std::vector<std::string> stop;
@@ -62,6 +64,8 @@ struct Answer {
   std::optional<std::string> unsure;  // why the answer is not accepted
   Rows seg_states;  // of each segmentation token the state [hidden] that chose it, behind the decoder's last norm
   std::optional<std::vector<Box>> boxes;  // if they were asked for
+  std::optional<std::string> thought;     // before the answer, which is no part of the text
+  int64_t thought_tokens = 0;             // with the end mark
   int64_t prompt_tokens = 0;
   std::optional<PrefillResult> prefill;
   Timings timings;

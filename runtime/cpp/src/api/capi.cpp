@@ -149,6 +149,8 @@ vtxcore::Options options_of(const vtx_ask_options* given) {
   out.sampling.repetition_penalty = o.repetition_penalty;
   out.gate_threshold = o.gate_threshold, out.timeout = o.timeout;
   out.ignore_eos = o.ignore_eos != 0, out.logprobs = o.logprobs != 0, out.boxes = o.boxes != 0;
+  if (o.thinking) out.thinking = o.thinking > 0;
+  out.max_thinking_tokens = o.max_thinking_tokens;
   if (o.about) out.about = o.about;
   if (o.rest) out.rest = o.rest;
   if (o.accept) out.accept = o.accept;
@@ -460,6 +462,11 @@ const char* vtx_answer_box(const vtx_answer* answer, size_t index, double corner
   const vtxcore::Box& box = (*held->answer.boxes)[index];
   if (corners) corners[0] = box.left, corners[1] = box.top, corners[2] = box.right, corners[3] = box.bottom;
   return box.label.c_str();
+}
+
+const char* vtx_answer_thought(const vtx_answer* answer) {
+  auto held = found(answer);
+  return held && held->answer.thought ? held->answer.thought->c_str() : nullptr;
 }
 
 const char* vtx_answer_unsure(const vtx_answer* answer) {

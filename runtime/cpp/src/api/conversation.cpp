@@ -95,10 +95,16 @@ std::vector<Message> Conversation::opening(const std::string& question) const {
   return out;
 }
 
+// The ids of messages to be answered so. Throws Error(request), Error(templates), Error(context), Error(bundle).
+Ids Conversation::prompt_ids(const std::vector<Message>& messages, const Options& options) const {
+  model_->text().check_thinking(options.thinking, options.max_thinking_tokens > 0);
+  return model_->text().prompt(messages, placed(images_), options.thinking);
+}
+
 Answer Conversation::ask(const std::string& question, const Options& options) {
   Running running(*this);
   std::vector<Message> messages = opening(question);
-  return answer({&messages, model_->text().prompt(messages, placed(images_)), nullptr}, options);
+  return answer({&messages, prompt_ids(messages, options), nullptr, options.thinking}, options);
 }
 
 Answer Conversation::chat(const std::string& question, const Options& given) {
@@ -114,8 +120,8 @@ Answer Conversation::chat(const std::string& question, const Options& given) {
     messages = opening(question);
   else
     messages.push_back({"user", {{false, question}}});
-  Ids ids = model_->text().prompt(messages, placed(images_));
-  Answer found = answer({&messages, ids, selection_ ? &*selection_ : nullptr}, options);
+  Ids ids = prompt_ids(messages, options);
+  Answer found = answer({&messages, ids, selection_ ? &*selection_ : nullptr, options.thinking}, options);
   if (found.stopped == "cancelled" || found.stopped == "timeout") return found;  // this turn does not count
   messages.push_back({"assistant", {{false, found.text}}});
   turns_ = std::move(messages);
@@ -133,6 +139,8 @@ void Conversation::restart_chat() {
 Answer Conversation::ask_ids(const Ids& ids, const Options& options) {
   Running running(*this);
   const Manifest& m = model_->manifest();
+  if (options.thinking || options.max_thinking_tokens > 0)
+    fail(Kind::request, "thinking is switched and limited by the chat template, and token ids are given; leave it out");
   for (int64_t id : ids) check_whole("token id", id, 0, m.model.vocab - 1);
   size_t images = 0, wrong = 0;
   for (int64_t id : ids) {
@@ -216,7 +224,7 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::o
                             Timings& timings) {
   int64_t image_id = model_->manifest().text.image_token_id;
   auto expand = [&](const std::vector<MarkedImage>& images) {
-    return turn.messages ? model_->text().prompt(*turn.messages, images) : expanded(turn.ids, images);
+    return turn.messages ? model_->text().prompt(*turn.messages, images, turn.thinking) : expanded(turn.ids, images);
   };
   Ids ids = turn.messages ? turn.ids : expanded(turn.ids, placed(images_));
   if (about && !turn.messages)
@@ -226,7 +234,8 @@ Prompt Conversation::prompt(const Turn& turn, const Policy& policy, const std::o
   if (about) {
     asked = asking_about(*turn.messages, *about);
     try {
-      chosen_by = model_->text().prompt(asked, std::vector<MarkedImage>(images_.size(), MarkedImage::plain(1)));
+      std::vector<MarkedImage> marks(images_.size(), MarkedImage::plain(1));
+      chosen_by = model_->text().prompt(asked, marks, turn.thinking);
     } catch (const Error& error) {
       if (error.kind() != Kind::context) throw;
       fail(Kind::context, "with about in place of the question, ", error.what());
@@ -256,6 +265,9 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   Policy policy = model_->policy(options, images_);
   std::optional<GuidedAnswer> guided;
   if (options.guide) guided.emplace(model_->guided(*options.guide));
+  std::optional<ThoughtDivider> divider;
+  if (turn.messages) divider = model_->text().thoughts(turn.ids);
+  if (guided && divider) check_form(options, *divider);
   Answer out;
   if (options.accept) out.threshold = model_->threshold(*options.accept);
   if (guided) out.imposed.emplace();
@@ -269,7 +281,7 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
     out.prefill = session_.prefill(asked, policy, turn.after, [this] { check_ended(); });
     out.timings.prefill = std::max(0.0, ms_since(start_) - out.timings.vision);
     if (options.guide) score_choices(out, options.guide->choices());
-    generate(out, options, asked, guided ? &*guided : nullptr);
+    generate(out, options, asked, guided ? &*guided : nullptr, std::move(divider));
   } catch (const Ended& ended) {
     out.stopped = ended.stopped;
   }
@@ -278,6 +290,16 @@ Answer Conversation::answer(const Turn& turn, const Options& options) {
   if (options.boxes) out.boxes = read_boxes(out.text, *model_->manifest().text.boxes, images_.front());
   describe(out, *model_, policy, options.logprobs);
   return out;
+}
+
+// Throws Error(request) for a form that cannot begin behind the thought.
+void Conversation::check_form(const Options& options, const ThoughtDivider& divider) const {
+  size_t choices = options.guide->choices().size();
+  if (divider.inside() && choices > 0 && choices <= static_cast<size_t>(names::kMaxScored))
+    fail(Kind::request, "choices are scored right behind the prompt, where a thought begins; leave choices or thoughts out");
+  if (options.thinking.value_or(false) && !divider.inside())
+    fail(Kind::request, "this model begins its thoughts itself, and ", options.guide->kind,
+         " would leave none; leave thinking out");
 }
 
 // Finds the probability that the answer is a choice, up to its end token, for each; one pass a choice.
@@ -305,22 +327,36 @@ void Conversation::score_choices(Answer& answer, const std::vector<std::string>&
   for (size_t i = 0; i < choices.size(); ++i) answer.choices.emplace_back(choices[i], scores[i] / total);
 }
 
-void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided) {
+void Conversation::generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided,
+                            std::optional<ThoughtDivider> divider) {
   const Ids& ends = model_->manifest().text.end_ids;
+  bool limits = divider && options.max_thinking_tokens > 0;
+  Ids mark = limits ? model_->text().thought_end() : Ids{};  // what is left of it, once the thought is at its limit
   Sampler sample(options.sampling, prompt.ids);
   std::optional<TextOutput> output;
-  if (model_->has_text()) output.emplace(model_->text(), options.stop);
+  if (model_->has_text()) output.emplace(model_->text(), options.stop, std::move(divider));
+  const ThoughtDivider* thoughts = output ? output->divider() : nullptr;
   Rows run;  // the logits after each token of the last pass; forced tokens ran in it with the one before them
   run.width = answer.prefill->logits.size(), run.data = std::move(answer.prefill->logits);
   size_t at = 0;
   std::optional<int64_t> chosen;  // the next token, where the device chose it and kept the logits
-  bool reads_logits = guided || options.logprobs || model_->manifest().text.seg_token_id;
+  bool reads_logits = guided || limits || options.logprobs || model_->manifest().text.seg_token_id;
   for (int64_t left = options.max_new_tokens; answer.stopped.empty(); --left) {
     Floats logits;
     if (!chosen) logits.assign(run.row(at), run.row(at) + run.width);
-    int64_t token = chosen ? *chosen : sample(guided ? guided->mask(logits) : logits);
-    if (guided && guided->imposes()) answer.imposed->push_back(log_probability(logits, token));
-    bool complete = guided && guided->push(token);
+    bool thinks = thoughts && thoughts->inside();
+    GuidedAnswer* form = thinks ? nullptr : guided;
+    auto given = static_cast<int64_t>(answer.token_ids.size());
+    bool ends_thought = thinks && !mark.empty() && given >= options.max_thinking_tokens;
+    int64_t token = 0;
+    if (ends_thought) {
+      token = mark.front();
+      mark.erase(mark.begin());
+    } else {
+      token = chosen ? *chosen : sample(form ? form->mask(logits) : logits);
+    }
+    if (form && form->imposes()) answer.imposed->push_back(log_probability(logits, token));
+    bool complete = form && form->push(token);
     if (model_->manifest().text.seg_token_id == token) {
       Floats state = model_->normed(host(take(session_.states(), {static_cast<int64_t>(at)})).data);
       answer.seg_states.width = state.size();
@@ -333,6 +369,7 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
     if (count > 1) answer.timings.decode_per_token = (now - answer.timings.first_token) / (count - 1);
     if (options.logprobs) answer.logprobs.push_back(log_probability(logits, token));
     std::string piece = output ? output->push(token) : "";
+    if (thoughts && (thinks || thoughts->inside())) answer.thought_tokens = given + 1;
     bool ended = complete || (!options.ignore_eos && std::find(ends.begin(), ends.end(), token) != ends.end());
     if (output && output->stopped())
       answer.stopped = "stop";
@@ -347,13 +384,14 @@ void Conversation::generate(Answer& answer, const Options& options, const Prompt
       if (output->stopped()) answer.stopped = "stop";
     }
     if (output) answer.text = output->text();
+    if (thoughts) answer.thought = thoughts->thought();
     if (options.on_token && !options.on_token(token, piece)) throw Ended{"cancelled"};
     if (!answer.stopped.empty()) return;
     check_ended();
     if (++at < run.count()) continue;
     Ids next{token};
-    if (guided)
-      for (int64_t sure : guided->draft(std::min(left, session_.capacity() - session_.length()) - 2)) next.push_back(sure);
+    if (form)
+      for (int64_t sure : form->draft(std::min(left, session_.capacity() - session_.length()) - 2)) next.push_back(sure);
     chosen = sample.greedy() && !reads_logits ? session_.choose(token) : std::nullopt;
     if (!chosen) run = session_.decode(next);
     at = 0;

@@ -44,10 +44,13 @@ class Conversation {
     const std::vector<Message>* messages;  // null where only ids are given
     Ids ids;                               // image tokens expanded
     const Selection* after;
+    std::optional<bool> thinking = {};
   };
   class Running;
   Conversation(Conversation& other, const Running&);
 
+  Ids prompt_ids(const std::vector<Message>& messages, const Options& options) const;
+  void check_form(const Options& options, const ThoughtDivider& divider) const;
   void check_prefix_file() const;
   std::vector<Message> opening(const std::string& question) const;
   bool is_picture(int64_t id) const;
@@ -55,7 +58,8 @@ class Conversation {
   Answer answer(const Turn& turn, const Options& options);
   Prompt prompt(const Turn& turn, const Policy& policy, const std::optional<std::string>& about, Timings& timings);
   void score_choices(Answer& answer, const std::vector<std::string>& choices);
-  void generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided);
+  void generate(Answer& answer, const Options& options, const Prompt& prompt, GuidedAnswer* guided,
+                std::optional<ThoughtDivider> divider);
 
   std::shared_ptr<const Model> model_;
   std::vector<PreparedImage> images_;

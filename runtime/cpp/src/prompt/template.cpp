@@ -82,13 +82,15 @@ struct ChatTemplate::Compiled {
   jinja::program program;
   std::map<std::string, bool> as_string;  // by role: the template reads strings and no parts
 
-  std::string run(const jinja::value& messages, const TextSettings& settings, bool reply, std::time_t now) const {
+  std::string run(const jinja::value& messages, const TextSettings& settings, bool reply, std::time_t now,
+                  std::optional<bool> thinking = {}) const {
     jinja::spent = {};
     jinja::context context;
     context.current_time = now;
     context.set_val("messages", messages);
     for (const char* name : {"tools", "documents"}) context.set_val(name, mk_val<jinja::value_none>());
     for (const auto& [name, token] : settings.variables) context.set_val(name, mk_val<jinja::value_string>(token));
+    if (thinking) context.set_val("enable_thinking", mk_val<jinja::value_bool>(*thinking));
     context.set_val("add_generation_prompt", mk_val<jinja::value_bool>(reply));
     return jinja::render_string_parts(jinja::runtime::gather_string_parts(jinja::runtime(context).execute(program)));
   }
@@ -99,7 +101,7 @@ ChatTemplate::ChatTemplate(std::string source, const TextSettings& settings)
 ChatTemplate::~ChatTemplate() = default;
 
 // The conversation as parts or strings, whichever a role's messages are read as.
-std::string ChatTemplate::shaped(const std::vector<Message>& messages, std::time_t now) const {
+std::string ChatTemplate::shaped(const std::vector<Message>& messages, std::time_t now, std::optional<bool> thinking) const {
   auto list = mk_val<jinja::value_array>();
   for (const Message& message : messages) {
     auto found = compiled_->as_string.find(message.role);
@@ -112,7 +114,7 @@ std::string ChatTemplate::shaped(const std::vector<Message>& messages, std::time
       text += part.image ? (part.video ? *settings_.video_token : settings_.image_token) + "\n" : part.text;
     list->push_back(message_value(message.role, mk_val<jinja::value_string>(text)));
   }
-  return compiled_->run(list, settings_, true, now);
+  return compiled_->run(list, settings_, true, now, thinking);
 }
 
 // As shaping.py: each role is tried once with parts and once with a string.
@@ -169,7 +171,7 @@ void ChatTemplate::compile() const {
   }
 }
 
-std::string ChatTemplate::render(const std::vector<Message>& messages) const {
+std::string ChatTemplate::render(const std::vector<Message>& messages, std::optional<bool> thinking) const {
   if (int64_t length = static_cast<int64_t>(length_utf8(source_)); length > names::kMaxTemplate)
     fail(Kind::templates, "the chat template has ", grouped(length), " characters, the limit is ",
          grouped(names::kMaxTemplate), kTemplateCure);
@@ -187,7 +189,7 @@ std::string ChatTemplate::render(const std::vector<Message>& messages) const {
          "); give token ids instead");
   std::string out;
   try {
-    out = shaped(messages, std::time(nullptr));
+    out = shaped(messages, std::time(nullptr), thinking);
   } catch (const std::bad_alloc&) {
     throw;
   } catch (const jinja::refused_by_template& refusal) {

@@ -4,6 +4,7 @@
 #include <ctime>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,12 +35,13 @@ class ChatTemplate {
  public:
   ChatTemplate(std::string source, const TextSettings& settings);
   ~ChatTemplate();
-  std::string render(const std::vector<Message>& messages) const;
+  // `thinking`: the variable enable_thinking, where it is given.
+  std::string render(const std::vector<Message>& messages, std::optional<bool> thinking = {}) const;
   const std::string& source() const { return source_; }
 
  private:
   struct Compiled;
-  std::string shaped(const std::vector<Message>& messages, std::time_t now) const;
+  std::string shaped(const std::vector<Message>& messages, std::time_t now, std::optional<bool> thinking = {}) const;
   void compile() const;
 
   const std::string source_;

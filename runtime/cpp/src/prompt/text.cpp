@@ -34,6 +34,39 @@ Text::Text(const Bundle& bundle)
     if (tokenizer_.added(id) != token) unknown("the control token '" + token.substr(0, 40) + "' that is no added token");
     control_.insert(id);
   }
+  thought_form_ = thought_form(template_.source());
+  if (!thought_form_) return;
+  for (const TokenAt& token : tokenizer_.encode(thought_form_->begin + thought_form_->end))
+    if (hidden(token.id)) marks_[token.id] = tokenizer_.added(token.id);
+}
+
+void Text::check_thinking(std::optional<bool> thinking, bool limited) const {
+  if (thinking && (*thinking || thought_form_)) {
+    std::vector<Message> question{{"user", {{false, "?"}}}};
+    if (template_.render(question, true) == template_.render(question, false))
+      fail(Kind::request, "this model's chat template has no switch for thoughts (enable_thinking); leave thinking out");
+  }
+  if (limited && !thought_form_)
+    fail(Kind::request, "this model's chat template has no marks of thoughts; leave max_thinking_tokens out");
+}
+
+std::optional<ThoughtDivider> Text::thoughts(const Ids& ids) const {
+  constexpr std::ptrdiff_t kPromptEnd = 16;  // tokens in which a mark that ends a prompt stands
+  if (!thought_form_) return std::nullopt;
+  std::string end;
+  for (auto id = ids.size() > kPromptEnd ? ids.end() - kPromptEnd : ids.begin(); id != ids.end(); ++id)
+    end += hidden(*id) ? tokenizer_.added(*id) : tokenizer_.decode({*id});
+  std::string written(strip(end, false, true)), mark(strip(thought_form_->begin, false, true));
+  bool inside = written.size() >= mark.size() && written.compare(written.size() - mark.size(), mark.size(), mark) == 0;
+  std::vector<std::string> special;
+  for (const auto& [_, token] : marks_) special.push_back(token);
+  return ThoughtDivider(*thought_form_, special, inside);
+}
+
+Ids Text::thought_end() const {
+  Ids ids;
+  for (const TokenAt& token : tokenizer_.encode(thought_form_->end)) ids.push_back(token.id);
+  return ids;
 }
 
 // Each image and each video must stand there as its token once.
@@ -119,9 +152,10 @@ Ids Text::expanded(const Ids& ids, const Ids& spans) const {
 }
 
 // The ids of messages, one for each image and video; with `images` one for each span of theirs.
-Ids Text::printed_ids(const std::vector<Message>& messages, const std::vector<MarkedImage>& images) const {
+Ids Text::printed_ids(const std::vector<Message>& messages, const std::vector<MarkedImage>& images,
+                      std::optional<bool> thinking) const {
   Marks marks;
-  std::string rendered = template_.render(mask(messages, tokenizer_, m_.text, template_.source(), marks));
+  std::string rendered = template_.render(mask(messages, tokenizer_, m_.text, template_.source(), marks), thinking);
   if (!images.empty()) rendered = with_marks(rendered, images);
   Ids ids;
   if (marks.empty())
@@ -140,13 +174,14 @@ Ids Text::printed_ids(const std::vector<Message>& messages, const std::vector<Ma
   return ids;
 }
 
-Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images) const {
+Ids Text::prompt(const std::vector<Message>& messages, std::vector<MarkedImage> images,
+                 std::optional<bool> thinking) const {
   images.resize(check_messages(messages), MarkedImage::plain(1));
-  check_length(messages);
-  Ids ids = printed_ids(messages, {}), spans;
+  check_length(messages, thinking);
+  Ids ids = printed_ids(messages, {}, thinking), spans;
   check_printed(ids, messages);
   if (std::any_of(images.begin(), images.end(), [](const MarkedImage& image) { return image.has_text(); }))
-    ids = printed_ids(messages, images);
+    ids = printed_ids(messages, images, thinking);
   for (const MarkedImage& image : images) spans.insert(spans.end(), image.spans.begin(), image.spans.end());
   return expanded(ids, spans);
 }
@@ -171,13 +206,13 @@ Ids Text::order(const std::vector<Message>& messages) const {
   return out;
 }
 
-void Text::check_length(const std::vector<Message>& messages) const {
+void Text::check_length(const std::vector<Message>& messages, std::optional<bool> thinking) const {
   if (m_.text.characters_per_token == 0) return;
   int64_t limit = m_.text.characters_per_token * (m_.max_context - 1);
   size_t total = 0;
   for (const Message& message : messages) total += length_utf8(message.text());
   if (static_cast<int64_t>(total) <= limit) return;
-  std::string text = template_.render(messages);
+  std::string text = template_.render(messages, thinking);
   if (m_.text.bound_normalized) text = tokenizer_.normalized(text);
   auto length = static_cast<int64_t>(length_utf8(text));
   if (length > limit)
@@ -187,6 +222,7 @@ void Text::check_length(const std::vector<Message>& messages) const {
 
 std::string Detokenizer::push(int64_t id) {
   const Tokenizer& tokenizer = text_.tokenizer();
+  if (auto mark = text_.marks().find(id); shows_marks_ && mark != text_.marks().end()) return finish() + mark->second;
   if (text_.hidden(id) || !tokenizer.known(id)) return "";
   window_.push_back(id);
   // Byte tokens in a row are decoded together: one wrong byte changes the characters before it.
@@ -210,6 +246,13 @@ std::string Detokenizer::finish() {
   return piece;
 }
 
+std::string TextOutput::divided(const std::string& piece, bool last) {
+  if (!divider_) return piece;
+  std::string text = divider_->push(piece, last);
+  detokenizer_.show_marks(divider_->reads_marks());
+  return text;
+}
+
 std::string TextOutput::show(const std::string& next, bool last) {
   std::string piece = begun_ ? next : std::string(strip(next, true, false));
   begun_ |= !piece.empty();
@@ -223,11 +266,7 @@ std::string TextOutput::show(const std::string& next, bool last) {
   stopped_ = stopped_ || cut != std::string::npos;
   if (cut == std::string::npos) {
     cut = text.size();
-    size_t held = 0;  // bytes at the end with which some stop string begins
-    for (const std::string& stop : stops_)
-      for (size_t count = std::min(stop.size() - 1, text.size()); !last && count > held; --count)
-        if (text.compare(text.size() - count, count, stop, 0, count) == 0) held = count;
-    cut -= held;
+    if (!last) cut -= undecided(text, stops_);
   }
   waiting_ = stopped_ ? "" : text.substr(cut);
   shown_ += text.substr(0, cut);

@@ -88,6 +88,8 @@ void render() {
   Json request = parse_json(read(std::cin), "stdin", Kind::request);
   TextSettings settings = read_text_settings(*request.find("text"));
   ChatTemplate chat_template(*request.find("template")->string(), settings);
+  std::optional<bool> thinking;
+  if (const Json* value = request.find("thinking")) thinking = *value->boolean();
   for (const Json& chat : *request.find("chats")->array()) {
     std::vector<Message> messages;
     for (const Json& turn : *chat.array()) {
@@ -98,7 +100,7 @@ void render() {
       }
     }
     try {
-      std::cout << Json(Json::Object{{"text", chat_template.render(messages)}}).dump() << "\n";
+      std::cout << Json(Json::Object{{"text", chat_template.render(messages, thinking)}}).dump() << "\n";
     } catch (const Error& error) {
       std::cout << Json(Json::Object{{"error", error.what()}}).dump() << "\n";
     }
