@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -16,11 +15,6 @@ from tests.support.tiny import random_image
 from vtx import cli
 
 OPTIONS = vtx.Options(max_new_tokens=4)
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("chat") / "bundle").folder
 
 
 @pytest.fixture(scope="module")

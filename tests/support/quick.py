@@ -45,7 +45,6 @@ HEADLINES = {
     "runtime/session/test_openvla": "test_ids_logits_and_actions_are_those_of_the_statement",
     "runtime/session/test_qwen3_5": "test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other",
     "runtime/session/test_qwen_videos": "test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement",
-    "runtime/session/test_reduce_session": "test_any_two_ways_after_each_other_equal_fresh_ones",
     "runtime/session/test_sequences": "test_any_sequence_equals_fresh_answers",
     "tools/evaluation/test_fresh_answers": "test_an_evaluation_asks_again_about_an_image_that_was_replaced",
 }
@@ -55,17 +54,21 @@ SHOWN_ELSEWHERE = {
     **dict.fromkeys(
         (
             "eagle", "gemma", "gemma3", "internvl_chat", "minicpm", "original", "paligemma", "qwen3", "random_methods",
-            "vila",
+            "tiles", "token_inputs", "vila",
         ),
         "runtime/session/test_contract",
     ),
     **dict.fromkeys(("minicpm_videos", "smolvlm_videos"), "runtime/session/test_qwen_videos"),
+    "reduce_session": "runtime/session/test_sequences",
     "rest_precisions": "runtime/session/test_rest",
 }  # fmt: skip
 SHOWN_ELSEWHERE = {f"runtime/session/test_{name}": shown for name, shown in SHOWN_ELSEWHERE.items()}
 SHOWN_ELSEWHERE |= {
     "runtime/backends/test_tensorrt_videos": "runtime/backends/test_tensorrt",
+    "runtime/backends/test_tensorrt_windows": "runtime/backends/test_tensorrt",
     "runtime/cpp/test_joined": "runtime/cpp/test_contract",
+    "runtime/cpp/test_token_inputs": "runtime/cpp/test_contract",
+    "runtime/cpp/test_traces": "runtime/cpp/test_contract",
 }
 
 

@@ -47,6 +47,7 @@ pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=Impo
 FLAGS = frozenset({"avx512_vnni", "amx_bf16"})
 ALWAYS = MeasuredArithmetic(Data("the drawn scenes", scene_items(3)), always=True)
 CPUS = ("ort", "plain")
+SMALL = Tiny(layers=3)
 
 
 def planned(checkpoint: Path | str, precision: str, wanted: MeasuredArithmetic | None = ALWAYS, **more: Any) -> Plan:
@@ -158,9 +159,12 @@ def test_commands_say_what_the_weights_cost(demo: Bundle) -> None:
     assert quality in invoke("doctor", demo.folder).stdout
 
 
-def test_products_of_integers_are_not_named_as_a_default_of_int4(demo: Bundle) -> None:
+def test_products_of_integers_are_not_named_as_a_default_of_int4(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     kinds = {kind: {"kl": 0.1, "same": 0.9} for kind in ("f32", "bf16", "int8")}
-    manifest = replace(demo.manifest, arithmetic=("bf16", "int8"), record={"arithmetic": kinds})
+    exported = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), dialects=CPUS).manifest
+    manifest = replace(exported, arithmetic=("bf16", "int8"), record={"arithmetic": kinds})
     for precision, default in (("int8", "bf16, int8"), ("int4", "bf16")):
         [line] = fidelity_lines(replace(manifest, precision=precision))
         assert line.endswith(f"used by default: {default}")
@@ -169,8 +173,8 @@ def test_products_of_integers_are_not_named_as_a_default_of_int4(demo: Bundle) -
 def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(tiny_checkpoint(), "fp32")
-    bundle = export(tiny_checkpoint(), tmp_path / "b", (2,), "fp32", dialects=CPUS)
+    plan = planned(tiny_checkpoint(SMALL), "fp32")
+    bundle = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), "fp32", dialects=CPUS)
     assert candidates(bundle.manifest, always=False) == ()  # onnxruntime is the faster engine of so small a model
     assert candidates(bundle.manifest, always=True) == ("bf16",)  # int8 arithmetic is for integer weights
     monkeypatch.setattr(fidelity, "load", lambda *where, compute, **more: load(*where, compute="f32", **more))
@@ -239,7 +243,7 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "candidates", lambda *_, **__: ("bf16",))
-    plan, said = planned(tiny_checkpoint(), "int8", MeasuredArithmetic()), list[str]()
+    plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic()), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(fidelity, "SECONDS", 0.0)
         patch.setattr(fidelity, "missing_instructions", lambda _: None)
@@ -257,7 +261,7 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
         f"not measuring the bundle's answers in f32 and bf16 arithmetic, which needs about {needed} of memory (12 MB is"
     )
     assert "arithmetic" not in short.manifest.record
-    limited = planned(tiny_checkpoint(), "int8", MeasuredArithmetic(memory=10_000_000))
+    limited = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic(memory=10_000_000))
     run_export(limited, tmp_path / "limit", force=False, report=IGNORE, say=said.append)
     assert "(10 MB is allowed)" in said.pop()
     with monkeypatch.context() as patch:
@@ -272,7 +276,7 @@ def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = Data("pairs", (Item((random_image(1), random_image(2)), "alike?"),))
-    plan, said = planned(tiny_checkpoint(), "int8", MeasuredArithmetic(pairs)), list[str]()
+    plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic(pairs)), list[str]()
     made = run_export(plan, tmp_path / "pairs", force=False, report=IGNORE, say=said.append)
     assert said == ["not measuring the bundle's answers: no question about one image fits its template and its context"]
     assert "arithmetic" not in made.manifest.record
@@ -290,7 +294,7 @@ def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
 def test_one_engine_is_in_memory_at_a_time_and_one_that_fails_is_recorded(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planned(tiny_checkpoint(), "int8")
+    plan = planned(tiny_checkpoint(SMALL), "int8")
     made = run_export(replace(plan, options=replace(plan.options, arithmetic=None)), tmp_path / "b", force=False,
                       report=IGNORE)  # fmt: skip
     events = list[Any]()

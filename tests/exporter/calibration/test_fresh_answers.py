@@ -49,7 +49,7 @@ def fresh(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
         yield answer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_items_interrupted_anywhere_are_measured_as_fresh_answers(
     tiny_checkpoint: Checkpoints, tmp_path: Path, fresh: Fresh, seed: int

@@ -14,10 +14,7 @@ from tests.support.text import VICUNA, read, write_checkpoint
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
 from vtx.runtime.host.confined import ChildLimits
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),
-    pytest.mark.usefixtures("children_started"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
 Spec = dict[str, Any]
 SLOW = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 BIG = "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -97,7 +94,7 @@ def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("children_started")
 @pytest.mark.parametrize(
     ("template", "limits", "message"),
     [

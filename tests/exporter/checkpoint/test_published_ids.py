@@ -12,19 +12,13 @@ from tokenizers import Tokenizer
 from tests.support.families.original import write_tokenizer_model
 from tests.support.text import VICUNA, make_tokenizer, read, write_checkpoint, write_json
 from vtx.exporter.checkpoint.published_ids import token_settings
-from vtx.exporter.checkpoint.resolving import resolve
 from vtx.exporter.checkpoint.text import TextOptions, read_text
 from vtx.runtime.errors import BundleError, CheckpointError
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 FIX = "use the files that belong to the model"
 SPECIAL = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here: a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})
 
 
 def write_internlm(folder: Path) -> tuple[int, int]:

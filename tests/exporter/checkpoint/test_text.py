@@ -11,17 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, write_checkpoint, write_json
 from vtx.exporter.bundling.prepare import load_template
-from vtx.exporter.checkpoint.resolving import resolve
 from vtx.exporter.checkpoint.text import TextOptions, read_template, read_text
 from vtx.runtime.errors import CheckpointError, TemplateError
 from vtx.runtime.prompt.text import Text
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})  # others get what a child made
 
 
 def test_a_byte_order_mark_is_no_part_of_a_template_that_the_user_names(tmp_path: Path) -> None:

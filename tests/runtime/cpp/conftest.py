@@ -9,8 +9,15 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.cabi import Loaded
+from tests.support.cpp import write_pictures
 from tests.support.cpp_tensorrt import BUILT, REDUCTIONS, Machine, build, machine_in
 from tests.support.tiny import Tiny
+
+
+@pytest.fixture(scope="module")
+def pictures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Pictures of the `SIZES` that the file names."""
+    return write_pictures(tmp_path_factory.mktemp("pictures"), request.module.SIZES)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.support.cpp import (
     needs_cpp,
     needs_openvino,
     run,
-    write_pictures,
 )
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
@@ -33,14 +32,9 @@ pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 CROPS = replace(GEMMA3, crops=3, context=512)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 REDUCTIONS = "fastv:k=3,ratio=0.5", "divprune:keep=6", "dart:keep=8,k=6,pivots=2,text_pivots=2"
+SIZES = ((60, 60),)
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 SAME = 1e-4  # of logits, as a share of their largest magnitude
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    sizes = (60, 60), (150, 60), (40, 90), (1, 1), (100, 1), (300, 200), (64, 64), (90, 91), (640, 33), (48, 48)
-    return write_pictures(tmp_path_factory.mktemp("pictures"), sizes)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from tests.support.cpp import (
     needs_cpp,
     needs_openvino,
     run,
-    write_pictures,
 )
 from tests.support.families.eagle import TINY, drawn, make_eagle
 from tests.support.traces import meets
@@ -43,11 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(make_eagle(place / "checkpoint", TINY), place / "bundle", (3, 5), dialects=DIALECTS).folder
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
 def test_pixels_and_answers_are_those_of_python(folder: Path, pictures: list[Path]) -> None:
     with load(folder, device="cpu", threads=1) as model:
         assert_prepared_equal(model, pictures)
@@ -67,9 +61,9 @@ def test_answers_on_openvino_are_those_of_python(folder: Path, pictures: list[Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
-def test_traces_are_met_at_every_precision(tmp_path: Path, precision: str) -> None:
-    assert meets(make_eagle(tmp_path / "checkpoint", TINY), tmp_path, precision, reductions=REDUCTIONS) > 30
+def test_traces_are_met_with_weights_of_integers(tmp_path: Path) -> None:
+    """At other precisions `test_contract` meets them: towers are one graph for both runtimes."""
+    assert meets(make_eagle(tmp_path / "checkpoint", TINY), tmp_path, "int8", reductions=REDUCTIONS) > 30
 
 
 @pytest.mark.parametrize(

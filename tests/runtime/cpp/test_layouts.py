@@ -17,7 +17,6 @@ from tests.support.cpp import (
     failure,
     needs_cpp,
     run,
-    write_pictures,
 )
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
@@ -31,11 +30,6 @@ pytestmark = needs_cpp
 
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_values(

@@ -17,7 +17,6 @@ from tests.support.cpp import (
     expected,
     failure,
     needs_cpp,
-    write_pictures,
 )
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import random_image
@@ -30,11 +29,6 @@ pytestmark = needs_cpp
 SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1), (5, 400), (223, 225), (448, 112))
 SIZES += ((56, 56), (90, 91))
 QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture?", "red?")
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:

@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.cpp import needs_cpp, run
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 
-pytestmark = needs_cpp
+pytestmark = [needs_cpp, pytest.mark.slow]
 
 
 def test_misuse_is_refused_and_the_model_can_be_used_on(models: Callable[..., Model], tmp_path: Path) -> None:

@@ -44,11 +44,6 @@ REDUCTIONS = (
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
 @needs_openvino
 def test_many_tokens_of_int4_go_in_runs_of_their_own(models: Models, tmp_path: Path) -> None:
     """Of 256 on OpenVINO, each with its part of the tokens' rotary tables."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.cabi import OK, AskOptions, LoadOptions, VtxImage, load_library
-from tests.support.cpp import ask, expected, needs_cpp, onnxruntime, output, run, write_pictures
+from tests.support.cpp import ask, expected, needs_cpp, onnxruntime, output, run
 from tests.support.families.lisa import LISA, QUESTION
 from tests.support.parity import STEPS, TOLERANCE
 from vtx.runtime.api.model import Model
@@ -26,11 +26,6 @@ SIZES = ((150, 60), (40, 90))
 @pytest.fixture(scope="module")
 def model(models: Callable[..., Model]) -> Model:
     return models(LISA, (3, 5))
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
 
 
 def compared(found: dict[str, Any], want: dict[str, Any]) -> int:

@@ -30,11 +30,6 @@ SIZES = ((150, 61), (70, 190), (40, 40), (1, 1), (65, 64), (960, 60), (60, 960),
 QUESTIONS = ("red?", "What is <slice> <image_id>7</image_id> really?", "red?")
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_pictures(tmp_path_factory.mktemp("pictures"), SIZES)
-
-
 @pytest.mark.slow
 @needs_pillow_13
 def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(

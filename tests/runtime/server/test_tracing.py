@@ -99,7 +99,7 @@ def test_spans_are_sent_to_a_collector_and_answers_come_without_one(tiny_bundle:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
         tracing = Tracing(sent_to(f"http://127.0.0.1:{collector.server_port}/"))
         with serving({"tiny": tiny_bundle}, tracing=tracing) as served:
             assert served.chat(asking(user("red?"))).status == 200

@@ -42,12 +42,6 @@ def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
-    with load(folder, device=request.param, threads=THREADS) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module", params=DEVICES)
 def reduced(
     request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

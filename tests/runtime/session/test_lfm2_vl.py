@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import export
-from tests.support.exported import DEVICES, THREADS
 from tests.support.families.lfm2_vl import LFM2, geometry
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
@@ -30,12 +29,6 @@ WIDE, HIGH = (150, 60), (40, 90)  # of 3 tiles and a whole image, of one piece
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(LFM2), tmp_path_factory.mktemp("lfm2") / "bundle", KS, "fp32").folder
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
-    with load(folder, device=request.param, threads=THREADS) as loaded:
-        yield loaded
 
 
 def test_sizes_tiles_and_tokens_are_those_of_transformers_functions(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.support.bundles import ORT, export, export_with
-from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
+from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
 from tests.support.gates import write_gates
 from tests.support.graphs import session
@@ -55,12 +55,6 @@ Export = Callable[..., Path]
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(MINICPM), tmp_path_factory.mktemp("minicpm") / "bundle", KS, "fp32").folder
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
-    with load(folder, device=request.param, threads=THREADS) as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")

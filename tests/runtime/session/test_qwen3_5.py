@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,6 @@ Export = Callable[..., Path]
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(QWEN35), tmp_path_factory.mktemp("qwen3.5") / "bundle", KS, "fp32").folder
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
-    with load(folder, device=request.param, threads=THREADS) as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         running.daemon_threads = True
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{running.server_port}/hook?a=1"

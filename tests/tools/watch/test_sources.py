@@ -447,7 +447,7 @@ class Snapshots(BaseHTTPRequestHandler):
 def test_an_address_of_one_picture_is_asked_again_and_again() -> None:
     pytest.importorskip("av", reason="needs vtx-edge[video]")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Snapshots)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     enough, shown = threading.Event(), list[int | str]()
 
     def put(read: Any) -> None:

@@ -103,6 +103,7 @@ def test_a_tower_in_the_checkpoint_needs_only_settings_from_elsewhere(
         open_checkpoint(str(folder), tower=str(tmp_path / "settings") if given else None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["tower", "model"])
 def test_a_pickled_tower_is_read_where_the_user_allows_it(folder: Path, kind: str) -> None:
     import torch
