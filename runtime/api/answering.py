@@ -22,7 +22,7 @@ from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.prompt.messages import Message, asking_about, thinking_of
-from vtx.runtime.prompt.thoughts import DraftsBehindThought, ThoughtDivider, undecided
+from vtx.runtime.prompt.thoughts import ThoughtDivider, undecided
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
@@ -397,7 +397,7 @@ class AnswerInProgress(Request):
             guided.lookup = self._lookup
         drafts: Drafts | None = self._lookup
         if guided is not None:
-            drafts = guided if thoughts is None else DraftsBehindThought(guided, thoughts)
+            drafts = guided if thoughts is None else guided.behind(thoughts)
         reads_logits = options.logprobs or options.top_logprobs or text.seg_token_id is not None
         reads_logits = reads_logits or guided is not None or limit is not None or bool(options.min_new_tokens)
         tokens = generate(

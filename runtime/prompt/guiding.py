@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from vtx.runtime.prompt.lookup import PromptLookup
     from vtx.runtime.prompt.text import Text
+    from vtx.runtime.prompt.thoughts import ThoughtDivider
 
 Schema = Mapping[str, Any] | str | bool
 MAX_SCHEMA = 64 << 10  # bytes as UTF-8 text; of all choices as of a schema
@@ -275,6 +276,10 @@ class GuidedAnswer:
         self.forced = 0
         self.imposes = False  # of the last mask
 
+    def behind(self, thoughts: ThoughtDivider) -> DraftsBehindThought:
+        """The drafts of this answer where its form begins behind a thought."""
+        return DraftsBehindThought(self, thoughts)
+
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits [vocab], minus infinity for tokens that may not come next.
 
@@ -387,3 +392,23 @@ def _schema_work(schema: Any) -> _SchemaWork:
 def _line(error: str) -> str:
     """The first lines of an error of llguidance, on one."""
     return " ".join(error.replace("<non-verbose/>", "").split())[:200]
+
+
+class DraftsBehindThought:
+    """The drafts of a guided answer whose form begins behind a thought."""
+
+    def __init__(self, guided: GuidedAnswer, divider: ThoughtDivider) -> None:
+        self._guided = guided
+        self._divider = divider
+
+    def push(self, token: int) -> bool:
+        """One more token; True if nothing may follow it."""
+        return False if self._divider.inside else self._guided.push(token)
+
+    def accept(self) -> None:
+        """The token last pushed is the draft's next one."""
+        self._guided.accept()
+
+    def draft(self, most: int) -> list[int]:
+        """Tokens to verify in one pass, none in a thought."""
+        return [] if self._divider.inside else self._guided.draft(most)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vtx.runtime.prompt.guiding import GuidedAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +90,3 @@ class ThoughtLimit:
             return None
         self._forced += 1
         return self._end_ids[self._forced - 1]
-
-
-class DraftsBehindThought:
-    """The drafts of a guided answer whose form begins behind a thought."""
-
-    def __init__(self, guided: GuidedAnswer, divider: ThoughtDivider) -> None:
-        self._guided = guided
-        self._divider = divider
-
-    def push(self, token: int) -> bool:
-        """One more token; True if nothing may follow it."""
-        return False if self._divider.inside else self._guided.push(token)
-
-    def accept(self) -> None:
-        """The token last pushed is the draft's next one."""
-        self._guided.accept()
-
-    def draft(self, most: int) -> list[int]:
-        """Tokens to verify in one pass, none in a thought."""
-        return [] if self._divider.inside else self._guided.draft(most)
