@@ -202,7 +202,7 @@ test-server-suites: $(READY) ## the tests of llama.cpp's server and of vLLM that
 	cd $(SUITES)/vllm_suite && $(SUITES_ENV) VTX_SUITE=$$PWD/entrypoints VTX_SUITE_TABLE=$(SUITES_HERE)/vllm.txt \
 		PYTHONPATH=$(SUITES_HERE) $(SUITES_PYTEST) --rootdir $$PWD --confcutdir entrypoints -p vllm_server entrypoints
 
-test-clients: $(READY) ## nine clients of other servers on vtx-serve; installs them in an environment of their own, 700 MB
+test-clients: $(READY) ## seven clients of other servers on vtx-serve; installs them in an environment of their own, 700 MB
 	$(BIN)/python -m tests.support.server_suites.prepare $(SUITES)
 	$(PYTHON) -m venv build/clients
 	build/clients/bin/python -m pip install --quiet --requirement $(SUITES_HERE)/clients.txt

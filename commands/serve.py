@@ -12,9 +12,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
     from vtx.runtime.api.model import Model
     from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.server.delivery import Output
-    from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.engines import Engines
     from vtx.runtime.server.http import App
     from vtx.runtime.server.keys import Keys, Tenant
     from vtx.runtime.server.limits import Limits
-    from vtx.runtime.server.tracing import Tracing
-    from vtx.runtime.server.watchdog import Watchdog
+    from vtx.runtime.server.settings import AppSettings
 
 KEY = "VTX_API_KEY"
 OTHER_FILES = 256  # next to its connections: bundles, decoders of videos, logs
@@ -240,19 +238,17 @@ def serve(settings: ServeSettings) -> None:
     If $VTX_API_KEY is set, clients must send it as their key.
     """
     require_http()
+    from vtx.runtime.server.app import make_app
     from vtx.runtime.server.drain import DrainingServer
-    from vtx.runtime.server.endpoints import Traffic
     from vtx.runtime.server.folder import BundleFolder
     from vtx.runtime.server.keys import Keys
     from vtx.runtime.server.protocol import CONNECTIONS
-    from vtx.runtime.server.tracing import Tracing, sent_to
     from vtx.runtime.server.watchdog import Watchdog, systemd
 
     keys = Keys(given_keys(settings.api_keys))
     check_openness(settings, keys)
     check_tls(settings.tls_cert, settings.tls_key)
-    tracing = None if settings.otlp is None else Tracing(sent_to(settings.otlp))
-    hosts = checked_hosts(settings.image_hosts)
+    of_app = app_settings(settings, keys)
     trusted = checked_proxies(settings.proxies)
     reserve_descriptors(CONNECTIONS)
     notify, interval = systemd()
@@ -269,20 +265,18 @@ def serve(settings: ServeSettings) -> None:
                 note(card.in_words)
         note(f"serving {', '.join(engines.names) or 'no bundle yet'} at {settings.address(at)}; Ctrl-C ends")
         watchdog = Watchdog(engines.silences, limits.stall_seconds, end_now, notify, look_seconds=interval)
-        traffic = Traffic()
-        access = opening.enter_context(access_output()) if settings.access_log else None
+        of_app = replace(of_app, watchdog=watchdog)
+        if settings.access_log:
+            of_app = logged(of_app, opening.enter_context(access_output()))
         opening.enter_context(queued_stderr())
         if folder is not None:
             opening.enter_context(folder.followed())
-        app = app_of(
-            settings, engines, limits, keys, hosts, watchdog=watchdog, traffic=traffic, access=access, tracing=tracing
-        )
         logging.getLogger("vtx").setLevel(logging.INFO)
         if hasattr(signal, "SIGHUP"):
             reloading = partial(reload, engines, keys, settings.api_keys)
             signal.signal(signal.SIGHUP, lambda *_: Thread(target=reloading, daemon=True).start())
-        config = config_of(settings, app, trusted)
-        DrainingServer(config, traffic, engines.close, limits.grace_seconds).run(sockets=[at])
+        config = config_of(settings, make_app(engines, limits, of_app), trusted)
+        DrainingServer(config, of_app.traffic, engines.close, limits.grace_seconds).run(sockets=[at])
 
 
 def check_openness(settings: ServeSettings, keys: Keys) -> None:
@@ -359,35 +353,28 @@ def memory_of(loading: Loading, bundle: Bundle) -> int:
     return needed_memory(bundle, float_bytes(device))
 
 
-def app_of(
-    settings: ServeSettings,
-    engines: Engines,
-    limits: Limits,
-    keys: Keys,
-    hosts: Collection[str],
-    *,
-    watchdog: Watchdog,
-    traffic: Traffic,
-    access: Output | None,
-    tracing: Tracing | None,
-) -> App:
-    """The application that answers."""
-    from vtx.runtime.server.app import make_app
+def app_settings(settings: ServeSettings, keys: Keys) -> AppSettings:
+    """The settings of the application that options give. Raises VtxError."""
+    from vtx.runtime.server.settings import AppSettings
+    from vtx.runtime.server.tracing import Tracing, sent_to
 
-    return make_app(
-        engines,
-        limits,
-        api_keys=keys,
+    return AppSettings(
+        keys,
         local_hosts=settings.unix_socket is None and settings.local,
-        image_hosts=hosts,
-        watchdog=watchdog,
+        image_hosts=checked_hosts(settings.image_hosts),
         origins=settings.origins,
         lenient=settings.lenient,
-        traffic=traffic,
-        access=None if access is None else lambda line: access.put(line.encode()),
         access_json=settings.access_log == "json",
-        tracing=tracing,
-        figures=lambda: {} if access is None else {"log_lines_dropped_total": access.dropped + access.failed},
+        tracing=None if settings.otlp is None else Tracing(sent_to(settings.otlp)),
+    )
+
+
+def logged(settings: AppSettings, access: Output) -> AppSettings:
+    """The settings with a line of each request to `access`, and the number of lines that were dropped."""
+    return replace(
+        settings,
+        access=lambda line: access.put(line.encode()),
+        figures=lambda: {"log_lines_dropped_total": access.dropped + access.failed},
     )
 
 

@@ -27,6 +27,7 @@ from vtx.tools.fleet.arguments import Fleet
 
 PAGE = Path(__file__).with_suffix(".md")
 KNOWN = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
+NONE = KNOWN["unmentioned"][0]
 NAMES: Mapping[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "", Any: "anything",
 }  # fmt: skip
@@ -67,7 +68,9 @@ def pages() -> dict[Path, str]:
         _objects((completions.Tokens, embeddings.EmbeddingFields)),
         "## Fields of messages",
         "`/v1/messages` has these objects in `messages`, `tools`, `tool_choice`, `output_config` and `thinking`, a\n"
-        f"text `system`, and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.",
+        f"text `system`, and fields of a chat completion, renamed as here: {_renamed(anthropic.NAMES)}.\n"
+        "Anthropic's API has no `k`, `rest`, `reduce` and `deadline_ms`; of its fields, `container`,\n"
+        "`context_management` and `mcp_servers` are refused as unknown.",
         _objects(BLOCKS),
         "## Fields of Ollama's addresses",
         "`/api/chat` and `/api/generate` stream unless `stream` is false, and have fields of a chat completion and\n"
@@ -98,18 +101,22 @@ def addresses() -> list[str]:
 def _addresses() -> Iterator[list[str]]:
     known = KNOWN["addresses"]
     for address in addresses():
-        yield [f"`{address}`", *known[address]]
+        yield [f"`{address}`", *known[address], KNOWN["ollama"]["addresses"].get(address, NONE)]
 
 
 def _fields() -> Iterator[list[str]]:
-    elsewhere = KNOWN["fields"]
     for field in fields(ChatFields):
-        yield [*_cells(ChatFields, field), *elsewhere.get(field.name, ("yes", "yes"))]
+        yield [*_cells(ChatFields, field), *_elsewhere(field.name, ("yes", "yes"))]
     for name, values in NEUTRAL.items():
         listed = " or ".join(f"`{json.dumps(value)}`" for value in values)
-        yield [f"`{name}`", f"only {listed}, without effect", "", *elsewhere.get(name, KNOWN["unmentioned"])]
+        yield [f"`{name}`", f"only {listed}, without effect", "", *_elsewhere(name, KNOWN["unmentioned"])]
     for name in sorted(IGNORED):
-        yield [f"`{name}`", "any, without effect", "", *elsewhere.get(name, KNOWN["unmentioned"])]
+        yield [f"`{name}`", "any, without effect", "", *_elsewhere(name, KNOWN["unmentioned"])]
+
+
+def _elsewhere(name: str, usual: Iterable[str]) -> list[str]:
+    """A field at the other servers; `usual`: at the first two, where nothing else is known of them."""
+    return [*KNOWN["fields"].get(name, usual), "yes" if name in KNOWN["ollama"]["fields"] else NONE]
 
 
 def _objects(kinds: Iterable[type]) -> str:

@@ -19,7 +19,7 @@ from vtx.exporter.checkpoint.processor import (
     read_video_processor,
     read_video_settings,
 )
-from vtx.exporter.checkpoint.text import read_template, read_text
+from vtx.exporter.checkpoint.text import TextOptions, read_template, read_text
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint, open_text_tower
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.graphs.gates import Gates, read_gates
@@ -96,13 +96,15 @@ def read_prompts(options: ExportOptions, source: SourceModel) -> Prompts:
         config.image_token_id,
         checkpoint.config.get("text_config") or {},
         checkpoint.config,
-        _chat_template(options, checkpoint, family, config),
-        original=original is not None,
-        video_token_id=config.video.token_id if config.video else None,
-        seg_token=family.seg_token,
-        end_ids=original.end_ids if original else None,
-        whole=family.prompt is not None,
-        vocab=config.text.vocab,
+        TextOptions(
+            template=_chat_template(options, checkpoint, family, config),
+            original=original is not None,
+            video_token_id=config.video.token_id if config.video else None,
+            seg_token=family.seg_token,
+            end_ids=original.end_ids if original else None,
+            whole=family.prompt is not None,
+            vocab=config.text.vocab,
+        ),
     )
     settings = replace(settings, boxes=family.boxes)
     parsed = parse_tokenizer(tokenizer, ExportError)

@@ -61,6 +61,12 @@ def _check_decoder(part: Reduction, config: ModelConfig) -> None:
         )
     if part.of_videos and config.video is None:
         raise UnsupportedModelError(f"{part.name} {NO_VIDEOS}")
+    _check_layers(part, text)
+
+
+def _check_layers(part: Reduction, text: TextConfig) -> None:
+    """Raise UnsupportedModelError for layers that cannot rank tokens, or would still see those that are dropped."""
+    needs = part.needs()
     if windowed := [layer for layer in needs.scored if text.slides(layer)]:
         full = [layer for layer in range(1, text.shared or text.layers) if not text.slides(layer)]
         raise UnsupportedModelError(

@@ -107,12 +107,12 @@ def _of_bundle(bundle: Bundle, engine: Model | None) -> OpenedModel:
     manifest = bundle.manifest
     parts = manifest.precision, manifest.vision_precision, manifest.head_precision
     if engine is None and any(PRECISIONS[part].bits for part in parts):
-        held = "/".join(dict.fromkeys(parts))
+        formats = "/".join(dict.fromkeys(parts))
         options = manifest.record.get("options")
         model = options.get("model") if isinstance(options, dict) else None  # as it was given: a name may not find it
         model = model if isinstance(model, str) else manifest.model.name
         raise BundleError(
-            f"{bundle.folder.name} holds {held} weights, but measuring in float32 needs floating-point ones; "
+            f"{bundle.folder.name} holds {formats} weights, but measuring in float32 needs floating-point ones; "
             f"measure it by its engine with --device auto, or the checkpoint it was made from: --model {model:.200} "
             "without --bundle"
         )

@@ -185,14 +185,14 @@ def tower_of(config: Any, family: str, square: int = 1, sides: Any = None) -> Vi
 
 def feature_layers_of(value: Any, layers: int) -> tuple[int, ...]:
     """`vision_feature_layer`, a number or a list, as indices from 0 (the embeddings) to `layers`."""
-    chosen = value if isinstance(value, list | tuple) else [value]
+    numbers = value if isinstance(value, list | tuple) else [value]
     states = layers + 1
-    for layer in chosen:
+    for layer in numbers:
         if isinstance(layer, bool) or not isinstance(layer, int) or not -states <= layer < states:
             raise CheckpointError(
                 f"config.json: vision_feature_layer {layer!r:.60} is outside the tower's {states} hidden states, "
                 f"{-states} to {states - 1}; correct config.json"
             )
-    if not chosen:
+    if not numbers:
         raise CheckpointError("config.json: vision_feature_layer is an empty list; name a layer of the tower")
-    return tuple(layer % states for layer in chosen)
+    return tuple(layer % states for layer in numbers)

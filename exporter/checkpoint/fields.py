@@ -72,12 +72,7 @@ def read_rope(
     UnsupportedModelError, CheckpointError.
     """
     parameters = dict((getattr(config, "rope_parameters", None) if parameters is None else parameters) or {})
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    if kind not in KINDS or (three_part and kind != "default"):
-        supported = "default" if three_part else ", ".join(KINDS)
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {supported}")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
+    kind = _rope_kind(parameters, three_part=three_part)
     if kind != "proportional" and not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError("partial_rotary_factor is not supported; vtx rotates whole heads")
     rotated = _rotated_part(head_dim, parameters) if partial else head_dim
@@ -92,6 +87,16 @@ def read_rope(
         sections = (sections[0] + still, *sections[1:])
     frequencies = (*(float(r) for r in rates.astype(np.float32)), *[0.0] * still)
     return RopeSpec(kind, number(parameters, "rope_theta", 10000.0), frequencies, sections, scale, interleaved)
+
+
+def _rope_kind(parameters: Mapping[str, Any], *, three_part: bool) -> str:
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in KINDS or (three_part and kind != "default"):
+        supported = "default" if three_part else ", ".join(KINDS)
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; vtx supports {supported}")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
+    return kind
 
 
 def _rotated_part(head_dim: int, parameters: Mapping[str, Any]) -> int:
@@ -171,7 +176,7 @@ def _longrope(
     """LongRoPE's rates by the short factors, and its scale (arXiv 2402.13753)."""
     for name in ("short_factor", "long_factor"):
         factors = parameters.get(name)
-        numbers = [number({name: each}, name) for each in factors] if isinstance(factors, list | tuple) else []
+        numbers = [number({name: value}, name) for value in factors] if isinstance(factors, list | tuple) else []
         if len(numbers) != rotated // 2:
             raise CheckpointError(
                 f"config.json: rope {name} is {factors!r:.60}, not {rotated // 2} positive numbers; correct config.json"

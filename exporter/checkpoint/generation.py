@@ -42,9 +42,9 @@ def generation_warnings(
         for token, id in turn_ends(tokenizer, template, settings).items()
         if id not in settings.end_ids
     ]
-    wanted = [name for name in _SAMPLING if generation.get("do_sample") is True and generation.get("top_k") != 1]
-    wanted += [_PENALTY] * (generation.get(_PENALTY) != 1)
-    texts = [f"{name} {generation[name]!r:.20}" for name in wanted if generation.get(name) is not None]
+    settings_of = [name for name in _SAMPLING if generation.get("do_sample") is True and generation.get("top_k") != 1]
+    settings_of += [_PENALTY] * (generation.get(_PENALTY) != 1)
+    texts = [f"{name} {generation[name]!r:.20}" for name in settings_of if generation.get(name) is not None]
     if texts:
         warnings.append(
             f"{FILE} asks for {', '.join(texts)}; vtx answers greedily and without a penalty unless a request sets them"

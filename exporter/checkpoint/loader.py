@@ -141,7 +141,7 @@ class Checkpoint:
                 f"tensor {name} is packed as {packed} (GPTQ or AWQ); use the unquantised checkpoint"
             )
         part = name.partition(".")[0]
-        if part in PARTS and not any(held.startswith(f"{part}.") for held in self.tensors):
+        if part in PARTS and not any(tensor.startswith(f"{part}.") for tensor in self.tensors):
             return CheckpointError(
                 f"the checkpoint holds no weights of the {PARTS[part]}; use the whole model, not an adapter or a part"
             )

@@ -81,13 +81,7 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         _check_resized_alone(kind, values)
         values |= {"do_resize": False}  # the image layout resizes
     resize, crop = _sides(kind, values)
-    pad = None
-    if pads and kind.pads:
-        pad = int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)
-    elif pads and "pad_size" in values and not kind.within:  # without it, only images of a batch are padded
-        raise UnsupportedModelError(
-            f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
-        )
+    pad = _padding(kind, values, mean) if pads else None
     one_size = crop is not None or isinstance(resize, tuple) or (resize and pad)
     if not one_size and not kind.own_size:
         raise UnsupportedModelError(
@@ -107,6 +101,19 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
         )
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error
+
+
+def _padding(
+    kind: ImageProcessor, values: Mapping[str, Any], mean: tuple[float, float, float]
+) -> tuple[int, int, int] | None:
+    """The colour that fills an image up to a square, or None if this processor fills none up."""
+    if kind.pads:
+        return int(mean[0] * 255), int(mean[1] * 255), int(mean[2] * 255)
+    if "pad_size" in values and not kind.within:  # without it, only images of a batch are padded
+        raise UnsupportedModelError(
+            f"{kind.name} with pad_size is not supported; vtx pads only as LlavaImageProcessor does"
+        )
+    return None
 
 
 def _kind_of(config: Mapping[str, Any], known: Sequence[ImageProcessor]) -> ImageProcessor:

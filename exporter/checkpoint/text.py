@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
@@ -43,47 +44,52 @@ _TOKENIZER_KEYS = {
 RESOLVED: dict[str, Any] = {}  # by digest: an export that tries two precisions resolves the same files twice
 
 
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """The reading of a checkpoint's tokenizer and template.
+
+    `template` replaces the checkpoint's. `original`: the tokenizer is a tokenizer.model without an image token, which
+    gets one. `end_ids` end an answer, whatever the files say; if neither they nor generation_config.json are given, the
+    tokenizer's end token and the template's end of a turn are added. `whole`: the template prints all of a prompt, to
+    which the tokenizer adds nothing. `vocab` is the number of the model's tokens.
+    """
+
+    template: str | None = None
+    original: bool = False
+    video_token_id: int | None = None
+    seg_token: str | None = None
+    end_ids: tuple[int, ...] | None = None
+    whole: bool = False
+    vocab: int = MAX_ID + 1
+
+
 def read_text(
     folder: Path,
     image_token_id: int,
     text_config: Mapping[str, Any],
     top_config: Mapping[str, Any],
-    template: str | None = None,
+    options: TextOptions = TextOptions(),
     limits: ChildLimits = LIMITS,
-    *,
-    original: bool = False,
-    video_token_id: int | None = None,
-    seg_token: str | None = None,
-    end_ids: tuple[int, ...] | None = None,
-    whole: bool = False,
-    vocab: int = MAX_ID + 1,
 ) -> tuple[str, str, TextSettings]:
     """The tokenizer as tokenizer.json, the chat template, and the settings for `vtx.runtime.prompt.text.Text`.
 
     The tokenizer is the one that transformers' AutoTokenizer makes of the checkpoint's data files, without any code of
-    the checkpoint; `template` replaces the checkpoint's. A question about an image is tried, so that models without a
-    usable prompt are refused here. `original`: the tokenizer is a tokenizer.model without an image token, which gets
-    one. `end_ids` end an answer, whatever the files say; if neither they nor generation_config.json are given, the
-    tokenizer's end token and the template's end of a turn are added. `whole`: the template prints all of a prompt, to
-    which the tokenizer adds nothing. `vocab` is the number of the model's tokens. Raises CheckpointError,
-    TemplateError, UnsupportedModelError.
+    the checkpoint. A question about an image is tried, so that models without a usable prompt are refused here. Raises
+    CheckpointError, TemplateError, UnsupportedModelError.
     """
-    template = template if template is not None else read_template(folder)
+    template = options.template if options.template is not None else read_template(folder)
+    end_ids = options.end_ids
     from_file = end_ids is not None or read_settings(folder, GENERATION).get("eos_token_id") is not None
     if end_ids is None:
         end_ids = _end_ids(folder, text_config, top_config)
     with _copied(folder, text_config, top_config) as copy:
         request = {
+            **asdict(options),
             "folder": str(copy),
             "name": str(folder),
             "image_token_id": image_token_id,
-            "video_token_id": video_token_id,
             "end_ids": None if end_ids is None else list(end_ids),
             "template": template,
-            "original": original,
-            "seg_token": seg_token,
-            "whole": whole,
-            "vocab": vocab,
             "stated": from_file,
         }
         files = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in sorted(copy.iterdir())]

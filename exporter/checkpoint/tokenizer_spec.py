@@ -28,29 +28,33 @@ def check_spec(spec: Any) -> None:
     if not isinstance(spec, dict):
         raise CheckpointError(f"tokenizer.json is a JSON {type(spec).__name__}, not an object; {_FIX}")
     _check_ids(spec)
-    growth: dict[str, int] = {}
+    steps = {step: list(_objects(spec.get(step))) for step in _STEPS}
     strings = [("an added token", token.get("content")) for token in _added(spec)]
-    for step in _STEPS:
-        parts = list(_objects(spec.get(step)))
+    for step, parts in steps.items():
         if len(parts) > MAX_PARTS:
             raise CheckpointError(
                 f"tokenizer.json: the {step} has {len(parts)} parts, the limit is {MAX_PARTS}; {_FIX}"
             )
         values = [item for part in parts for item in part.items() if item[0] != "precompiled_charsmap"]
         strings += [(f"{name} of the {step}", value) for name, value in values]
-        contents = [part.get("content") for part in parts if part.get("type") == "Replace"]
-        growth[step] = prod(max(1, len(content)) for content in contents if isinstance(content, str))
     for name, value in strings:
         if isinstance(value, str) and len(value) > MAX_STRING:
             raise CheckpointError(
                 f"tokenizer.json: {name} has {len(value):,} characters, the limit is {MAX_STRING:,}; {_FIX}"
             )
     for step in ("normalizer", "decoder"):
-        if growth[step] > MAX_GROWTH:
+        growth = _growth(steps[step])
+        if growth > MAX_GROWTH:
             raise CheckpointError(
-                f"tokenizer.json: the {step} makes up to {growth[step]:,} characters of one, the limit is "
+                f"tokenizer.json: the {step} makes up to {growth:,} characters of one, the limit is "
                 f"{MAX_GROWTH:,}; {_FIX}"
             )
+
+
+def _growth(parts: Sequence[Mapping[str, Any]]) -> int:
+    """The most characters that a step makes of one."""
+    contents = [part.get("content") for part in parts if part.get("type") == "Replace"]
+    return prod(max(1, len(content)) for content in contents if isinstance(content, str))
 
 
 def _check_ids(spec: Mapping[str, Any]) -> None:
@@ -108,11 +112,12 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):  # these also consume white space
         return None
-    same_count = all(_keeps_count(part) for part in normalizers)
-    composing = all(_keeps_count(part) or part["type"] in _COMPOSING for part in normalizers)
-    if not composing and not all(token["content"] in control for token in added):
+    same_count = all(map(_keeps_count, normalizers))
+    composing = same_count or all(_keeps_count(part) or part["type"] in _COMPOSING for part in normalizers)
+    contents = [token["content"] for token in added]
+    if not composing and not control.keys() >= {*contents}:
         return None  # normalizers get the text between added tokens only, and the bound counts the whole
-    longest = max(map(len, [*tokens, *(token["content"] for token in added)]), default=0)
+    longest = max(map(len, [*tokens, *contents]), default=0)
     return LengthBound(longest, not same_count) if longest else None
 
 

@@ -44,8 +44,8 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     """
     grid = np.arange(v.states - v.grid**2, v.states, dtype=np.int64).reshape(v.grid, v.grid)
     along = v.grid // SIDE
-    whole = grid[: along * SIDE, : along * SIDE].reshape(along, SIDE, along, SIDE)
-    windows = whole.transpose(0, 2, 1, 3).reshape(-1, WINDOW)  # token indices [windows, 9], in raster order
+    blocks = grid[: along * SIDE, : along * SIDE].reshape(along, SIDE, along, SIDE)
+    windows = blocks.transpose(0, 2, 1, 3).reshape(-1, WINDOW)  # token indices [windows, 9], in raster order
     hidden = b.reshape(x, v.states, v.hidden)
     inside = b.op("Gather", hidden, b.constant(windows))
     # The mean cosine of a window's pairs: of unit vectors u, (|sum u|^2 - sum |u|^2) / 72.

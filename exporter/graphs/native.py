@@ -95,9 +95,9 @@ def build_native(b: Builder, c: ModelConfig) -> None:
         x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
         if layer in v.maps:
             name = map_merger(number := v.maps.index(layer))
-            given = _merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
+            tokens = _merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
             output = names.token_input(c.token_inputs[number + 1].name)
-            b.output(b.to_float32(given), output, FLOAT, ["tokens", c.text.hidden])
+            b.output(b.to_float32(tokens), output, FLOAT, ["tokens", c.text.hidden])
     merged = _merge(b, c, b.reshape(norm(b, v, x, f"{MERGER}.ln_q"), -1, wide), MERGER)
     out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
@@ -139,26 +139,26 @@ def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
     """Windows cover the grid from its first square; the part beyond the grid is padding."""
     assert v.window is not None
     side = v.window // v.shuffle
-    each = v.shuffle**2
+    of_window = v.shuffle**2
     squares = b.constant([side])
     down, across = (b.op("Div", b.op("Add", count, b.constant([side - 1])), squares) for count in grid)
     full = [b.op("Mul", count, squares) for count in (down, across)]
-    count = b.op("Mul", b.op("Mul", *grid), b.constant([each]))
-    numbers = b.op("Reshape", _count(b, count), b.op("Concat", *grid, b.constant([each]), axis=0))
-    missing = [b.op("Sub", full_side, own) for full_side, own in zip(full, grid, strict=True)]
+    count = b.op("Mul", b.op("Mul", *grid), b.constant([of_window]))
+    numbers = b.op("Reshape", _count(b, count), b.op("Concat", *grid, b.constant([of_window]), axis=0))
+    missing = [b.op("Sub", full_side, part_side) for full_side, part_side in zip(full, grid, strict=True)]
     pads = b.op("Concat", b.constant([0, 0, 0]), *missing, b.constant([0]), axis=0)
     padded = b.op("Pad", numbers, pads, b.constant(np.array(-1)))
-    split = b.op("Concat", down, squares, across, squares, b.constant([each]), axis=0)
+    split = b.op("Concat", down, squares, across, squares, b.constant([of_window]), axis=0)
     by_window = b.reshape(b.op("Transpose", b.op("Reshape", padded, split), perm=[0, 2, 1, 3, 4]), -1)
-    size = side * side * each
+    size = side * side * of_window
     visible = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, size)
     indices = _count(b, b.op("Shape", by_window))
-    windows = b.op("Concat", down, across, b.constant([side, side, each]), axis=0)
+    windows = b.op("Concat", down, across, b.constant([side, side, of_window]), axis=0)
     back = b.op("Transpose", b.op("Reshape", indices, windows), perm=[0, 2, 1, 3, 4])
-    full_side = b.op("Reshape", back, b.op("Concat", *full, b.constant([each]), axis=0))
+    full_side = b.op("Reshape", back, b.op("Concat", *full, b.constant([of_window]), axis=0))
     ends = b.op("Concat", *grid, axis=0)
-    own = b.op("Slice", full_side, b.constant([0, 0]), ends, b.constant([0, 1]))
-    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(own, -1), visible)
+    part_side = b.op("Slice", full_side, b.constant([0, 0]), ends, b.constant([0, 1]))
+    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(part_side, -1), visible)
 
 
 def _attention(

@@ -82,15 +82,6 @@ def decoder_layer(
     return x * weight("layer_scalar") if c.layer_scale else x
 
 
-def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layer: int) -> Tensor:
-    """Attention [batch, heads, n, head_dim] to the keys that are `visible` [n, keys]."""
-    if c.attention_softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
-    products = q @ k.transpose(2, 3) * c.scale(layer)
-    bounded = c.attention_softcap * torch.tanh(products / c.attention_softcap)
-    return bounded.masked_fill(~visible, -torch.inf).softmax(-1) @ v
-
-
 def _attention(
     c: TextConfig,
     y: Tensor,
@@ -103,7 +94,6 @@ def _attention(
     positions = inputs.positions
     shared = inputs.shared
     width = c.heads_of(inputs.layer)
-    scale = c.scale(inputs.layer)
     parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
     gate: Tensor | None = None
     if c.gated:
@@ -125,12 +115,21 @@ def _attention(
     if groups is not None and not (several and (groups >= 0).any()):
         groups = None
     if c.sliding is None and c.attention_softcap is None and shared is None and groups is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=several, scale=scale)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=several, scale=c.scale(inputs.layer))
     else:
         visible = _visible(c, inputs.layer, positions, at, k.shape[2], groups)
         y = _attend(c, q, k, v, visible, inputs.layer)
     y = y.transpose(1, 2).flatten(2)
     return y if gate is None else y * gate
+
+
+def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layer: int) -> Tensor:
+    """Attention [batch, heads, n, head_dim] to the keys that are `visible` [n, keys]."""
+    if c.attention_softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=c.scale(layer))
+    products = q @ k.transpose(2, 3) * c.scale(layer)
+    bounded = c.attention_softcap * torch.tanh(products / c.attention_softcap)
+    return bounded.masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
 def _appended(
@@ -201,8 +200,8 @@ def _delta_rule(
     mixed = F.conv1d(columns, weight("linear_attn.conv1d.weight"), groups=d.channels)[..., -count:]
 
     def heads(part: Tensor) -> Tensor:
-        apart = part.reshape(batch, count, d.key_heads, d.key_dim)
-        return apart.repeat_interleave(d.value_heads // d.key_heads, 2)
+        by_head = part.reshape(batch, count, d.key_heads, d.key_dim)
+        return by_head.repeat_interleave(d.value_heads // d.key_heads, 2)
 
     q, k, v = torch.tensor_split(activate(mixed, c.activation).transpose(1, 2), (d.keys, 2 * d.keys), -1)
     q = heads(q)

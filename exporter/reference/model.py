@@ -256,14 +256,14 @@ class Reference:
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
                     stream.run_withdrawn(text, layer, weights)
-                for left in rested[number]:
-                    left.run(text, layer, weights)
+                for remaining in rested[number]:
+                    remaining.run(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
         results = list[dict[int | None, Tensor]]()
         order = [None, *depths]
         for stream, rests, sample in zip(streams, rested, samples, strict=True):
-            states = [stream.full, *stream.withdrawn, *(left.full for left in rests)]
+            states = [stream.full, *stream.withdrawn, *(remaining.full for remaining in rests)]
             results.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
         return results
 

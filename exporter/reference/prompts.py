@@ -85,12 +85,12 @@ def answer_ids(source: Source, item: Item, ids: NDArray[np.int64]) -> NDArray[np
     answer = [Part(type="text", text=item.answer)]
     try:
         turns: list[Message] = [*messages(item), {"role": "assistant", "content": answer}]
-        whole = text.prompt(turns, prompt_images(source.config.layout, item), add_generation_prompt=False)
+        all_ids = text.prompt(turns, prompt_images(source.config.layout, item), add_generation_prompt=False)
     except (RequestError, TemplateError):
         return None
-    if not np.array_equal(whole[: len(ids)], ids):
+    if not np.array_equal(all_ids[: len(ids)], ids):
         return None
-    tokens = whole[len(ids) :]
+    tokens = all_ids[len(ids) :]
     ends = np.flatnonzero(np.isin(tokens, text.settings.end_ids))
     tokens = tokens[: ends[0]] if len(ends) else tokens
     while len(tokens) and not text.decode(tokens[-1:]).strip():  # some templates print a space after the answer

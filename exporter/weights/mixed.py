@@ -52,7 +52,7 @@ def widened(precisions: Precisions, tensors: Iterable[tuple[str, Shape]], bits: 
 
 
 def mixed_record(precisions: Precisions, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Of the weights of decoder and head the mean bits; and the names of the matrices that are wider."""
+    """The mean bits of the weights of decoder and head, and the names of the wider matrices."""
     matrices = _matrices((name, tensor.shape) for name, tensor in stored.items())
     sizes = _bits(precisions, matrices)
     mean = sum(sizes.values()) / sum(map(prod, matrices.values()))
@@ -74,7 +74,7 @@ def _bits(precisions: Precisions, matrices: Mapping[str, Shape]) -> dict[str, fl
 
 
 def _priority(name: str) -> tuple[int, int, str]:
-    """What sorts a matrix before others: the turn of its kind, and its layer, the last ones first."""
+    """The key that sorts matrices: the turn of their kind, then the layer from the last one on."""
     kind = name.removesuffix(".weight")
     turn = next((turn for turn, ends in enumerate(TURNS) if kind.endswith(ends)), len(TURNS))
     layer = next((int(part) for part in name.split(".") if part.isdecimal()), 0)

@@ -30,7 +30,7 @@ def check_instruction(instruction: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ActionRequest:
-    """What a caller wants to be done; its fields are the arguments of `Model.act`."""
+    """A request for actions; its fields are the arguments of `Model.act`."""
 
     images: Cameras
     instruction: str

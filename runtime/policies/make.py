@@ -246,22 +246,19 @@ def _lacking(needs: Needs, manifest: Manifest, dialect: str) -> str:
     graphs = manifest.dialects[dialect]
     firsts = {stage.first for stage in manifest.stages}
     scored = {stage.last for stage in manifest.stages if stage.query}
-    cuts = sorted(set(needs.boundaries) - firsts)
-    queries = sorted(set(needs.scored) - scored)
-    if cuts:
-        return f"a cut before layer {', '.join(map(str, cuts))}"
-    if queries:
-        return f"the attention of layer {', '.join(map(str, queries))}"
-    if needs.merging and not graphs.vision_merges:
-        return "a vision graph that merges windows"
-    if needs.final_norm and FINAL_NORM not in manifest.files:
-        return "the weight of the decoder's last norm"
-    if needs.text_tower and manifest.text_tower is None:
-        return "CLIP's text tower"
-    if blocks := needs.tower_layers - {graphs.vision_received}:
-        return f"the attention of the tower's block {', '.join(map(str, sorted(blocks)))}"
-    if needs.projector and graphs.projector is None:
-        return "the tower's tokens and a graph of the projector"
-    if needs.last_attention and not graphs.vision_last_attention:
-        return "the class token's attention in the tower's last block"
-    return "the class token's attention" if needs.attention and not graphs.vision_attention else ""
+    cuts = ", ".join(map(str, sorted(set(needs.boundaries) - firsts)))
+    queries = ", ".join(map(str, sorted(set(needs.scored) - scored)))
+    blocks = ", ".join(map(str, sorted(needs.tower_layers - {graphs.vision_received})))
+    cases = {
+        f"a cut before layer {cuts}": bool(cuts),
+        f"the attention of layer {queries}": bool(queries),
+        "a vision graph that merges windows": needs.merging and not graphs.vision_merges,
+        "the weight of the decoder's last norm": needs.final_norm and FINAL_NORM not in manifest.files,
+        "CLIP's text tower": needs.text_tower and manifest.text_tower is None,
+        f"the attention of the tower's block {blocks}": bool(blocks),
+        "the tower's tokens and a graph of the projector": needs.projector and graphs.projector is None,
+        "the class token's attention in the tower's last block": needs.last_attention
+        and not graphs.vision_last_attention,
+        "the class token's attention": needs.attention and not graphs.vision_attention,
+    }
+    return next((words for words, lacks in cases.items() if lacks), "")

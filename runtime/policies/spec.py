@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -121,10 +121,7 @@ def _parse_part(text: str) -> Reduction:
     for number, item in enumerate(rest.split(",") if rest else ()):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals and not number:
-            if key not in kind.presets:
-                there = f"it has {', '.join(kind.presets)}" if kind.presets else "it has none; write key=value"
-                raise RequestError(f"{name} has no preset {key[:40]!r}; {there}")
-            options.update(kind.presets[key])
+            options.update(_preset(kind, key))
             continue
         if key not in fields or not equals:
             raise RequestError(f"{name} has no option {key[:40]!r}; it has {', '.join(fields) or 'none'}")
@@ -134,6 +131,14 @@ def _parse_part(text: str) -> Reduction:
         unset = value == OFF and fields[key].optional
         options[key] = None if unset else _value(fields[key].type, value, f"{name}: {key}{off}")
     return kind(**options)
+
+
+def _preset(kind: type[Reduction], name: str) -> Mapping[str, Any]:
+    """The options of a preset. Raises RequestError."""
+    if name not in kind.presets:
+        there = f"it has {', '.join(kind.presets)}" if kind.presets else "it has none; write key=value"
+        raise RequestError(f"{kind.name} has no preset {name[:40]!r}; {there}")
+    return kind.presets[name]
 
 
 def _value(hint: Any, text: str, where: str) -> Any:

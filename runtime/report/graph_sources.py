@@ -108,35 +108,43 @@ class DialectSource:
 
     def run(self, part: GraphPart, inputs: Tensors) -> dict[str, NDArray[Any]]:
         if part.kind == "stage":
-            count = len(inputs[names.HIDDEN])
-            values = dict[str, NDArray[Any]]()
-            for name, value in self._stage(part.number, inputs).items():
-                values[name] = value
-                if value.ndim == 4 and name != names.STATE_OUT:  # K or V: the filled slots
-                    heads_first = value.swapaxes(1, 2) if self.dialect in names.TENSORRT else value
-                    values[name] = heads_first[:, :, :count].astype(np.float32)
-                    if self._scales:
-                        layer = int(name.rsplit(".", 1)[1])
-                        is_key = name == names.present_key(layer)
-                        values[name] *= self._scales[(names.key_scale if is_key else names.value_scale)(layer)]
-            last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
-            return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
+            return self._run_stage(part.number, inputs)
         if part.kind == "score":
-            layer = self._manifest.stages[part.number].last
-            outputs = self._stage(part.number, inputs)
-            count = len(inputs[names.HIDDEN])
-            feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(layer)]}
-            feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
-            if self._scales:
-                feeds[names.KEY_SCALE] = self._scales[names.key_scale(layer)]
-            assert self._graphs.score is not None
-            return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
+            return self._run_score(part.number, inputs)
         if part.kind == "vision":
             extras = contract.vision_extras(self._manifest, self.dialect, {})
             return _of_image(ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})))
         outputs = self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
         outputs.pop(names.BEST, None)  # logits that are nearly equal may be in another order elsewhere
         return outputs
+
+    def _run_stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """A stage's outputs as they are compared: K and V of the filled slots in float32, hidden states last."""
+        count = len(inputs[names.HIDDEN])
+        values = dict[str, NDArray[Any]]()
+        for name, value in self._stage(number, inputs).items():
+            values[name] = value
+            if value.ndim == 4 and name != names.STATE_OUT:  # K or V
+                heads_first = value.swapaxes(1, 2) if self.dialect in names.TENSORRT else value
+                values[name] = heads_first[:, :, :count].astype(np.float32)
+                if self._scales:
+                    layer = int(name.rsplit(".", 1)[1])
+                    is_key = name == names.present_key(layer)
+                    values[name] *= self._scales[(names.key_scale if is_key else names.value_scale)(layer)]
+        last = [name for name in (names.QUERY, names.HIDDEN_OUT) if name in values]
+        return {name: values[name] for name in (*(n for n in values if n not in last), *last)}
+
+    def _run_score(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
+        """The scores of the filled slots in a stage's last layer."""
+        layer = self._manifest.stages[number].last
+        outputs = self._stage(number, inputs)
+        count = len(inputs[names.HIDDEN])
+        feeds = {names.QUERY: outputs[names.QUERY], names.KEY: outputs[names.present_key(layer)]}
+        feeds[names.TOTAL_SLOTS] = np.array([count], np.int32)
+        if self._scales:
+            feeds[names.KEY_SCALE] = self._scales[names.key_scale(layer)]
+        assert self._graphs.score is not None
+        return {name: value[:count] for name, value in self._session_run(self._graphs.score, feeds).items()}
 
     def _stage(self, number: int, inputs: Tensors) -> dict[str, NDArray[Any]]:
         """A stage's outputs for a prompt in one chunk, with caches that are empty before it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from importlib.resources import files
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vtx.runtime.server.access import AccessLog
-from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, Traffic, error_body
+from vtx.runtime.server.endpoints import ENDPOINTS, Endpoints, error_body
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import App, Receive, Scope, Send, header
 from vtx.runtime.server.keys import ANYBODY, SCOPE, Keys
@@ -27,8 +27,7 @@ from vtx.runtime.server.listing import Listing
 from vtx.runtime.server.metrics import CONTENT_TYPE, Metrics
 from vtx.runtime.server.refusal import Refusal, refusal_of
 from vtx.runtime.server.resuming import Resumable
-from vtx.runtime.server.tracing import Tracing
-from vtx.runtime.server.watchdog import Watchdog
+from vtx.runtime.server.settings import AppSettings
 
 PACKAGE = "vtx.runtime.server"
 PAGE = dict.fromkeys(("/", "/page.css", "/page.js", "/charts.js", "/history.js"), PACKAGE)
@@ -41,37 +40,13 @@ SECURITY = {
 OPEN = {"/livez", "/readyz", "/health", *PAGE}  # need no key: they contain nobody's data
 
 
-def make_app(
-    engines: Engines,
-    limits: Limits,
-    *,
-    api_keys: Keys | Collection[str] = (),
-    local_hosts: bool = True,
-    image_hosts: Collection[str] = (),
-    watchdog: Watchdog | None = None,
-    origins: Collection[str] = (),
-    lenient: bool = False,
-    traffic: Traffic | None = None,
-    access: Callable[[str], None] | None = None,
-    access_json: bool = False,
-    tracing: Tracing | None = None,
-    figures: Callable[[], Mapping[str, float]] = dict,
-) -> App:
-    """The ASGI application over `engines`, which it closes at its end.
-
-    `api_keys`: clients must send one of them, if there are any. `local_hosts`: accept only requests that name this
-    machine in their Host header, so that pages of other hosts cannot send any through a browser. `image_hosts`: images
-    may be given by their address there. `origins`: pages of these may send requests. `lenient`: ignore what is not
-    supported, and say so. `watchdog` runs as long as the application. `traffic` is what a supervisor of the process
-    sees of it. `access` gets a line of each request, with `access_json` as JSON. `tracing` gets its spans. `figures`
-    are further ones for /metrics.
-    """
+def make_app(engines: Engines, limits: Limits, settings: AppSettings | None = None) -> App:
+    """The ASGI application over `engines`, which it closes at its end."""
+    settings = settings or AppSettings()
     metrics = Metrics()
-    traffic = traffic or Traffic()
-    keys = Keys.of(api_keys)
-    endpoints = Endpoints(
-        engines, limits, metrics, frozenset(image_hosts), lenient=lenient, traffic=traffic, tracing=tracing, keys=keys
-    )
+    traffic = settings.traffic
+    keys = Keys.of(settings.api_keys)
+    endpoints = Endpoints(engines, limits, metrics, settings, keys)
 
     async def health(request: Request) -> Response:
         alive = request.url.path == "/livez"  # the others say whether it is ready for requests
@@ -87,7 +62,7 @@ def make_app(
 
     async def metered(request: Request) -> Response:
         keys.check_metrics(request.scope.get(SCOPE, ANYBODY))
-        current = {**engines.figures(), **endpoints.figures(), **figures()}
+        current = {**engines.figures(), **endpoints.figures(), **settings.figures()}
         return Response(metrics.text(current), media_type=CONTENT_TYPE)
 
     async def slots(request: Request) -> Response:
@@ -96,6 +71,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
+        watchdog = settings.watchdog
         with nullcontext() if watchdog is None else watchdog.running(asyncio.get_running_loop()):
             yield
             endpoints.close()
@@ -114,12 +90,12 @@ def make_app(
         lifespan=lifespan,
         exception_handlers={404: _refuse, 405: _refuse, 500: _refuse, Refusal: _refuse},
     )
-    guarded = Guard(Resumable(app, limits), keys, local_hosts=local_hosts)
-    logged = Versioned(AccessLog(guarded, access, as_json=access_json), app.routes)
-    if not origins:
+    guarded = Guard(Resumable(app, limits), keys, local_hosts=settings.local_hosts)
+    logged = Versioned(AccessLog(guarded, settings.access, as_json=settings.access_json), app.routes)
+    if not settings.origins:
         return logged
     return CORSMiddleware(
-        logged, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+        logged, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
     )
 
 

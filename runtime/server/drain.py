@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from vtx.runtime.server.endpoints import Traffic
+from vtx.runtime.server.settings import Traffic
 
 LOOK_SECONDS = 0.05
 

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,8 @@ from vtx.runtime.server.places import Place, Places
 from vtx.runtime.server.refusal import Refusal, no_memory, refusal_of, shutting_down
 from vtx.runtime.server.remote import RemoteImage, fetch
 from vtx.runtime.server.sent import NamedImage, SentImages
-from vtx.runtime.server.tracing import Answered, Tracing
+from vtx.runtime.server.settings import AppSettings
+from vtx.runtime.server.tracing import Answered
 from vtx.runtime.server.uploads import Upload, Uploads, network_of
 from vtx.runtime.session.encoded_images import PreparedImage
 from vtx.runtime.vision.image import ImageSource, image_size
@@ -155,14 +156,6 @@ class Prepared:
     ids: tuple[NDArray[np.int64], ...]
 
 
-@dataclass(slots=True)
-class Traffic:
-    """`inside`: requests that are read, computed or wait. While `draining` no more are let in."""
-
-    inside: int = 0
-    draining: bool = False
-
-
 @dataclass(eq=False, slots=True)
 class _Admitted:
     """A request of a `tenant` that has its `place`; its answer must end `seconds` after it `started`.
@@ -213,32 +206,21 @@ class _Admitted:
 
 
 class Endpoints:
-    """An ASGI application for `ENDPOINTS`. Images are fetched from `hosts` only. `close` ends its threads."""
+    """An ASGI application for `ENDPOINTS`, for the tenants of `keys`. `close` ends its threads."""
 
-    def __init__(
-        self,
-        engines: Engines,
-        limits: Limits,
-        metrics: Metrics,
-        hosts: Collection[str] = (),
-        *,
-        lenient: bool = False,
-        traffic: Traffic | None = None,
-        tracing: Tracing | None = None,
-        keys: Keys | None = None,
-    ) -> None:
-        self._keys = keys or Keys({})
+    def __init__(self, engines: Engines, limits: Limits, metrics: Metrics, settings: AppSettings, keys: Keys) -> None:
+        self._keys = keys
         self._admitted = list[_Admitted]()
         self._sent = SentImages(limits.sent)
         self._uploads = Uploads(limits)
         self._places = Places(limits.parallel + limits.queue)
-        self._lenient = lenient
-        self._traffic = traffic or Traffic()
-        self._tracing = tracing
+        self._lenient = settings.lenient
+        self._traffic = settings.traffic
+        self._tracing = settings.tracing
         self._engines = engines
         self._limits = limits
         self._metrics = metrics
-        self._hosts = hosts
+        self._hosts = frozenset(settings.image_hosts)
         self._readers: Executor = ThreadPoolExecutor(READERS, "vtx-serve-read")
         self._video_readers: Executor = ThreadPoolExecutor(VIDEO_READERS, "vtx-serve-video")
         self._loader: Executor = ThreadPoolExecutor(1, "vtx-serve-load")

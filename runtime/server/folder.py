@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vtx.runtime.bundle.bundle import MANIFEST
@@ -96,13 +96,8 @@ class BundleFolder:
 def state_of(folder: Path) -> State:
     """The state of the files below a folder; it differs once any of them was changed, replaced or added."""
     files = list[tuple[str, int, int, int]]()
-    for place, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(place, name)
-            try:
-                status = os.stat(path)
-            except OSError:  # gone again, or a link to nothing
-                files.append((path, 0, 0, 0))
-            else:
-                files.append((path, status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(sorted(files))
+    for path in sorted(folder.rglob("*")):
+        with suppress(OSError):  # gone again, or a link to nothing
+            status = path.stat()
+            files.append((str(path), status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(files)

@@ -31,7 +31,7 @@ class Limits(Capacity):
     uploads: int = 256
     client_uploads: int = 64
     sent: int = 64 << 20
-    stream: int = 1 << 20
+    stream: int = 4 << 20
     pixels: int = 32 << 20
     images: int = 8
     prompts: int = 32

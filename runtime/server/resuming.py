@@ -5,44 +5,41 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections import Counter, deque
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from vtx.runtime.server.endpoints import ENDPOINTS, error_body
-from vtx.runtime.server.http import App, Receive, Scope, Send, header, until_left
+from vtx.runtime.server.http import App, ClientLeft, Receive, Scope, Send, header, until_left
 from vtx.runtime.server.keys import ANYBODY, SCOPE
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import Refusal
 
 ASKED = b"x-resumable"  # a request with this header, whatever its value, may be taken up again
 LAST = b"last-event-id"
-MAX_ENDED = 32  # streams that are kept after their end
+MAX_ENDED = 16  # streams that are kept after their end
 _EVENT = re.compile(r"([0-9a-f]{32})-([0-9]{1,9})")
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
-    """The parts of a reply to a tenant, `first` of them gone, that connections follow one after the other.
+class RecordedReply:
+    """The parts of a reply to a tenant, of at most `most` bytes, that connections follow one after the other.
 
-    `turns` counts the connections: the last one alone goes on, and has got `sent` parts. `bytes` are those of the
-    parts that are here, at most about `most`: then a part waits until an earlier one was sent.
+    `turns` counts the connections: the last one alone goes on.
     """
 
     tenant: str
     most: int
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     begin: MutableMapping[str, Any] | None = None
-    parts: deque[MutableMapping[str, Any]] = field(default_factory=deque)
-    first: int = 0
-    sent: int = 0
+    parts: list[MutableMapping[str, Any]] = field(default_factory=list)
     bytes: int = 0
     turns: int = 0
     ended: bool = False
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)  # nobody has followed it for too long
 
     @property
@@ -53,65 +50,41 @@ class Stream:
         kind: bytes = dict(self.begin["headers"]).get(b"content-type", b"")
         return kind.startswith(b"text/event-stream")
 
-    @property
-    def size(self) -> int:
-        """All parts so far."""
-        return self.first + len(self.parts)
-
     async def put(self, message: MutableMapping[str, Any]) -> None:
-        """Add a part; an event gets its id, by which the next one is its number."""
-        async with self.changed:
-            if message["type"] == "http.response.start":
-                self.begin = message
-            else:
-                body = message.get("body", b"")
-                if self.resumable and body and not body.startswith(b":"):
-                    body = f"id: {self.id}-{self.size + 1}\n".encode() + body
-                    message = {**message, "body": body}
-                while self.bytes and self.bytes + len(body) > self.most:
-                    await self.changed.wait_for(lambda: self.first < self.sent)
-                    self.first += 1
-                    self.bytes -= len(self.parts.popleft().get("body", b""))
-                self.parts.append(message)
-                self.bytes += len(body)
-            self.changed.notify_all()
+        """Add a part; an event gets its id, by which the next one is its number. Raises ClientLeft beyond `most`."""
+        if message["type"] == "http.response.start":
+            self.begin = message
+        elif self.resumable and (body := message.get("body", b"")):
+            self.bytes += len(body)
+            if self.bytes > self.most:
+                raise ClientLeft
+            number = b"" if body.startswith(b":") else f"id: {self.id}-{len(self.parts) + 1}\n".encode()
+            self.parts.append({**message, "body": number + body})
+        else:
+            self.parts.append(message)
+        self.changed.set()
 
-    async def end(self) -> None:
-        """No further parts come."""
-        async with self.changed:
-            self.ended = True
-            self.changed.notify_all()
-
-    def join(self, start: int) -> int:
-        """The turn of a connection that follows it from part `start` on, in place of the one before."""
-        self.turns += 1
-        self.sent = start
-        return self.turns
-
-    async def follow(self, send: Send, turn: int, seconds: float) -> None:
-        """Send its parts to the end, or until another connection follows, or a part takes too long."""
-        async with self.changed:
-            self.changed.notify_all()  # the connection before ends
-            await self.changed.wait_for(lambda: self.begin is not None or self.ended)
-        if self.begin is None:  # its client left before a reply began
-            return
-        await asyncio.wait_for(send(self.begin), seconds)
-        while (part := await self._next(turn)) is not None:
+    async def follow(self, send: Send, turn: int, start: int, seconds: float) -> None:
+        """Send its parts from `start` on, to the end or until another connection follows; `seconds` for each."""
+        await self._until(lambda: self.begin is not None)
+        if self.begin is not None:
+            await asyncio.wait_for(send(self.begin), seconds)
+        while (part := await self._part(turn, start)) is not None:
             await asyncio.wait_for(send(part), seconds)
-            async with self.changed:
-                if turn == self.turns:
-                    self.sent += 1
-                    self.changed.notify_all()
+            start += 1
         if turn != self.turns:
             await send({"type": "http.response.body", "body": b""})
 
-    async def _next(self, turn: int) -> MutableMapping[str, Any] | None:
-        """The next part to send; None if there is none, or another connection follows."""
-        async with self.changed:
-            await self.changed.wait_for(lambda: turn != self.turns or self.ended or self.sent < self.size)
-            if turn != self.turns or self.sent == self.size:
-                return None
-            return self.parts[self.sent - self.first]
+    async def _part(self, turn: int, number: int) -> MutableMapping[str, Any] | None:
+        """The part of this number; None if there is none, or another connection follows."""
+        await self._until(lambda: turn != self.turns or number < len(self.parts))
+        return self.parts[number] if turn == self.turns and number < len(self.parts) else None
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Return once that is true, or no further parts come."""
+        while not (true() or self.ended):
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Resumable:
@@ -124,7 +97,7 @@ class Resumable:
     def __init__(self, app: App, limits: Limits) -> None:
         self._app = app
         self._limits = limits
-        self._streams = dict[str, Stream]()
+        self._streams = dict[str, RecordedReply]()
         self._answering = set[asyncio.Task[None]]()  # which the loop alone would forget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +117,7 @@ class Resumable:
 
     async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for a stream that outlives its connection."""
-        stream = Stream(scope.get(SCOPE, ANYBODY).name, self._limits.stream)
+        stream = RecordedReply(scope.get(SCOPE, ANYBODY).name, self._limits.stream)
         arrived = asyncio.Event()
 
         async def read() -> MutableMapping[str, Any]:
@@ -162,7 +135,8 @@ class Resumable:
             finally:
                 arrived.set()
                 self._keep(stream)
-                await stream.end()
+                stream.ended = True
+                stream.changed.set()
 
         self._streams[stream.id] = stream
         answering = asyncio.ensure_future(answer())
@@ -171,11 +145,13 @@ class Resumable:
         await arrived.wait()
         await self._follow(stream, 0, receive, send)
 
-    async def _follow(self, stream: Stream, start: int, receive: Receive, send: Send) -> None:
+    async def _follow(self, stream: RecordedReply, start: int, receive: Receive, send: Send) -> None:
         """Send the parts from `start` on, to their end or until the client leaves or reads nothing more."""
-        turn = stream.join(start)
+        stream.turns += 1
+        turn = stream.turns
+        stream.changed.set()  # the connection before ends
         leaving = asyncio.ensure_future(until_left(receive))
-        following = asyncio.ensure_future(stream.follow(send, turn, self._limits.write_seconds))
+        following = asyncio.ensure_future(stream.follow(send, turn, start, self._limits.write_seconds))
         try:
             await asyncio.wait({leaving, following}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -187,12 +163,12 @@ class Resumable:
             else:
                 self._abandon(stream, turn)
 
-    def _abandon(self, stream: Stream, turn: int) -> None:
+    def _abandon(self, stream: RecordedReply, turn: int) -> None:
         """End its answer, unless another connection has followed since."""
         if turn == stream.turns:
             stream.abandoned.set()
 
-    def _keep(self, stream: Stream) -> None:
+    def _keep(self, stream: RecordedReply) -> None:
         """Keep a whole stream for a while; of too many, the oldest of the tenant that has most goes."""
         if not stream.resumable or not stream.parts or stream.parts[-1].get("more_body", False):
             del self._streams[stream.id]
@@ -204,13 +180,13 @@ class Resumable:
             [(tenant, _)] = Counter(other.tenant for other in ended).most_common(1)
             del self._streams[next(other.id for other in ended if other.tenant == tenant)]
 
-    def _known(self, last: str, tenant: str) -> tuple[Stream, int]:
+    def _known(self, last: str, tenant: str) -> tuple[RecordedReply, int]:
         """The stream of an event, and the number of the part that comes after it. Raises Refusal (404)."""
         event = _EVENT.fullmatch(last)
         stream = self._streams.get(event[1]) if event else None
         if event and stream is not None and stream.tenant == tenant and stream.resumable:
             start = int(event[2])
-            if stream.first <= start <= stream.size:
+            if start <= len(stream.parts):
                 return stream, start
         raise Refusal(
             404,

@@ -58,11 +58,7 @@ def generate(
         if ends:
             session.forget_draft()
         elif drafts is not None:
-            foreseen = session.accept(token)  # the logits after it, if the draft foresaw it
-            if foreseen is None:
-                draft = drafts.draft(min(remaining - 1, session.draft_room))
-            else:
-                drafts.accept()
+            foreseen, draft = _foreseen(session, drafts, token, remaining - 1)
         session.next_token = None if ends or draft or foreseen is not None else token
         yield token
         session.next_token = None
@@ -72,6 +68,17 @@ def generate(
         choice = session.choose(token) if greedy and foreseen is None and not draft else None
         if choice is None:
             logits = session.decode(token, draft) if foreseen is None else foreseen
+
+
+def _foreseen(
+    session: Session, drafts: Drafts, token: int, most: int
+) -> tuple[NDArray[np.float32] | None, Sequence[int]]:
+    """The logits after a token that the last draft foresaw, else None and the next draft, of `most` tokens at most."""
+    logits = session.accept(token)
+    if logits is None:
+        return None, drafts.draft(min(most, session.draft_room))
+    drafts.accept()
+    return logits, ()
 
 
 def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:

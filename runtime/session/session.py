@@ -420,7 +420,6 @@ class Session:
         policy = selection.policy
         ids = np.array(selection.ids, np.int64)
         caches = self.caches
-        needs = policy.needs
         caches.prepare(policy)
         self._cuts = []
         self._layouts = []
@@ -443,9 +442,8 @@ class Session:
             readers = policy.readers(stage.last, self._image_count(number))
             alone = not all(part.last_query for part in readers)
             tokens = tokens.after(caches.run(number, tokens, query=bool(readers), alone=alone))
-        if survivors is not None and needs.shrinks is not None:
-            shrinking = [n for n, s in enumerate(self._stages) if s.first >= needs.shrinks]
-            self._layouts = caches.shrink(shrinking, survivors, self._layouts, len(ids))
+        if survivors is not None and policy.needs.shrinks is not None:
+            self._shrink(policy.needs.shrinks, survivors, len(ids))
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
         self.selection, self._reused_stages = selection, min(depth, caches.first_pruned)
@@ -455,6 +453,11 @@ class Session:
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
         return tokens.hidden
+
+    def _shrink(self, layer: int, survivors: Mask, count: int) -> None:
+        """Keep in the caches of stages from `layer` on the tokens that survive, and the `count` of the question."""
+        numbers = [number for number, stage in enumerate(self._stages) if stage.first >= layer]
+        self._layouts = self.caches.shrink(numbers, survivors, self._layouts, count)
 
     def _cut(self, number: int, tokens: TokenStates, policy: Policy) -> Mask | None:
         """Remove what the policy removes before stage `number`; the tokens left, if all stages shrink to them later."""

@@ -19,11 +19,6 @@ OPTIONS = vtx.Options(max_new_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("chat") / "bundle").folder
-
-
-@pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("images")
     paths = [folder / "one.png", folder / "two.png"]

@@ -24,11 +24,6 @@ CARD = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0))
 SHARD = "weights/00001-of-00001.safetensors"
 
 
-@pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("doctor") / "bundle").folder
-
-
 def invoke(*words: object) -> Result:
     return CliRunner(env={"COLUMNS": "160"}).invoke(doctor, [str(word) for word in words], catch_exceptions=False)
 

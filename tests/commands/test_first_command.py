@@ -65,7 +65,7 @@ def test_the_models_of_the_pages_are_those_that_are_tried() -> None:
     assert named() == {*FILES}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_the_first_command_downloads_resumes_exports_answers_and_needs_no_hub_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.support import bundles
 from tests.support.tiny import random_image
 from vtx import cli
 
 WAIT = 120.0
-
-
-@pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("watch") / "bundle").folder
 
 
 @pytest.fixture(autouse=True)

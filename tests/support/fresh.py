@@ -15,6 +15,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 
 Setting = tuple[int | str | None, str]  # K and reductions
+NAMES = ("one.png", "two.png", "three.png")
 NEITHER: Setting = (None, "none")
 EXACT = ("text", "token_ids", "stopped", "k", "reduce", "vision_tokens_kept", "kv_slots")
 TOLERANCE = 1e-4  # of log probabilities, where caches were reused

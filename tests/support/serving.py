@@ -102,11 +102,12 @@ def serving(
     aliases: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve bundles, with the options of `make_app`, until the end of the block."""
+    """Serve bundles, with these `AppSettings`, until the end of the block."""
     import uvicorn
 
     from vtx.runtime.server.app import make_app
     from vtx.runtime.server.protocol import CONNECTIONS, BoundedProtocol
+    from vtx.runtime.server.settings import AppSettings
 
     limits = limits or Limits()
     engines = Engines(
@@ -115,7 +116,7 @@ def serving(
     )  # fmt: skip
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(engines, limits, **options), log_level="error", ws="none", http=BoundedProtocol,
+        make_app(engines, limits, AppSettings(**options)), log_level="error", ws="none", http=BoundedProtocol,
         limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -12,8 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from vtx.exporter.checkpoint.resolving import control_tokens
-from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.checkpoint.text import LIMITS, TextOptions, read_text
 from vtx.runtime.bundle.spec.text_settings import TextSettings
+from vtx.runtime.host.confined import ChildLimits
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.prompt.text import Text
 
@@ -199,5 +200,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-def read(folder: Path, top: dict[str, Any], **more: Any) -> tuple[str, str, TextSettings]:
-    return read_text(folder, top["image_token_index"], {}, top, **more)
+def read(
+    folder: Path, top: dict[str, Any], limits: ChildLimits = LIMITS, **options: Any
+) -> tuple[str, str, TextSettings]:
+    return read_text(folder, top["image_token_index"], {}, top, TextOptions(**options), limits)

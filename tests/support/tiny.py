@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 if TYPE_CHECKING:
     import torch
@@ -317,6 +317,13 @@ def random_image(seed: int, size: tuple[int, int] = (80, 60)) -> Image.Image:
     blocks = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(size, Image.Resampling.NEAREST)
     noise = rng.integers(-30, 31, (size[1], size[0], 3))
     return Image.fromarray(np.clip(np.asarray(blocks) + noise, 0, 255).astype(np.uint8))
+
+
+def marked(image: Image.Image, part: float) -> Image.Image:
+    """The image with a mark at this part of its width, in its lower half."""
+    changed, at = image.copy(), int(part * image.width)
+    ImageDraw.Draw(changed).rectangle((at, image.height - 12, at + 5, image.height - 4), fill=(255, 0, 0))
+    return changed
 
 
 def random_video(seed: int, frames: int = 30, size: tuple[int, int] = (80, 60)) -> np.ndarray:

@@ -47,20 +47,16 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     worth nothing.
     """
     specs = [spec for spec in manifest.reductions if spec != NONE]
-    random_specs = [to_spec(parse(spec)) for spec in RANDOM]
-    alone = not specs and not any(ks)
-    if alone or any("random" in spec for spec in specs) or read_layout(manifest.layout, manifest.model.tower).has_text:
-        random_specs = []
     fixed = [k for k in ks if isinstance(k, int)]
     k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
-    combined = [Method(k, spec) for spec in specs] if k is not None else []
-    return (
-        Method(None),
-        *(Method(k) for k in ks if k is not None),
-        *(Method(None, spec) for spec in specs),
-        *combined,
-        *(Method(None, spec) for spec in random_specs),
-    )
+    methods = [Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs)]
+    if k is not None:
+        methods += [Method(k, spec) for spec in specs]
+    alone = not specs and not any(ks)
+    among_text = read_layout(manifest.layout, manifest.model.tower).has_text
+    if not alone and not among_text and not any("random" in spec for spec in specs):
+        methods += [Method(None, to_spec(parse(spec))) for spec in RANDOM]
+    return tuple(methods)
 
 
 def short(part: Reduction) -> str:

@@ -88,14 +88,14 @@ def choose_by_kept(curve: Sequence[Point], min_kept: float, eta: float) -> Choic
         if interval.count < count:
             notes.append(f"to show {min_kept:g}% takes at least {count} answers, all unchanged; give more --samples")
         return Choice(rule, None, tuple(notes))
-    chosen = fits[0]
+    first_fit = fits[0]
     notes = []
-    if chosen.kl.mean >= eta:
-        notes.append(f"second opinion: the mean KL at K = {chosen.k} is {chosen.kl.mean:.2g}, not below {eta:g}")
-    below = [point.k for point, interval in points if (point.k or 0) > (chosen.k or 0) and interval.low < limit]
+    if first_fit.kl.mean >= eta:
+        notes.append(f"second opinion: the mean KL at K = {first_fit.k} is {first_fit.kl.mean:.2g}, not below {eta:g}")
+    below = [point.k for point, interval in points if (point.k or 0) > (first_fit.k or 0) and interval.low < limit]
     if below:
-        notes.append(f"not monotone: after K = {chosen.k} fewer are kept again at K = {_listed(below)}")
-    return Choice(rule, chosen.k, tuple(notes))
+        notes.append(f"not monotone: after K = {first_fit.k} fewer are kept again at K = {_listed(below)}")
+    return Choice(rule, first_fit.k, tuple(notes))
 
 
 def choose_by_eta(curve: Sequence[Point], eta: float, samples: int) -> Choice:
@@ -140,19 +140,24 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     if not fits:
         k = min(drops, key=lambda k: drops[k])
         return Choice(rule, None, (f"no K satisfies it: the smallest drop is {drops[k]:.1f} points, at K = {k}",))
-    notes = []
-    chosen = next(point for point in curve[1:] if point.k == fits[0])
-    if chosen.lost is not None and 100 * chosen.lost.high > max_drop:
-        notes.append(
-            f"question by question the drop at K = {fits[0]} is between {100 * chosen.lost.low:.1f} and "
-            f"{100 * chosen.lost.high:.1f} points ({CONFIDENCE:.0%}), so it may be above {max_drop:g}; more --samples "
-            "narrow the interval"
-        )
+    point = next(point for point in curve[1:] if point.k == fits[0])
+    notes = _notes_of(point, max_drop)
     if worse := [k for k in drops if k > fits[0] and k not in fits]:
         notes.append(f"not monotone: after K = {fits[0]} the drop is larger again at K = {_listed(worse)}")
     if 100 / count > max_drop / 2:
         notes.append(f"one answer of these {count} is {100 / count:.2g} points; more --samples resolve smaller drops")
     return Choice(rule, fits[0], tuple(notes))
+
+
+def _notes_of(point: Point, max_drop: float) -> list[str]:
+    """A note if the interval of a point's drop reaches beyond the limit."""
+    lost = point.lost
+    if lost is None or 100 * lost.high <= max_drop:
+        return []
+    return [
+        f"question by question the drop at K = {point.k} is between {100 * lost.low:.1f} and {100 * lost.high:.1f} "
+        f"points ({CONFIDENCE:.0%}), so it may be above {max_drop:g}; more --samples narrow the interval"
+    ]
 
 
 def _listed(ks: Sequence[int | None]) -> str:

@@ -21,8 +21,8 @@ def peak() -> int | None:
     Pages of mapped files count, e.g. of libraries. getrusage's figure, the fallback, also counts on Linux what the
     process that started this one held.
     """
-    if (held := _status("VmHWM")) is not None:
-        return held
+    if (high_water := _status("VmHWM")) is not None:
+        return high_water
     try:
         import resource
     except ImportError:

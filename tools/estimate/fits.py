@@ -80,7 +80,7 @@ def what_fits(
     """Some models in some precisions, against `usable` bytes [default: the profile's]; `engine` as for `make_plan`."""
     free = usable if usable is not None or profile is None else profile.usable_bytes
     assert free is not None
-    found = dict[str, tuple[Fit, ...]]()
+    fits_of = dict[str, tuple[Fit, ...]]()
     for name in models:
         model = KNOWN[name]
         fits = list[Fit]()
@@ -90,5 +90,5 @@ def what_fits(
             plan = make_plan(model, work, ks, [precision], profile, engine=engine)
             fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
             fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
-        found[name] = tuple(fits)
-    return found
+        fits_of[name] = tuple(fits)
+    return fits_of

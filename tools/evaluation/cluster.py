@@ -34,8 +34,8 @@ def on_workers(cluster: Cluster, folder: Path, loading: Loading, parallel: int) 
         ) -> Generator[tuple[int, Method, CostedAnswer | Exception]]:
             items: list[Item] = [(n, questions[n], tuple(methods)) for n, methods in wanted.items() if methods]
             beginning = partial(begin, options, parallel)
-            for (n, _, methods), found in on_cluster(cluster, folder.resolve(), loading, beginning, items, _images):
-                for method, (answer, error) in zip(methods, found, strict=True):
+            for (n, _, methods), result in on_cluster(cluster, folder.resolve(), loading, beginning, items, _images):
+                for method, (answer, error) in zip(methods, result, strict=True):
                     yield n, method, CostedAnswer(**answer) if answer else RequestError(error)
 
         return answers

@@ -55,18 +55,18 @@ class Questions:
 
     @classmethod
     def of(cls, data: Data) -> Questions:
-        seen: dict[object, str] = {}
+        names_of: dict[object, str] = {}
 
         def content(item: Item) -> str:
             for image in item.images:
-                if image_key(image) in seen:
+                if image_key(image) in names_of:
                     continue
                 if isinstance(image, Image.Image):
-                    seen[image_key(image)] = hashlib.sha256(image.tobytes()).hexdigest()
+                    names_of[image_key(image)] = hashlib.sha256(image.tobytes()).hexdigest()
                 else:
                     assert isinstance(image, Path), "read_data gives pictures and paths"
-                    seen[image] = sha256(image)
-            return " ".join(seen[image_key(image)] for image in item.images)
+                    names_of[image] = sha256(image)
+            return " ".join(names_of[image_key(image)] for image in item.images)
 
         images = tuple(map(content, data.items))
         digests = tuple(

@@ -235,14 +235,14 @@ def verdict(
 ) -> tuple[str, ...]:
     """Sentences: the choice, or what comes nearest and which budget would do; `late`: the `excess` of each."""
     if chosen is not None:
-        found = evidence[chosen]
+        item = evidence[chosen]
         retained = (
             "the full model itself"
             if chosen == reference
-            else f"{found.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
+            else f"{item.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
             f"with {1 - RISK:.0%} confidence"
         )
-        return (f"chosen: {chosen.name}; {retained}; {spoken(found)}",)
+        return (f"chosen: {chosen.name}; {retained}; {spoken(item)}",)
     sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
     if keeping:
         nearest = min(keeping, key=lambda s: late[s])

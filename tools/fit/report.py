@@ -63,13 +63,13 @@ def to_dict(fitted: Fitted, questions: Questions, machine: Machine) -> dict[str,
         {"questions": rung.questions, "settings": {s.name: json_value(at) for s, at in rung.ratings.items()}}
         for rung in fitted.rungs
     ]
-    chosen = None if fitted.chosen is None else fitted.evidence[fitted.chosen]
+    best = None if fitted.chosen is None else fitted.evidence[fitted.chosen]
     return {
         "format": "vtx-fit-1",
         "machine": json_value(machine),
         "budget": json_value(fitted.budget),
         "reference": fitted.reference.name,
-        "chosen": json_value(chosen),
+        "chosen": json_value(best),
         "verdict": list(fitted.verdict),
         "passed": [setting.name for setting in fitted.passed],
         "evidence": [json_value(evidence) for evidence in fitted.evidence.values()],

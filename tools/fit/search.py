@@ -31,9 +31,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.keep <= 0.999:
-            given = f"--accuracy-drop is {100 * self.limit:g} points; it must be from 0.1 to 50"
+            problem = f"--accuracy-drop is {100 * self.limit:g} points; it must be from 0.1 to 50"
             raise RequestError(
-                given if self.of_right else f"--keep is {100 * self.keep:g}%; it must be from 50% to 99.9%"
+                problem if self.of_right else f"--keep is {100 * self.keep:g}%; it must be from 50% to 99.9%"
             )
         for name in ("first_token_ms", "per_token_ms"):
             value = getattr(self, name)

@@ -26,6 +26,7 @@ from vtx.runtime.server.endpoints import error_body
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, read_json_body
 from vtx.runtime.server.refusal import Refusal, refusal_of
+from vtx.runtime.server.settings import AppSettings
 from vtx.tools.common.cluster import Cluster
 from vtx.tools.common.loading import Loading
 from vtx.tools.fleet.arguments import Fleet
@@ -70,7 +71,7 @@ class Replica:
         self._engines = Engines(fleet.bundles, loading.load, self._limits, memory)
         with self._engines.use(self._engines.acquire(self._engines.names[0])):
             pass
-        self._app = make_app(self._engines, self._limits, api_keys=fleet.keys(), local_hosts=False)
+        self._app = make_app(self._engines, self._limits, AppSettings(fleet.keys(), local_hosts=False))
 
     def check_health(self) -> None:
         """Raise DeviceError, after which Ray Serve replaces this replica, if a model's thread is silent."""
@@ -190,6 +191,8 @@ def app(arguments: dict[str, Any]) -> Any:
         max_replicas=most,
         initial_replicas=fleet.replicas,
         target_ongoing_requests=fleet.parallel,
+        upscale_delay_s=fleet.up_seconds,
+        downscale_delay_s=fleet.down_seconds,
     )
     replica = serve.deployment(
         name="replica",

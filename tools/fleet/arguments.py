@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.runtime.bundle.files import read_text_file
+from vtx.runtime.checks import check_number
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.text import utf8
 from vtx.runtime.server.engines import named
@@ -23,7 +24,8 @@ class Fleet:
     """The arguments of the application. Each replica has all bundles, and computes with `cores` and `gpus`.
 
     `bundle`: [NAME=]DIR, several with commas between them, under the same paths on each machine. Between `replicas` and
-    `max_replicas` run, as many as have `parallel` requests each; 0: always `replicas`. `gpus` below 0: one if the
+    `max_replicas` run, as many as have `parallel` requests each, one more after `up_seconds` of too many and one fewer
+    after `down_seconds` of too few; 0: always `replicas`. `gpus` below 0: one if the
     device is a GPU. `api_keys`: a file of keys, whose limits hold on each replica. `kv_cache` and `memory` are
     gigabytes, 0: the defaults of vtx-serve.
     """
@@ -31,6 +33,8 @@ class Fleet:
     bundle: str
     replicas: int = 1
     max_replicas: int = 0
+    up_seconds: float = 30.0
+    down_seconds: float = 600.0
     cores: float = 1.0
     gpus: float = -1.0
     device: str = "auto"
@@ -47,6 +51,8 @@ class Fleet:
                 f"replicas is {self.replicas} and max_replicas {self.max_replicas}; replicas must be at least 1, and "
                 "max_replicas must not be below it"
             )
+        for name in ("up_seconds", "down_seconds"):
+            check_number(name, getattr(self, name), "a number of seconds of at least 0", least=0, most=1e6)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Fleet:

@@ -379,8 +379,8 @@ class Watcher:
         self._send("status", time.time(), **counts, sources=sources, outputs=outputs)
 
     def _send(self, event: str, at: float, **fields: Any) -> None:
-        told = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
-        line = json.dumps({"event": event, "time": told, **fields}, ensure_ascii=False).encode()
+        moment = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
+        line = json.dumps({"event": event, "time": moment, **fields}, ensure_ascii=False).encode()
         for output in self._outputs:
             output.put(line)
 
@@ -402,11 +402,11 @@ def references(loaded: LoadedBundle, config: SourceConfig) -> tuple[PreparedImag
 
 def parts(config: SourceConfig) -> list[Part]:
     """The references before each frame, as parts of a message."""
-    found = list[Part]()
+    pieces = list[Part]()
     for part in config.reference:
-        found += [] if part.text is None else [{"type": "text", "text": part.text}]
-        found += [] if part.image is None else [{"type": "image"}]
-    return found
+        pieces += [] if part.text is None else [{"type": "text", "text": part.text}]
+        pieces += [] if part.image is None else [{"type": "image"}]
+    return pieces
 
 
 def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:

@@ -201,5 +201,5 @@ def _show(report: dict[str, Any]) -> None:
     for name, k in judged["earliest_k"].items():
         point = f"{judged['max_drop_points']:g} point"
         click.echo(f"{name}: earliest K within {point} of the untuned model's full depth: {k or 'none'}")
-    own = judged["earliest_k_by_own_full_depth"]["after"]
-    click.echo(f"after, within {judged['max_drop_points']:g} point of its own full depth: {own or 'none'}")
+    earliest = judged["earliest_k_by_own_full_depth"]["after"]
+    click.echo(f"after, within {judged['max_drop_points']:g} point of its own full depth: {earliest or 'none'}")

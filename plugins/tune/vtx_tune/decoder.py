@@ -209,8 +209,8 @@ class WithdrawingDecoder(nn.Module):
         """Cos and sin [1, n, head_dim] of positions [n], or of three parts each [n, 3]."""
         rope = self.text.rope
         rates = torch.tensor(rope.frequencies, device=positions.device)
-        own = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
-        angles = (own.float() * rates).repeat(1, 2)[None]
+        three_part = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
+        angles = (three_part.float() * rates).repeat(1, 2)[None]
         return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
 
     @torch.no_grad()
@@ -240,8 +240,8 @@ class WithdrawingDecoder(nn.Module):
                 start = 0
                 while len(answer) < limit and not (answer and answer[-1] in ends):
                     x = self.model.model.embed_tokens(ids)[None]
-                    more = torch.arange(start, start + len(ids), device=ids.device)
-                    at = positions[-1] + (more if positions.ndim == 1 else more[:, None])
+                    numbers = torch.arange(start, start + len(ids), device=ids.device)
+                    at = positions[-1] + (numbers if positions.ndim == 1 else numbers[:, None])
                     x = self._extend(layers, x, at, len(prefix) + start, cache)
                     start += len(ids)
                     answer.append(int(self.head(x[:, -1])[0].argmax()))
@@ -322,7 +322,7 @@ def tensors_of(row: Row, encoded: Encoded, device: torch.device) -> dict[str, An
     tensors: dict[str, Any] = {name: getattr(row, name).to(device) for name in names}
     if encoded.images:
         prefix = int((row.blocks == 0).sum())
-        own = prefix_positions(encoded, row.image[:prefix])
-        asked = own[-1] + (row.positions[prefix:] - prefix)[:, None]
-        tensors["positions"] = torch.cat((own[:-1], asked)).to(device)
-    return tensors | {"maps": [each.to(device) for each in encoded.maps]}
+        image_positions = prefix_positions(encoded, row.image[:prefix])
+        question_positions = image_positions[-1] + (row.positions[prefix:] - prefix)[:, None]
+        tensors["positions"] = torch.cat((image_positions[:-1], question_positions)).to(device)
+    return tensors | {"maps": [layer_map.to(device) for layer_map in encoded.maps]}

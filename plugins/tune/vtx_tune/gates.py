@@ -45,10 +45,10 @@ def choose(
     work, gates = gates_of(model, items, (), _measuring(options), FITTED, measured, report)
     ks = (*sorted(gates), None)
     columns = exits(all_odds(work, gates, held_out=False), THRESHOLDS[0])
-    found = {item.digest(): ks[n] for item, n in zip(work.items(held_out=False), columns.tolist(), strict=True)}
-    write_json(folder / CHOSEN, {"k": [found.get(item.digest()) for item in items]})
-    for each in (merged, bundle, measured):
-        shutil.rmtree(each, ignore_errors=True)
+    ks_of = {item.digest(): ks[n] for item, n in zip(work.items(held_out=False), columns.tolist(), strict=True)}
+    write_json(folder / CHOSEN, {"k": [ks_of.get(item.digest()) for item in items]})
+    for entry in (merged, bundle, measured):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def chosen(out: Path, count: int) -> list[int | None]:

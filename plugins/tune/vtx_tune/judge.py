@@ -99,8 +99,8 @@ def judge(
         write_report(reports[name], out / name)
     comparison = compared(reports["before"], reports["after"])
     if gating is not None:
-        held, asked = gating(models["after"], answered.items, out / "after" / "gates")
-        comparison = replace(comparison, gates=gated(held, asked, measured["before"], measured["after"]))
+        held, questions = gating(models["after"], answered.items, out / "after" / "gates")
+        comparison = replace(comparison, gates=gated(held, questions, measured["before"], measured["after"]))
     for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
         shutil.rmtree(out / f".{name}")
     return comparison
@@ -126,8 +126,8 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> TuningCompa
     now = after.curve[0].right
     pairs = zip(before.curve, after.curve, gained(before, after), strict=True)
     # By vtx-calibrate's rule, from the accuracy of the untuned model at full depth.
-    made = {"before": before, "after": after}
-    earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in made.items()}
+    folders = {"before": before, "after": after}
+    earliest = {name: choose_by_accuracy((full, *report.curve[1:]), MAX_DROP) for name, report in folders.items()}
     return TuningComparison(
         items=before.data.items,
         max_drop_points=MAX_DROP,
@@ -150,44 +150,46 @@ def compared(before: CalibrationReport, after: CalibrationReport) -> TuningCompa
 
 def gained(before: CalibrationReport, after: CalibrationReport) -> list[MeanInterval | None]:
     """For each K the share of right answers gained, over the same questions, those about an image together."""
-    both = [
+    pairs = [
         (b.right, a.right, image)
         for b, a, image in zip(before.samples, after.samples, images_of(before.samples), strict=True)
         if b.right is not None and a.right is not None
     ]
-    if not both:
+    if not pairs:
         return [None] * len(before.curve)
-    changes = np.array([np.subtract(a, b, dtype=float) for b, a, _ in both])
-    return [*mean_intervals(changes, [image for *_, image in both])]
+    changes = np.array([np.subtract(a, b, dtype=float) for b, a, _ in pairs])
+    return [*mean_intervals(changes, [image for *_, image in pairs])]
 
 
 def gated(held: HeldOut, items: Sequence[Item], before: Measurement, after: Measurement) -> tuple[GatedAnswers, ...]:
     """The gates of the tuned model at each threshold, on those of `items` whose right answers are known."""
     full = {digest: r.right[0] for digest, r in zip(before.items, before.results, strict=True) if r.right is not None}
     tuned = {digest: r.right for digest, r in zip(after.items, after.results, strict=True) if r.right is not None}
-    both = [(n, d) for n, d in enumerate(item.digest() for item in items) if d in full and d in tuned]
-    if not both:
+    pairs = [(n, d) for n, d in enumerate(item.digest() for item in items) if d in full and d in tuned]
+    if not pairs:
         return ()
-    at = [n for n, _ in both]
-    images = [held.images[n] for n, _ in both]
-    right = np.array([[*tuned[digest][1:], tuned[digest][0]] for _, digest in both])
-    kept = replace(held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images)
-    untuned = np.array([full[digest] for _, digest in both], float)
-    found = list[GatedAnswers]()
+    at = [n for n, _ in pairs]
+    images = [held.images[n] for n, _ in pairs]
+    right = np.array([[*tuned[digest][1:], tuned[digest][0]] for _, digest in pairs])
+    remaining = replace(
+        held, odds=held.odds[at], same=right, right=held.right[at], tokens=held.tokens[at], images=images
+    )
+    untuned = np.array([full[digest] for _, digest in pairs], float)
+    answers = list[GatedAnswers]()
     for threshold in THRESHOLDS:
-        columns = kept.exits(threshold)
-        layers = float(kept.full_layers(columns).mean())
+        columns = remaining.exits(threshold)
+        layers = float(remaining.full_layers(columns).mean())
         hits = right[np.arange(len(at)), columns].astype(float)
-        fixed, rival = best_fixed(kept, layers)
-        gain, ahead = mean_intervals(np.column_stack([hits - untuned, hits - rival]), images)
-        found.append(
+        fixed, rival = best_fixed(remaining, layers)
+        gain, lead = mean_intervals(np.column_stack([hits - untuned, hits - rival]), images)
+        answers.append(
             GatedAnswers(
                 threshold=threshold,
                 full_layers=layers,
                 right=grouped_share(hits.astype(bool).tolist(), images),
                 gained=gain,
                 fixed=fixed,
-                ahead=ahead,
+                ahead=lead,
             )
         )
-    return tuple(found)
+    return tuple(answers)

@@ -92,32 +92,32 @@ def pack(
     limit = min(packing.max_tokens, context)
     rows = list[Row]()
     for numbers in groups.values():
-        taken = list[int]()
+        batch = list[int]()
         tokens = len(questions[numbers[0]].prefix)
         for number in numbers:
             question = questions[number]
-            more = len(question.suffix) + packing.max_new_tokens
-            if taken and (len(taken) == packing.questions or tokens + more > limit):
-                rows.append(_row(taken, questions, own, image_token))
-                taken = []
+            length = len(question.suffix) + packing.max_new_tokens
+            if batch and (len(batch) == packing.questions or tokens + length > limit):
+                rows.append(_row(batch, questions, own, image_token))
+                batch = []
                 tokens = len(question.prefix)
-            taken.append(number)
-            tokens += more
-        rows.append(_row(taken, questions, own, image_token))
+            batch.append(number)
+            tokens += length
+        rows.append(_row(batch, questions, own, image_token))
     return rows
 
 
 def _row(numbers: Sequence[int], questions: Sequence[TuningQuestion], own: Mapping[int, Ids], image_token: int) -> Row:
-    asked = [questions[number] for number in numbers]
-    prefix = asked[0].prefix
+    batch = [questions[number] for number in numbers]
+    prefix = batch[0].prefix
     ids = [prefix]
     blocks = [np.zeros_like(prefix)]
     positions = [np.arange(len(prefix))]
     at = list[Ids]()
     targets = list[Ids]()
-    given = list[NDArray[np.bool_]]()
+    masks = list[NDArray[np.bool_]]()
     length = len(prefix)
-    for block, question in enumerate(asked, 1):
+    for block, question in enumerate(batch, 1):
         answer = question.answer if question.answer is not None else own.get(numbers[block - 1])
         if answer is None:
             raise ValueError("a question has no answer, neither the data's nor the teacher's")
@@ -127,11 +127,11 @@ def _row(numbers: Sequence[int], questions: Sequence[TuningQuestion], own: Mappi
         positions.append(len(prefix) + np.arange(len(tokens)))
         at.append(length + len(question.suffix) - 1 + np.arange(len(answer)))
         targets.append(answer)
-        given.append(np.full(len(answer), question.answer is not None))
+        masks.append(np.full(len(answer), question.answer is not None))
         length += len(tokens)
     parts: dict[str, Any] = {"ids": ids, "blocks": blocks, "positions": positions, "at": at, "targets": targets}
-    tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in (parts | {"given": given}).items()}
-    return Row(tuple(numbers), asked[0].item.images, image=tensors["ids"] == image_token, **tensors)
+    tensors = {name: torch.from_numpy(np.concatenate(part)) for name, part in (parts | {"given": masks}).items()}
+    return Row(tuple(numbers), batch[0].item.images, image=tensors["ids"] == image_token, **tensors)
 
 
 def visible(blocks: Tensor) -> Tensor:

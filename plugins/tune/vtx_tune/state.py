@@ -64,8 +64,8 @@ class StateFile:
         header = self._checked()
         kinds = ("weight", *_MOMENTS)
         step = int(header.metadata["step"])
-        wanted = {f"{kind}/{name}": tuple(p.shape) for kind in kinds for name, p in parameters.items()}
-        if {name: info.shape for name, info in header.tensors.items()} != wanted:
+        shapes = {f"{kind}/{name}": tuple(p.shape) for kind in kinds for name, p in parameters.items()}
+        if {name: info.shape for name, info in header.tensors.items()} != shapes:
             raise RequestError(f"{self.path} is damaged; remove it to begin again")
         for name, parameter in parameters.items():
             stored = {
@@ -90,8 +90,8 @@ class Log:
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / LOG
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        kept = [line for line in lines[1:] if line.split(",")[0].isdecimal() and int(line.split(",")[0]) <= step]
-        self._write("w", "\n".join([",".join(COLUMNS), *kept]) + "\n")
+        remaining = [line for line in lines[1:] if line.split(",")[0].isdecimal() and int(line.split(",")[0]) <= step]
+        self._write("w", "\n".join([",".join(COLUMNS), *remaining]) + "\n")
 
     def add(self, values: Mapping[str, float | int]) -> None:
         line = io.StringIO()

@@ -50,8 +50,8 @@ def losses(
     with torch.no_grad():
         expected = decoder.head(teacher).log_softmax(-1)
     kl = (expected.exp() * (expected - logits.log_softmax(-1))).sum(-1).mean()
-    given = row["given"]
-    ce = F.cross_entropy(logits[given], row["targets"][given]) if given.any() else kl.new_zeros(())
+    mask = row["given"]
+    ce = F.cross_entropy(logits[mask], row["targets"][mask]) if mask.any() else kl.new_zeros(())
     away = (student.float() - teacher.float()).square().sum(-1)
     hidden = (away / teacher.float().square().sum(-1).clamp(min=1e-12)).mean()
     total = weights.kl * kl + weights.ce * ce + weights.hidden * hidden
@@ -81,9 +81,9 @@ class Order:
         rng = random.Random(f"K {self.options.schedule.seed} {example}")
         if rng.random() < self.options.full_share:
             return None
-        drawn = self.options.depths.draw(rng)
-        own = rng.choice(self.chosen[self.row(example)]) if self.chosen else None
-        return drawn if own is None else min(drawn, own)
+        depth = self.options.depths.draw(rng)
+        choice = rng.choice(self.chosen[self.row(example)]) if self.chosen else None
+        return depth if choice is None else min(depth, choice)
 
     def lr(self, step: int) -> float:
         return self.options.schedule.lr * learning_rate_factor(step, self.steps)
@@ -140,10 +140,10 @@ class Trainer:
             means, norm = self._step(step)
             if not (math.isfinite(means[0]) and math.isfinite(norm)):
                 saved = state.path.exists()
-                kept = f"the last saved state is kept in {state.path}" if saved else "nothing had been saved"
+                remark = f"the last saved state is kept in {state.path}" if saved else "nothing had been saved"
                 raise RequestError(
                     f"the training diverged at step {step + 1}: the loss is {means[0]:.3g}, the norm of its gradient "
-                    f"{norm:.3g}; {kept}. Lower --lr (now {self._options.schedule.lr:g}) and run again"
+                    f"{norm:.3g}; {remark}. Lower --lr (now {self._options.schedule.lr:g}) and run again"
                 )
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
@@ -177,12 +177,12 @@ class Trainer:
             encoded = self._encoder(row.images)
             tensors = tensors_of(row, encoded, device)
             features = encoded.hidden
-            seen = tensors, features
+            encoded_image = tensors, features
             if k is not None and encoded.kept is not None:
-                seen = selected(tensors, features, encoded.kept.to(device))
+                encoded_image = selected(tensors, features, encoded.kept.to(device))
             with torch.autocast(device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
                 teacher = self._decoder.teach(tensors, features)
-                student = self._decoder(*seen, k)
+                student = self._decoder(*encoded_image, k)
                 loss = losses(self._decoder, student, teacher, tensors, self._options.weights)
             self._accelerator.backward(loss["total"] / self._share)
             depth = loss["total"].new_tensor(float(self._decoder.text.layers + 1 if k is None else k))
@@ -224,13 +224,13 @@ class ChosenImages(Encoded):
         masks = list[Tensor]()
         for image in tokens if entry is not None else ():
             assert entry is not None
-            chosen = entry.select(image)
+            tensors = entry.select(image)
             mask = torch.zeros(len(image), dtype=torch.bool)
-            mask[slice(None) if chosen is None else torch.from_numpy(chosen)] = True
+            mask[slice(None) if tensors is None else torch.from_numpy(tensors)] = True
             masks.append(mask)
-        own = tuple(tokens) if any(image.offsets is not None for image in tokens) else ()
+        offsets = tuple(tokens) if any(image.offsets is not None for image in tokens) else ()
         hidden = torch.cat([torch.from_numpy(image.hidden) for image in tokens])
-        return cls(hidden, own, maps, kept=torch.cat(masks) if masks else None)
+        return cls(hidden, offsets, maps, kept=torch.cat(masks) if masks else None)
 
 
 def selected(row: dict[str, Any], features: Tensor, kept: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -268,10 +268,10 @@ class ImageEncoder:
             self._bytes += _bytes(encoded)
             while self._bytes > KEPT_BYTES and len(self._kept) > 1:
                 self._bytes -= _bytes(self._kept.popitem(last=False)[1])
-        found = self._kept[key]
-        maps = tuple(each.to(self._device) for each in found.maps)
-        return replace(found, hidden=found.hidden.to(self._device), maps=maps)
+        entry = self._kept[key]
+        maps = tuple(layer_map.to(self._device) for layer_map in entry.maps)
+        return replace(entry, hidden=entry.hidden.to(self._device), maps=maps)
 
 
 def _bytes(encoded: Encoded) -> int:
-    return sum(each.nbytes for each in (encoded.hidden, *encoded.maps))
+    return sum(tensor.nbytes for tensor in (encoded.hidden, *encoded.maps))

@@ -85,8 +85,8 @@ def run(
     again = options.checkpointing
     decoder = WithdrawingDecoder(work.source.config.text, text, options.learning, seed=seed, checkpointing=again)
     encoder = ImageEncoder(work.source, work.accelerator.device, options.entry(work.source.config))
-    own = _teacher_answers(work, decoder, encoder, options, out, report)
-    rows = pack(work.questions, own, work.source.config.image_token_id, options.packing, work.source.context)
+    answers = _teacher_answers(work, decoder, encoder, options, out, report)
+    rows = pack(work.questions, answers, work.source.config.image_token_id, options.packing, work.source.context)
     trainer = Trainer(decoder, encoder, rows, options, work.accelerator, work.dtype)
     if work.accelerator.is_main_process:
         model = model_size(work.source.config, work.source.name)
@@ -186,8 +186,8 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
 def _shares(options: TuneOptions) -> bool:
     """Return True if processes share the weights (FSDP). Raises DeviceError for a launch that does not fit."""
     launched = {name: os.environ.pop(f"ACCELERATE_USE_{name}", "false").lower() for name in SHARDING}
-    [shared, *others] = [kind not in ("", "0", "false") for kind in launched.values()]
-    if any(others):
+    [shared, *flags] = [kind not in ("", "0", "false") for kind in launched.values()]
+    if any(flags):
         raise DeviceError(
             f"accelerate was configured for {' and '.join(SHARDING[1:])}, by which vtx-tune does not share a model "
             "among processes; launch it with --use_fsdp"
@@ -274,8 +274,8 @@ def predict_memory(model: ModelSize, rows: Sequence[Row], options: TuneOptions, 
     learns = len(options.learning.chosen(model.decoder.layers))
     longest = max(map(len, rows))
     answer = max(len(row.at) for row in rows)
-    kept = longest * (KEPT * d.hidden + 3 * d.ffn)
-    hidden = longest * d.hidden * d.layers + kept if options.checkpointing else kept * d.layers
+    nbytes = longest * (KEPT * d.hidden + 3 * d.ffn)
+    hidden = longest * d.hidden * d.layers + nbytes if options.checkpointing else nbytes * d.layers
     base = element * d.parameters
     if options.learning.qlora:
         base -= int((element - IN_4_BITS) * d.macs_of(d.every))

@@ -48,12 +48,12 @@ class Changed:
     def of(cls, decoder: WithdrawingDecoder, source: Source) -> Changed:
         """Collect the canonical names of trained weights, each with the name of its module and parameter."""
         by_module = {module_name(name): name for name in source.checkpoint.tensors if name.startswith("text.layers.")}
-        found = {}
+        fields = {}
         for name in decoder.learning_parameters():
             plain = name.removeprefix("model.").partition(".lora_")[0]
             plain = plain if decoder.full else f"{plain}.weight"
-            found[by_module[plain]] = plain
-        return cls(decoder, found, CheckpointWeights(source.checkpoint))
+            fields[by_module[plain]] = plain
+        return cls(decoder, fields, CheckpointWeights(source.checkpoint))
 
     @torch.no_grad()
     def new(self, name: str) -> Tensor:
@@ -125,14 +125,14 @@ def _rewrite(infos: list[tuple[str, TensorInfo]], changed: Changed, path: Path) 
                     )
                 file.write(rounded.view(torch.uint8).numpy().tobytes())
                 continue
-            left = info.nbytes
+            remaining = info.nbytes
             with open_data(info) as original:
                 original.seek(info.offset)
-                while left:
-                    part = original.read(min(CHUNK, left))
+                while remaining:
+                    part = original.read(min(CHUNK, remaining))
                     if not part:
                         raise CheckpointError(f"{info.file.name} ends inside of tensor {info.name}; download it again")
-                    left -= len(part)
+                    remaining -= len(part)
                     file.write(part)
         file.flush()
         os.fsync(file.fileno())
@@ -174,13 +174,13 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
     d = options.depths
     w = options.weights
     learning = options.learning
-    drawn = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
+    range_text = f"{d.low} to {d.high}" + (f", {d.target} the most often" if d.target else "")
     layers = "all layers" if learning.layers is None else f"layers {learning.layers[0]} to {learning.layers[1]}"
     trained = f"the weights of {layers}" if learning.full else f"adapters of rank {learning.rank} on {layers}, merged"
     facts = [
         ("base model", base),
         ("trained weights", trained),
-        ("K in training", f"{drawn}; {options.full_share:.0%} of the images without withdrawal"),
+        ("K in training", f"{range_text}; {options.full_share:.0%} of the images without withdrawal"),
         ("loss", f"{w.kl:g} KL to the base model + {w.ce:g} cross-entropy + {w.hidden:g} hidden states"),
         ("data", f"{record['items']} questions about {record['rows']} rows of images, {record['data']}"),
         ("steps", f"{record['steps']} of {options.schedule.batch} images, learning rate {options.schedule.lr:g}"),
@@ -217,23 +217,23 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         "|---|---|---|---|---|---|",
     ]
     for point in judged.curve:
-        both = point["before"], point["after"]
+        pair = point["before"], point["after"]
         shares = " | ".join(
-            f"{s.share:.1%} ({s.low:.1%}..{s.high:.1%})" if (s := each["right"]) else "-" for each in both
+            f"{s.share:.1%} ({s.low:.1%}..{s.high:.1%})" if (s := entry["right"]) else "-" for entry in pair
         )
         gain = point["gained"]
         points = "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}..{100 * gain.high:+.1f})"
-        kls = " | ".join(f"{p['kl'].mean:.2g}" for p in both)
+        kls = " | ".join(f"{p['kl'].mean:.2g}" for p in pair)
         lines.append(f"| {point['k'] or 'none'} | {shares} | {points} | {kls} |")
     for gates in judged.gates[:1]:
-        gain, ahead = (
-            f"{100 * each.mean:+.1f} ({100 * each.low:+.1f}..{100 * each.high:+.1f})"
-            for each in (gates.gained, gates.ahead)
+        gain, lead = (
+            f"{100 * entry.mean:+.1f} ({100 * entry.low:+.1f}..{100 * entry.high:+.1f})"
+            for entry in (gates.gained, gates.ahead)
         )
         lines += [
             "",
             f"Under its gates {gates.full_layers:.1f} layers see the image on average, and {gates.right.share:.1%} "
             f"({gates.right.low:.1%}..{gates.right.high:.1%}) are right: {gain} points beside the base model without "
-            f"withdrawal, {ahead} beside this one at {gates.fixed}, paired by question.",
+            f"withdrawal, {lead} beside this one at {gates.fixed}, paired by question.",
         ]
     return "\n".join(lines) + "\n"

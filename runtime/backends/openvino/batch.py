@@ -65,18 +65,8 @@ class OpenvinoStageBatch:
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
             return np.concatenate([first, self.append_each(caches[half:], *rest)])
         out = np.empty_like(tokens.hidden)
-        inputs: dict[str, NDArray[Any]] = {
-            **{names.token_input(name): np.ascontiguousarray(tokens.inputs[name]) for name in self._reads},
-            names.HIDDEN: np.ascontiguousarray(tokens.hidden),
-            names.POSITIONS: positions[None].copy(),
-            names.HIDDEN_OUT: out,
-            OUTPUTS: np.arange(len(tokens), dtype=np.int32),
-            **_blocks(caches, counts),
-        }
-        if self._context.model.sliding is not None:
-            inputs[WINDOW] = np.array(window, np.int32)
-        if self._context.model.two_way is not None:
-            inputs[IMAGES] = np.zeros(len(tokens), np.int32)
+        inputs = self._inputs(tokens, positions, window) | _blocks(caches, counts)
+        inputs[names.HIDDEN_OUT] = out
         states = [cache.states for cache in caches if cache.states is not None]
         ends = np.ones(1, np.int64)
         if states:
@@ -94,6 +84,21 @@ class OpenvinoStageBatch:
         for cache, count in zip(caches, counts, strict=True):
             cache.fill(cache.length + count)
         return out
+
+    def _inputs(self, tokens: TokenStates, positions: Ids, window: int) -> dict[str, NDArray[Any]]:
+        """The inputs of a run of tokens at their positions, which see `window` slots in layers that slide."""
+        inputs: dict[str, NDArray[Any]] = {
+            names.HIDDEN: np.ascontiguousarray(tokens.hidden),
+            names.POSITIONS: positions[None].copy(),
+            OUTPUTS: np.arange(len(tokens), dtype=np.int32),
+        }
+        for name in self._reads:
+            inputs[names.token_input(name)] = np.ascontiguousarray(tokens.inputs[name])
+        if self._context.model.sliding is not None:
+            inputs[WINDOW] = np.array(window, np.int32)
+        if self._context.model.two_way is not None:
+            inputs[IMAGES] = np.zeros(len(tokens), np.int32)
+        return inputs
 
     def _made(self, request: Any, conversations: int, shape: tuple[int, int]) -> NDArray[np.float32]:
         """The states [layers, conversations, 1, numbers] that a run made; `shape`: layers and numbers."""

@@ -112,12 +112,9 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
         model.validate_nodes_and_infer_types()
         return
     last = max(n for n, node in enumerate(nodes) if node.get_type_name() == "PagedAttentionExtension")
-    for node in (node for node in nodes[last:] if node.get_type_name() in ("Add", "Multiply")):
-        for port in node.inputs():
-            source = port.get_source_output()
-            if source.get_node().get_type_name() == "Convert":
-                source = source.get_node().input_value(0)
-            if any(name.startswith(names.TOKEN_INPUT) for name in source.get_names()):
+    for node in nodes[last:]:
+        if node.get_type_name() in ("Add", "Multiply"):
+            for port in filter(_is_token_input, node.inputs()):
                 _gather(port, selected)
     reader = _only_reader(nodes[last].output(0))
     while reader.get_type_name() in _TO_THE_PROJECTION:
@@ -136,6 +133,13 @@ def select_outputs(model: Any, *, whole: bool = False) -> None:
             total = reader.output(0)
             reader = _normed(reader.output(0))
     raise BundleError(f"unexpected {reader.get_type_name()} after a layer's attention; export the bundle again")
+
+
+def _is_token_input(port: Any) -> bool:
+    source = port.get_source_output()
+    if source.get_node().get_type_name() == "Convert":
+        source = source.get_node().input_value(0)
+    return any(name.startswith(names.TOKEN_INPUT) for name in source.get_names())
 
 
 def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], window: Any) -> Any:

@@ -63,18 +63,8 @@ def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
     array = source.array if isinstance(source, BGR) else source
     if not isinstance(array, np.ndarray):
         raise ImageError(f"vtx.bgr got a {type(array).__name__}; give it a numpy array [height, width, 3] of uint8")
+    _check_array(array)
     shape = array.shape
-    kind = array.dtype.kind
-    if array.ndim == 4:
-        raise ImageError(f"the array {list(shape)} is a batch; give one image at a time: array[0]")
-    if array.ndim == 3 and shape[2] not in _ARRAYS and shape[0] in _ARRAYS:
-        raise ImageError(f"the array {list(shape)} has its channels first; give array.transpose(1, 2, 0)")
-    if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in _ARRAYS):
-        raise ImageError(f"the array {list(shape)} is not an image; give [height, width] or [height, width, 3], uint8")
-    if array.dtype != np.uint8:
-        fix = "array.astype('uint8') * 255" if kind == "b" else "array.astype('uint8') if its values are from 0 to 255"
-        fix = "(array * 255).round().astype('uint8') if its values are from 0 to 1" if kind == "f" else fix
-        raise ImageError(f"the array is {array.dtype}, the limit is uint8 of 0 to 255; give {fix}")
     if array.ndim == 3 and shape[2] == 1:
         array = array[:, :, 0]
     channels = 1 if array.ndim == 2 else shape[2]
@@ -85,6 +75,26 @@ def from_array(source: NDArray[np.uint8] | BGR) -> Image.Image:
     mode, swapped = _ARRAYS[channels]
     data = np.ascontiguousarray(array)
     return Image.frombuffer(mode, (width, height), data, "raw", swapped if is_bgr else mode, 0, 1)
+
+
+def _check_array(array: NDArray[Any]) -> None:
+    """Raise ImageError, with the expression that fixes it, for another layout or dtype."""
+    shape = array.shape
+    if array.ndim == 4:
+        raise ImageError(f"the array {list(shape)} is a batch; give one image at a time: array[0]")
+    if array.ndim == 3 and shape[2] not in _ARRAYS and shape[0] in _ARRAYS:
+        raise ImageError(f"the array {list(shape)} has its channels first; give array.transpose(1, 2, 0)")
+    if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in _ARRAYS):
+        raise ImageError(f"the array {list(shape)} is not an image; give [height, width] or [height, width, 3], uint8")
+    if array.dtype != np.uint8:
+        fix = _FIXES.get(array.dtype.kind, "array.astype('uint8') if its values are from 0 to 255")
+        raise ImageError(f"the array is {array.dtype}, the limit is uint8 of 0 to 255; give {fix}")
+
+
+_FIXES = {  # by the kind of dtype
+    "b": "array.astype('uint8') * 255",
+    "f": "(array * 255).round().astype('uint8') if its values are from 0 to 1",
+}
 
 
 def is_file(source: Any) -> bool:

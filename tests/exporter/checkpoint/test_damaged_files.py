@@ -13,8 +13,9 @@ import pytest
 from tests.support.bundles import ORT, export_anew
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.exporter.checkpoint.resolving import resolve
 from vtx.runtime.errors import VtxError
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 Make = Callable[..., Path]
 FILES = (
@@ -57,13 +58,6 @@ VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("quantize_config.json", {"bits": "x"}, "bits is 'x'; vtx reads 4, 8"),
     ("quantize_config.json", {"bits": 4}, "says gptq, but no tensor is quantised so"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here: a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})
 
 
 def assert_refused(checkpoint: Path, folder: Path, message: str) -> None:

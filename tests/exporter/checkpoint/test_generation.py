@@ -24,14 +24,6 @@ from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.generation import FILE, generation_warnings, turn_ends
-from vtx.exporter.checkpoint.resolving import resolve
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here: a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def exported(row: Row, checkpoint: Path, folder: Path) -> Path:
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in REFUSED if name in models()] or ["none"])
 def test_a_published_model_of_another_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, PUBLISHED, tmp_path)
@@ -99,7 +100,7 @@ def test_a_published_model_of_another_kind_is_refused_by_name(name: str, tmp_pat
     assert not (tmp_path / "bundle").exists()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in AUTHORS if name in models()] or ["none"])
 def test_a_model_in_its_authors_layout_answers_as_the_released_code_would(
     name: str, tmp_path: Path, closing: ExitStack

@@ -12,19 +12,13 @@ from tokenizers import Tokenizer
 from tests.support.families.original import write_tokenizer_model
 from tests.support.text import VICUNA, make_tokenizer, read, write_checkpoint, write_json
 from vtx.exporter.checkpoint.published_ids import token_settings
-from vtx.exporter.checkpoint.resolving import resolve
-from vtx.exporter.checkpoint.text import read_text
+from vtx.exporter.checkpoint.text import TextOptions, read_text
 from vtx.runtime.errors import BundleError, CheckpointError
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 FIX = "use the files that belong to the model"
 SPECIAL = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here: a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})
 
 
 def write_internlm(folder: Path) -> tuple[int, int]:
@@ -53,7 +47,11 @@ def test_tokens_in_place_of_unused_pieces_have_their_published_ids(tmp_path: Pat
     config |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
     write_json(tmp_path / "tokenizer_config.json", config)
     json_text, _, settings = read_text(
-        tmp_path, count + 2, {}, {}, VICUNA.replace("<image>", "<IMG_CONTEXT>"), original=True, vocab=count + 3
+        tmp_path,
+        count + 2,
+        {},
+        {},
+        TextOptions(VICUNA.replace("<image>", "<IMG_CONTEXT>"), original=True, vocab=count + 3),
     )
     tokenizer = Tokenizer.from_str(json_text)
     assert {token: tokenizer.token_to_id(token) for token in ids} == ids

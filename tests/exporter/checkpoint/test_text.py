@@ -11,17 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, write_checkpoint, write_json
 from vtx.exporter.bundling.prepare import load_template
-from vtx.exporter.checkpoint.resolving import resolve
-from vtx.exporter.checkpoint.text import read_template, read_text
+from vtx.exporter.checkpoint.text import TextOptions, read_template, read_text
 from vtx.runtime.errors import CheckpointError, TemplateError
 from vtx.runtime.prompt.text import Text
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve here, where a test is about what is resolved and has many cases; a child takes two seconds."""
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.confine", lambda _, request, **__: resolve(request))
-    monkeypatch.setattr("vtx.exporter.checkpoint.text.RESOLVED", {})  # others get what a child made
 
 
 def test_a_byte_order_mark_is_no_part_of_a_template_that_the_user_names(tmp_path: Path) -> None:
@@ -66,7 +58,9 @@ def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": added}
     write_json(tmp_path / "tokenizer_config.json", config)
     write_json(tmp_path / "config.json", top)
-    json_text, _, settings = read_text(tmp_path, top["image_token_index"], {"model_type": "qwen2"}, top, CHATML)
+    json_text, _, settings = read_text(
+        tmp_path, top["image_token_index"], {"model_type": "qwen2"}, top, TextOptions(CHATML)
+    )
     assert settings.eos_token == "<|im_end|>"
     ids = Text(Tokenizer.from_str(json_text), CHATML, settings).prompt(CHATS["turns"], ROWS)
     assert ids.tolist() == TEXTS["bytes", "chatml"].prompt(CHATS["turns"], ROWS).tolist()

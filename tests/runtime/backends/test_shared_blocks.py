@@ -29,7 +29,7 @@ CONVERSATIONS, HIDDEN = 8, Tiny().hidden
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
-    options = ExportOptions(str(tiny_checkpoint(Tiny(image=126, context=512))), (3,), "fp32", 256)
+    options = ExportOptions(str(tiny_checkpoint(Tiny(layers=4, image=126, context=512))), (3,), "fp32", 256)
     folder = export_with(options, tmp_path_factory.mktemp("shared") / "bundle").folder
     with load(folder, device="openvino", threads=THREADS) as model:
         model.backend.share_caches(CONVERSATIONS)  # type: ignore[attr-defined]

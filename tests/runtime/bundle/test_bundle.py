@@ -26,17 +26,6 @@ GRAPHS = ["vision.ort.onnx", "embed.ort.onnx", "head.ort.onnx", "stage-01-02.ort
 FILES = [*GRAPHS, SHARD, "tokenizer.json", "chat_template.jinja", "golden.safetensors", "rope.safetensors"]
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("bundle") / "whole").folder
-
-
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return bundles.copy(whole, tmp_path / "bundle")
-
-
 def ask(folder: Path) -> vtx.Answer:
     """Load and answer, so that every file is used."""
     model = vtx.load(folder, threads=1)

@@ -45,11 +45,6 @@ def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("bundle") / "whole", (3,)).folder
 
 
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    return bundles.copy(whole, tmp_path / "bundle")
-
-
 def turn_into(path: Path, kind: str, outside: Path) -> None:
     """Put a link out of the folder, a pipe or a directory where `path` stands or might stand."""
     outside.parent.mkdir(exist_ok=True)

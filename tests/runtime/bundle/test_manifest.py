@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,8 @@ Way = tuple[str | int, ...]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("manifest") / "bundle").folder
-
-
-@pytest.fixture(scope="module")
-def sound(folder: Path) -> dict[str, Any]:
-    return bundles.manifest(folder)
+def sound(whole: Path) -> dict[str, Any]:
+    return bundles.manifest(whole)
 
 
 def ways(value: Any, way: Way = ()) -> Iterator[Way]:
@@ -237,8 +232,8 @@ def test_a_dialect_has_a_file_for_each_stage_and_gate(sound: dict[str, Any], dia
     assert "3 stages and 1 gates" in refuse(put(sound, ("dialects", dialect, "gates"), stages[:1]))
 
 
-def test_a_manifest_whose_dialects_are_cut_apart_cannot_be_written(folder: Path) -> None:
-    manifest = Bundle.open(folder).manifest
+def test_a_manifest_whose_dialects_are_cut_apart_cannot_be_written(whole: Path) -> None:
+    manifest = Bundle.open(whole).manifest
     plain = manifest.dialects["plain"]
     other = dataclasses.replace(plain, stages=plain.stages[1:])
     with pytest.raises(BundleError, match="'plain' has 2 stages"):
@@ -337,8 +332,8 @@ def test_a_deep_record_is_refused(sound: dict[str, Any]) -> None:
     assert "deep" in refuse({**sound, "record": {"x": deep}})
 
 
-def test_a_manifest_beyond_its_size_limit_is_not_read(folder: Path, tmp_path: Path) -> None:
-    other = bundles.copy(folder, tmp_path / "copy")
+def test_a_manifest_beyond_its_size_limit_is_not_read(whole: Path, tmp_path: Path) -> None:
+    other = bundles.copy(whole, tmp_path / "copy")
     with (other / "vtx.json").open("ab") as file:
         file.write(b" " * MAX_BYTES)
     with pytest.raises(BundleError, match="limit"):

@@ -40,11 +40,6 @@ def whole(
     )
 
 
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    return bundles.copy(whole, tmp_path / "bundle")
-
-
 def edits(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Every value of a JSON text, each changed a little."""
     if isinstance(value, dict):

@@ -61,9 +61,9 @@ def test_answers_on_openvino_are_those_of_python(folder: Path, pictures: list[Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
-def test_traces_are_met_at_every_precision(tmp_path: Path, precision: str) -> None:
-    assert meets(make_eagle(tmp_path / "checkpoint", TINY), tmp_path, precision, reductions=REDUCTIONS) > 30
+def test_traces_are_met_with_weights_of_integers(tmp_path: Path) -> None:
+    """At other precisions `test_contract` meets them: towers are one graph for both runtimes."""
+    assert meets(make_eagle(tmp_path / "checkpoint", TINY), tmp_path, "int8", reductions=REDUCTIONS) > 30
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from tests.support.cabi import BUSY, OK, ON_TOKEN, REQUEST, Frames, Loaded, images_of, options_of
 from tests.support.cpp import BUILD, needs_cpp, needs_openvino, output
@@ -19,7 +19,7 @@ from tests.support.exported import Models
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
-from tests.support.tiny import Tiny, random_image
+from tests.support.tiny import Tiny, marked, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 
@@ -36,13 +36,6 @@ FAMILIES = {"llava": Tiny(context=512), "internvl": INTERNVL, "smolvlm": SMOLVLM
 def libvtx(model: Model, device: str = "cpu") -> Iterator[Loaded]:
     with closing(Loaded(model.bundle.folder, device)) as loaded:
         yield loaded
-
-
-def marked(image: Image.Image, part: float) -> Image.Image:
-    """The image with a mark at this part of its width, in its lower half."""
-    changed, at = image.copy(), int(part * image.width)
-    ImageDraw.Draw(changed).rectangle((at, image.height - 12, at + 5, image.height - 4), fill=(255, 0, 0))
-    return changed
 
 
 def facts(answer: dict[str, Any]) -> dict[str, Any]:

@@ -81,16 +81,6 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_other_precis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-def test_every_precision_meets_its_traces(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str, device: str
-) -> None:
-    checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
-    assert meets(checkpoint, tmp_path, precision, ks=(3,), device=device, reductions=FEW, gates=gates) > 50
-
-
-@pytest.mark.slow
 @needs_openvino
 def test_policies_meet_their_traces_on_openvino(
     tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path

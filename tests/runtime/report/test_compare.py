@@ -34,11 +34,6 @@ def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return bundles.export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS).folder
 
 
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    return bundles.copy(whole, tmp_path / "bundle")
-
-
 def invoke(*words: object) -> Result:
     return CliRunner(env={"COLUMNS": "160"}).invoke(doctor, [str(word) for word in words], catch_exceptions=False)
 

@@ -19,16 +19,6 @@ from vtx.runtime.report.golden import Check, check_golden, golden_image
 GOLDEN = "golden.safetensors"
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("golden") / "whole").folder
-
-
-@pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
-    return bundles.copy(whole, tmp_path / "bundle")
-
-
 def checks(folder: Path) -> dict[str, Check]:
     return {check.name: check for check in check_golden(vtx.load(folder, threads=1))}
 

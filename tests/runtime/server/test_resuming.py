@@ -15,9 +15,10 @@ import pytest
 
 from tests.support.serving import WAIT, Response, Served, asking, serving, until, user
 from tests.support.tiny import random_image
+from vtx.runtime.server.http import ClientLeft
 from vtx.runtime.server.keys import SCOPE, Keys, Tenant, read_keys
 from vtx.runtime.server.limits import Limits
-from vtx.runtime.server.resuming import MAX_ENDED, Resumable, Stream
+from vtx.runtime.server.resuming import MAX_ENDED, RecordedReply, Resumable
 
 QUESTION = asking(user("red?", random_image(1)), k="none", reduce="none", max_tokens=60, stream=True)
 ALICE = {"authorization": "Bearer key-of-alice"}
@@ -140,32 +141,27 @@ def part(body: bytes, *, more: bool = True) -> MutableMapping[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def test_a_stream_that_nobody_reads_holds_no_more_than_its_limit() -> None:
+def test_a_stream_holds_no_more_than_its_limit_and_breaks_off_there() -> None:
     async def fill() -> tuple[int, list[bytes]]:
-        stream = Stream("alice", 1000)
-        await stream.put(BEGIN)
-        count = 0
-        with suppress(asyncio.TimeoutError):
-            while True:
-                await asyncio.wait_for(stream.put(part(b"data: x\n\n")), 0.05)
-                count += 1
+        stream = RecordedReply("alice", 1000)
         got = list[bytes]()
+        count = 0
 
         async def send(message: MutableMapping[str, Any]) -> None:
             got.append(message.get("body", b""))
 
-        following = asyncio.ensure_future(stream.follow(send, stream.join(0), 5))
-        for _ in range(100):
-            await asyncio.wait_for(stream.put(part(b"data: y\n\n")), 5)
-            assert stream.bytes <= 1000
-        await stream.end()
-        await following
+        await stream.put(BEGIN)
+        with suppress(ClientLeft):
+            while True:
+                await stream.put(part(b"data: x\n\n"))
+                count += 1
+        stream.ended = True
+        await stream.follow(send, 0, 10, 5)
         return count, got
 
     count, got = asyncio.run(fill())
-    assert 0 < count < 1000 // 9
-    numbers = [int(body.partition(b"\n")[0].rpartition(b"-")[2]) for body in got if body]
-    assert numbers == list(range(1, count + 101)), "none was lost"
+    assert count == 1000 // len(b"data: x\n\n")
+    assert [int(body.partition(b"\n")[0].rpartition(b"-")[2]) for body in got if body] == list(range(11, count + 1))
 
 
 def test_streams_that_have_ended_are_bounded_and_a_flood_drops_its_own() -> None:
@@ -173,32 +169,36 @@ def test_streams_that_have_ended_are_bounded_and_a_flood_drops_its_own() -> None
         await receive()
         await send(BEGIN)
         await send(part(b"data: x\n\n"))
-        await send(part(b"", more=False))
+        await send(part(b"data: y\n\n", more=False))
 
-    async def ask(resumable: Resumable, tenant: str) -> str:
+    async def ask(resumable: Resumable, tenant: str, last: str = "") -> bytes:
         got = list[bytes]()
+        sent = asyncio.Event()
+        headers = [(b"last-event-id", last.encode())] if last else [(b"x-resumable", b"1")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+
+        async def receive() -> MutableMapping[str, Any]:
+            if sent.is_set():
+                await asyncio.Future()
+            sent.set()
+            return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             got.append(message.get("body", b""))
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"x-resumable", b"1")]}
-        waiting = asyncio.Event()
+        await resumable({**scope, SCOPE: Tenant(tenant, tenant)}, receive, send)
+        return b"".join(got)
 
-        async def patient() -> MutableMapping[str, Any]:
-            if waiting.is_set():
-                await asyncio.Future()
-            waiting.set()
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        await resumable({**scope, SCOPE: Tenant(tenant, tenant)}, patient, send)
-        return b"".join(got).partition(b"\n")[0].removeprefix(b"id: ").decode()
+    def first(body: bytes) -> str:
+        return body.partition(b"\n")[0].removeprefix(b"id: ").decode()
 
     async def flood() -> None:
         resumable = Resumable(app, Limits())
-        rare = await ask(resumable, "alice")
-        events = [await ask(resumable, "bob") for _ in range(MAX_ENDED + 10)]
-        assert len(resumable._streams) == MAX_ENDED
-        assert resumable._known(rare, "alice")[1] == 1
-        assert resumable._known(events[-1], "bob")[1] == 1
+        rare = first(await ask(resumable, "alice"))
+        events = [first(await ask(resumable, "bob")) for _ in range(MAX_ENDED + 10)]
+        kept = [b"data: y" in await ask(resumable, "bob", event) for event in events]
+        assert kept == [False] * 11 + [True] * (MAX_ENDED - 1), "the oldest of bob's have gone"
+        assert b"data: y" in await ask(resumable, "alice", rare)
+        assert b"data: y" not in await ask(resumable, "bob", rare)
 
     asyncio.run(flood())

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -34,7 +35,10 @@ nameless
 SECRET = ("the code is 4 2", "red?")
 IMAGE = random_image(7)
 SETTINGS = Settings(None, Options(max_new_tokens=1), None)
-DRAWN = ("id", "created", "created_at", "timings_ms")  # for each request
+# For each request; the work behind its times is compared by itself.
+DRAWN = ("id", "created", "created_at", "timings_ms", "timings", "total_duration", "load_duration",
+         "prompt_eval_duration", "eval_duration")  # fmt: skip
+PATHS = ("/v1/models", "/metrics", "/slots", "/v1/usage", "/api/tags", "/api/ps", "/readyz")
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +93,73 @@ def test_no_number_tells_a_key_what_another_asked(tiny_bundle: Path) -> None:
                 assert chat(served, "alice", asking(*messages(SECRET[0]), max_tokens=20)).status == 200
             seen = [numbers(chat(served, "bob", body)) for body in bodies]
             seen.append(numbers(chat(served, "bob", bodies[-1] | {"stream": False, "reuse": True})))
-            for path in ("/v1/responses", "/v1/completions", "/tokenize"):
-                body = {"model": "tiny", "prompt": SECRET[0]} if path == "/v1/completions" else bodies[0]
-                body = {"model": "tiny", "input": SECRET[0]} if path == "/v1/responses" else body
-                seen.append(numbers(chat(served, "bob", body, path)))
-            seen += [numbers(served.request("GET", path, **_headers("bob"))) for path in ("/v1/models", "/metrics")]
+            seen += [numbers(chat(served, "bob", body, path)) for path, body in elsewhere(bodies[-1]).items()]
+            seen += [numbers(served.request("GET", path, **_headers("bob"))) for path in PATHS]
             replies.append(seen)
     assert replies[0] == replies[1]
-    assert [status for status, _ in replies[1]] == [200, 200, 200, 200, 200, 200, 200, 200, 403]
+    refused = [status for status, _ in replies[1] if status != 200]
+    assert refused == [403, 403], "of /metrics and /slots"
     usages = [value["usage"] for _, value in replies[1][:4]]
     assert usages[3]["prompt_tokens_details"]["cached_tokens"] > 0, "its own are reused"
     assert not usages[0]["vtx"]["reused_image"]
+
+
+def elsewhere(body: dict[str, Any]) -> dict[str, Any]:
+    """Bodies with the secret text and picture for the other addresses."""
+    picture = body["messages"][-1]["content"][0]["image_url"]["url"].partition(",")[2]
+    turn = {"role": "user", "content": "red?", "images": [picture]}
+    source = {"type": "base64", "media_type": "image/png", "data": picture}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "red?"}]
+    message = {"model": "tiny", "max_tokens": 8, "system": SECRET[0], "messages": [{"role": "user", "content": blocks}]}
+    scored = {"model": "tiny", "prompt": SECRET[0], "echo": True, "logprobs": 1}
+    ollama = {"model": "tiny", "messages": [{"role": "system", "content": SECRET[0]}, turn], "stream": False}
+    asked = {"model": "tiny", "messages": body["messages"]}
+    return {
+        "/v1/responses": {"model": "tiny", "input": SECRET[0]},
+        "/v1/completions": scored,
+        "/tokenize": asked,
+        "/v1/chat/completions/input_tokens": asked,
+        "/v1/messages": message,
+        "/v1/messages/count_tokens": {name: value for name, value in message.items() if name != "max_tokens"},
+        "/api/chat": ollama,
+        "/v1/chat/completions": {**body, "prompt_logprobs": 1},
+    }
+
+
+def test_no_time_tells_a_key_what_another_asked(tiny_bundle: Path) -> None:
+    """The time of the first token is that of the runs before it: as many, of as many tokens, as if nobody had asked."""
+    work = []
+    for asked in (False, True):
+        with serving({"tiny": tiny_bundle}, api_keys=Keys(read_keys(FILE, "keys"))) as served:
+            assert chat(served, "bob", asking(user("?"))).status == 200, "it is loaded"
+            if asked:
+                assert chat(served, "alice", asking(*messages(SECRET[0]), max_tokens=20)).status == 200
+            work.append([runs(served, "bob", guess) for guess in ("the code is 1", SECRET[0], SECRET[0])])
+    assert work[0] == work[1]
+    first, second, third = work[1]
+    assert "picture" in first
+    assert "picture" not in second, "it has sent it itself"
+    assert len(third) < len(second) or third != second, "what it asked itself is reused"
+
+
+def runs(served: Served, key: str, guess: str) -> list[int | str]:
+    """The runs of a request's tower and embeddings, the latter by their tokens, up to its one token."""
+    seen = list[int | str]()
+    backend = served.engines.loaded[0].model.backend
+    embed = backend.embed
+    vision = backend.vision
+
+    def embedding(ids: Any) -> Any:
+        seen.append(len(ids))
+        return embed(ids)
+
+    def seeing(*args: Any) -> Any:
+        seen.append("picture")
+        return vision(*args)
+
+    with patch.object(backend, "embed", embedding), patch.object(backend, "vision", seeing):
+        assert chat(served, key, asking(*messages(guess), max_tokens=1)).status == 200
+    return seen
 
 
 def test_keys_that_share_use_each_others_caches(served: Served) -> None:

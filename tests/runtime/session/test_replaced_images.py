@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
 
 from tests.support.exported import Models
 from tests.support.families.internvl import INTERNVL
@@ -18,7 +17,7 @@ from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.sequences import NotedSampling, noted, same_answer
-from tests.support.tiny import Tiny, random_image
+from tests.support.tiny import Tiny, marked, random_image
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -61,13 +60,6 @@ def check(model: Model, held: Conversation, images: Any, k: int | None, reduce: 
         wanted, wanted_logits, whole = asked(fresh, k, reduce)
     same_answer(answer, logits, wanted, wanted_logits, 2e-5)
     return run, whole
-
-
-def marked(image: Image.Image, part: float) -> Image.Image:
-    """The image with a mark at this part of its width, in its lower half."""
-    changed, at = image.copy(), int(part * image.width)
-    ImageDraw.Draw(changed).rectangle((at, image.height - 12, at + 5, image.height - 4), fill=(255, 0, 0))
-    return changed
 
 
 @pytest.mark.parametrize("k", [None, 3])

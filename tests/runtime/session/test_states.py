@@ -15,13 +15,12 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT
 from vtx.runtime.backends.slots import RECENT, TRIED
-from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import ImageError
 
-pytestmark = pytest.mark.dialects(*DIALECTS)
+pytestmark = pytest.mark.dialects("ort", "plain")
 TOLERANCE = 1e-4  # in float32 transformers' two forms of the gated delta rule differ by half of it
 STATES = ("lfm2_vl", "qwen3_5", "minicpmv4_6")
-QUICK = {("lfm2_vl", "cpu"), ("minicpmv4_6", "cpu"), ("qwen3_5", "openvino")}  # what `make test` runs
+QUICK = {("lfm2_vl", "cpu"), ("qwen3_5", "openvino")}  # what `make test` runs; MiniCPM has the decoder of the second
 
 
 def case(name: str, device: str) -> Any:

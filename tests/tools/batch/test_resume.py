@@ -17,7 +17,7 @@ import pytest
 from tests.support.bundles import copy, flip, write_manifest
 from tests.support.bundles import manifest as manifest_of
 from tests.support.exported import THREADS, Models
-from tests.support.fresh import FreshAnswers, Setting, shuffled
+from tests.support.fresh import NAMES, FreshAnswers, Setting, shuffled
 from tests.support.gated import WAIT
 from tests.support.tiny import random_image
 
@@ -31,7 +31,6 @@ from vtx.tools.common.loading import Loading
 
 OPTIONS = Options(max_new_tokens=3, ignore_eos=True, logprobs=True)
 ASKING = Asking(3, "none", OPTIONS, most_bad=3)
-NAMES = ("one.png", "two.png", "three.png")
 QUESTIONS = ("red?", "how many?", "which one is it?")
 FASTV = "fastv:k=3"
 SETTINGS: tuple[Setting, ...] = ((3, "none"), (5, "none"), (None, FASTV), (None, "none"), (5, FASTV))
@@ -48,18 +47,6 @@ Asked = list[tuple[list[str], str, Setting]]
 @pytest.fixture(scope="module")
 def model(models: Models) -> Model:
     return models(reductions=(FASTV,))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for number, name in enumerate(NAMES):
-        random_image(number + 1).save(tmp_path / name)
-    return tmp_path
-
-
-@pytest.fixture
-def fresh(model: Model, folder: Path) -> FreshAnswers:
-    return FreshAnswers(model, {name: folder / name for name in NAMES}, OPTIONS)
 
 
 class Killed(BaseException):

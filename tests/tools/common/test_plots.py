@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ DRAWINGS: Mapping[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.fixture
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Figure]]:
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Figure]]]:
     """`drawn(name)`: the figures of that drawing, laid out as they are written."""
     figures: list[Figure] = []
     save = Figure.savefig
@@ -108,12 +109,15 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         figures.append(figure)
         save(figure, target, **options)
 
+    @cache
     def make(name: str) -> list[Figure]:
-        DRAWINGS[name](tmp_path / "plot.png")
-        return figures
+        figures.clear()
+        DRAWINGS[name](tmp_path_factory.mktemp("plots") / "plot.png")
+        return list(figures)
 
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", keep)
+        yield make
 
 
 @pytest.mark.parametrize("name", DRAWINGS)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.exported import Models
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.qwen import QWEN25
-from tests.support.fresh import FreshAnswers, Setting, shuffled
+from tests.support.fresh import NAMES, FreshAnswers, Setting, shuffled
 from tests.support.tiny import random_image
 
 from vtx.runtime.api.answer import Answer
@@ -29,7 +29,6 @@ from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
 TOKENS = 8
 OPTIONS = Options(max_new_tokens=TOKENS)
-NAMES = ("one.png", "two.png", "three.png")
 QUESTIONS = ("what is there?", "how many?", "which one is it?", "What else is in the picture?")
 FASTV = "fastv:k=3,ratio=0.5"
 METHODS = make_methods((None, 3, 5), ("none", FASTV))
@@ -39,18 +38,6 @@ ONE: Setting = (None, "none")
 @pytest.fixture(scope="module")
 def model(models: Models) -> Model:
     return models(reductions=(FASTV,))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for number, name in enumerate(NAMES):
-        random_image(number + 1).save(tmp_path / name)
-    return tmp_path
-
-
-@pytest.fixture
-def fresh(model: Model, folder: Path) -> FreshAnswers:
-    return FreshAnswers(model, {name: folder / name for name in NAMES}, OPTIONS)
 
 
 @pytest.fixture

@@ -5,15 +5,17 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from tests.support.bundles import export
-from tests.support.serving import Response, Served, asking, user
-from tests.support.tiny import Tiny, random_image
+from tests.support.fleet import PORT, deployed, replicas
+from tests.support.serving import Response, Served, asking, until, user
+from tests.support.tiny import random_image
 
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import BundleError
@@ -25,31 +27,16 @@ pytestmark = [
         importlib.util.find_spec("ray") is None, reason='ray is not installed; pip install "vtx-edge[ray]"'
     ),
 ]  # fmt: skip
-PORT = 8631
 PLAIN = {"k": "none", "reduce": "none"}
 
 
 @pytest.fixture(scope="module")
-def bundle(lasting: Path, tiny_checkpoint: Callable[..., Path]) -> Path:
-    return export(tiny_checkpoint(Tiny()), lasting / "tiny", (3, 5), "fp32").folder
-
-
-@pytest.fixture(scope="module")
 def fleet(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    import ray
-    from ray import serve
-
-    from vtx.tools.fleet.application import app
-
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("alice key-of-alice\n")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"port": PORT})
     arguments = {"bundle": f"tiny={bundle}", "replicas": "2", "cores": "1", "device": "cpu", "api_keys": str(keys)}
-    serve.run(app(arguments), name="vtx")
-    yield Served(PORT, None)  # type: ignore[arg-type]
-    serve.shutdown()
-    ray.shutdown()
+    with deployed(arguments) as served:
+        yield served
 
 
 def ask(fleet: Served, body: Any, path: str = "/v1/chat/completions") -> Response:
@@ -87,7 +74,7 @@ def test_refusals_are_those_of_one_server(fleet: Served) -> None:
     assert fleet.chat(asking(user("red?"))).status == 401
     assert ask(fleet, asking(user("red?"), wrong=5)).json["error"]["param"] == "wrong"
     assert ask(fleet, {"messages": []}, "/v1/messages").json["type"] == "error"
-    assert fleet.request("POST", "/v1/chat/completions", b"{}", **KEY).status == 415
+    assert fleet.request("POST", "/v1/chat/completions", b"{}", origin="null", **KEY).status == 415
     assert fleet.request("GET", "/readyz").json == {"status": "ok"}
 
 
@@ -119,16 +106,37 @@ def test_a_client_that_leaves_frees_its_replica(fleet: Served) -> None:
     assert ask(fleet, asking(user("red?", random_image(3)), **PLAIN)).status == 200
 
 
-def test_a_replica_that_dies_costs_its_own_requests_and_is_replaced(fleet: Served) -> None:
-    replicas = [
-        process for process in psutil.process_iter(["cmdline"])
-        if "ServeReplica:vtx:replica" in " ".join(process.info["cmdline"] or ())
-    ]  # fmt: skip
-    assert len(replicas) == 2
-    replicas[0].kill()
+def test_a_replica_that_dies_costs_its_own_answers_and_is_replaced(fleet: Served) -> None:
+    """Of answers that run, those of the other replica end whole."""
+    assert len(replicas()) == 2
+    before = {process.pid for process in replicas()}
+    begun = threading.Barrier(9)
+
+    def read(seed: int) -> bool:
+        """True if the answer came whole; else its stream broke off, or it was refused."""
+        connection = http.client.HTTPConnection("127.0.0.1", fleet.port, timeout=120)
+        body = {**asking(user("red?", random_image(seed)), **PLAIN), "max_tokens": 180, "stream": True}
+        head = {"content-type": "application/json", "x-api-key": KEY["x_api_key"]}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), head)
+        response = connection.getresponse()
+        first = response.read(1)
+        begun.wait(120)
+        assert first
+        with suppress(http.client.IncompleteRead, ConnectionError):
+            return b"[DONE]" in response.read()
+        return False
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(read, seed) for seed in range(100, 108)]
+        begun.wait(120)
+        replicas()[0].kill()
+        whole = [answer.result() for answer in answers]
+    assert any(whole), "those of the other"
+    assert not all(whole), "it had some"
     statuses = [ask(fleet, asking(user("red?", random_image(seed)), **PLAIN)).status for seed in range(40, 60)]
     assert set(statuses) <= {200, 503}
     assert statuses[-5:] == [200] * 5
+    until(lambda: len({process.pid for process in replicas()} - before) == 1, "another one takes its place")
 
 
 def test_a_machine_with_another_bundle_is_refused(bundle: Path) -> None:

@@ -1,0 +1,21 @@
+"""A bundle for tests that damage it, and copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import bundles
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("whole") / "bundle").folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return bundles.copy(whole, tmp_path / "bundle")
