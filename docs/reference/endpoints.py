@@ -39,14 +39,6 @@ ITEMS = (
     responses.Reasoning, responses.ReasoningItem,
 )  # fmt: skip
 
-THOUGHTS = (
-    ("`/v1/chat/completions`", "`chat_template_kwargs`, or `reasoning_effort`, which is off with `none` and `minimal`",
-     "`reasoning_content` of the message and of deltas"),
-    ("`/v1/responses`", "`reasoning`", "an item of type `reasoning`"),
-    ("`/v1/messages`", "`thinking`, whose `budget_tokens` are the limit", "a block of type `thinking`"),
-    ("`/api/chat`, `/api/generate`", "`think`", "`thinking`"),
-)  # fmt: skip
-
 
 def pages() -> dict[Path, str]:
     """The text of the page."""
@@ -57,17 +49,12 @@ def pages() -> dict[Path, str]:
         "## Addresses", _table(("address", "vtx", *KNOWN["servers"]), _addresses()),
         "Addresses under `/v1` are there without it, too.",
         "## Fields of a chat completion", _table(("field", "value", "default", *KNOWN["servers"]), _fields()),
-        "`timings_per_token` adds llama-server's `timings` to the reply, or to a stream's last chunk.\n"
-        "`prompt_logprobs` are of the text behind the last picture, null before it; streams, PaliGemma, Gemma 4\n"
-        "E2B and E4B have none. Before `min_tokens` an answer neither ends nor has stop strings.",
-        "## Thoughts before an answer",
-        "Of a model whose chat template has `enable_thinking` (Qwen3.5, MiniCPM-V 4.6, Gemma 4). Where no field is\n"
-        "given, the template decides; a thought that is asked for is refused if the template has no switch. At\n"
-        "`max_thinking_tokens` its end mark takes the place of the next tokens, and the answer follows.",
-        _table(("address", "switch", "in the reply"), THOUGHTS),
-        "Forms, stop strings and boxes apply behind the thought. Refused are choices whose probabilities are scored\n"
-        "behind a prompt that opens a thought, and every form with thoughts that the model begins itself (Gemma 4).\n"
-        "Tokens of the thought count for `max_tokens`; `reasoning_tokens` tells their number, end mark included.",
+        "`reasoning_effort` switches thoughts on or, with `none` or `minimal`, off, if the chat template has\n"
+        "`enable_thinking`, as `chat_template_kwargs` does; else it is refused. The thought is `reasoning_content` of\n"
+        "a reply's message and of a stream's deltas. `timings_per_token` adds\n"
+        "llama-server's `timings` to the reply, or to a stream's last chunk. `prompt_logprobs` are of the text behind\n"
+        "the last picture, null before it; streams, PaliGemma, Gemma 4 E2B and E4B have none. Before `min_tokens` an\n"
+        "answer neither ends nor has stop strings.",
         "## Objects in these fields", _objects((ChatFields,)),
         "## Fields of responses",
         "`/v1/responses` has these objects in `input`, `tools`, `text` and `reasoning`, `instructions` as a system\n"

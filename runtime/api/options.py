@@ -96,10 +96,7 @@ class Options:
         for name in ("ignore_eos", "logprobs", "boxes"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r:.40}; it must be True or False")
-        if not isinstance(self.thinking, bool | None):
-            raise RequestError(f"thinking is {self.thinking!r:.40}; it must be True, False or None")
-        if self.max_thinking_tokens is not None:
-            check_whole("max_thinking_tokens", self.max_thinking_tokens, 1)
+        self._check_thinking()
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"sampling is {self.sampling!r:.40}; it must be a vtx.Sampling")
         check_number("the gate threshold", self.gate_threshold, "a probability from 0 to 1", least=0, most=1)
@@ -123,6 +120,12 @@ class Options:
             object.__setattr__(self, "rest", read_rest(self.rest))
         if self.accept is not None:
             object.__setattr__(self, "accept", read_accept(self.accept, self.guide))
+
+    def _check_thinking(self) -> None:
+        if not isinstance(self.thinking, bool | None):
+            raise RequestError(f"thinking is {self.thinking!r:.40}; it must be True, False or None")
+        if self.max_thinking_tokens is not None:
+            check_whole("max_thinking_tokens", self.max_thinking_tokens, 1)
 
     def _check_about(self) -> None:
         if self.about is None:
