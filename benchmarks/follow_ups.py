@@ -32,7 +32,7 @@ import psutil
 from benchmarks.common import BUSY_BEFORE, markdown, parser, report
 from benchmarks.load import llama
 from benchmarks.pictures import picture
-from benchmarks.serving import ANSWER_SECONDS, SERVE, given_bundle, model_options, running
+from benchmarks.serving import ANSWER_SECONDS, SERVE, given_bundle, made_checkpoint, model_options, running
 
 from vtx.tools.bench.machine import describe
 from vtx.tools.bench.series import shown, spread
@@ -120,6 +120,7 @@ def sides_of(given: argparse.Namespace) -> dict[str, Side]:
         sides[f"vtx-serve, K = {k}"] = Side(command, fields)
         sides[f"vtx-serve, K = {k}, uuid"] = Side(command, fields, once=True)
     if given.llama is not None:
+        made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
         sides["llama.cpp's server"] = Side(tuple(llama(given)), {})
     return sides
 
