@@ -47,7 +47,8 @@ def _point(top: int, cell: Mapping[str, str]) -> list[str]:
     x = _across(bits)
     y = top + _down(kl)
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
-    return [dot, TEXT.format(x + 7, y - 4, f'style="fill:{colour}"', cell["form"])]
+    below = 0 if colour == OURS else 18  # so that neighbours do not hide each other
+    return [dot, TEXT.format(x + 7, y - 4 + below, f'style="fill:{colour}"', cell["form"])]
 
 
 def _axes(top: int) -> list[str]:
