@@ -38,10 +38,10 @@ def forms(results: Results) -> str:
 
 
 def _point(top: int, cell: Mapping[str, str]) -> list[str]:
-    """A dot and its name, nothing if it is beyond the axes."""
+    """A dot and its name, nothing if it is beyond the axes or a variant of another form."""
     bits = float(cell["bits"] or "nan")
     kl = float(cell["KL"])
-    if not (BITS[0] <= bits <= BITS[1] and KL[0] <= kl <= KL[1]):
+    if "," in cell["form"] or not (BITS[0] <= bits <= BITS[1] and KL[0] <= kl <= KL[1]):
         return []
     colour = OURS if cell["form"].startswith("int") else THEIRS
     x = _across(bits)
