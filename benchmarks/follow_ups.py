@@ -39,6 +39,7 @@ from vtx.tools.bench.series import shown, spread
 from vtx.tools.data.journal import ResultJournal
 
 PARALLEL = 8
+CONTEXT = 2048  # of a chat on llama.cpp's server: a random model's answers are read again as more tokens
 QUESTIONS = ("what is this?", "which colour has it?", "what is beside it?", "is it whole?")
 TABLE = "follow-ups"
 
@@ -121,7 +122,7 @@ def sides_of(given: argparse.Namespace) -> dict[str, Side]:
         sides[f"vtx-serve, K = {k}, uuid"] = Side(command, fields, once=True)
     if given.llama is not None:
         made_checkpoint(given.work / f"checkpoint-{given.shape}", given.shape)
-        sides["llama.cpp's server"] = Side(tuple(llama(given)), {})
+        sides["llama.cpp's server"] = Side(tuple(llama(given, CONTEXT)), {})
     return sides
 
 

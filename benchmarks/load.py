@@ -78,8 +78,8 @@ def main() -> None:
     report({**about, "rows": rows}, table, given.json)
 
 
-def llama(given: Any) -> list[str]:
-    """Continuous batching over as many conversations as vtx has, the vision tower in float16."""
+def llama(given: Any, context: int = CONTEXT) -> list[str]:
+    """Continuous batching over as many conversations as vtx has, of `context` tokens each; the tower in float16."""
     from benchmarks.peers import gguf_files
 
     checkpoint = given.work / f"checkpoint-{given.shape}"
@@ -89,7 +89,7 @@ def llama(given: Any) -> list[str]:
     if not tower.exists():
         gguf_files.write_mmproj(checkpoint, tower, full=False)
     words = ["--model", model, "--mmproj", tower, "--host", "127.0.0.1", "--port", port, "--parallel", PARALLEL]
-    words += ["--ctx-size", PARALLEL * CONTEXT, "--threads", given.threads, "--threads-batch", given.threads, "--jinja"]
+    words += ["--ctx-size", PARALLEL * context, "--threads", given.threads, "--threads-batch", given.threads, "--jinja"]
     return [str(given.llama / "llama-server"), *map(str, words)]
 
 
