@@ -238,7 +238,7 @@ def write_results(
         "table": TABLE,
         "columns": table[0],
         "align": ["---", *["---:"] * (len(table[0]) - 1)],
-        "caption": f"run on CPU: {describe().in_words()}; {given.shape} in {given.precision}, {len(rounds)} rounds, "
+        "caption": f"run on CPU: {describe().cpu}; {given.shape} in {given.precision}, {len(rounds)} rounds, "
         f"load before each {loads}, {BUSY_BEFORE:g}% of the cores busy before",
     }
     lines: list[dict[str, Any]] = [head, *({"table": TABLE, "row": row} for row in table[1:])]
