@@ -22,7 +22,7 @@ from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.prompt.messages import Message, asking_about, thinking_of
-from vtx.runtime.prompt.thoughts import ThoughtDivider, undecided
+from vtx.runtime.prompt.thoughts import ThoughtDivider, ThoughtLimit, undecided
 from vtx.runtime.prompt.tokenizer import Detokenizer
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
@@ -31,6 +31,7 @@ from vtx.runtime.session.sampling import Likely, Sampler, log_probability, log_s
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 
 if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import GuidedAnswer
     from vtx.runtime.prompt.lookup import PromptLookup
 
 NOTHING = PrefillResult(np.zeros(0, np.float32), None, False, 0, 0, 0, (), ())  # of a prompt stopped before its end
@@ -356,50 +357,89 @@ class AnswerInProgress(Request):
         self._choices_mass = min(1.0, float(odds.sum() * np.exp(max(scores))))
         self._choices = dict(zip(choices, (odds / odds.sum()).tolist(), strict=True))
 
+    def _thought_limit(self) -> ThoughtLimit | None:
+        """The limit of the thought's tokens; None without one."""
+        most = self._options.max_thinking_tokens
+        if self._thoughts is None or most is None:
+            return None
+        return self._loaded.text.thought_limit(self._thoughts, most)
+
+    def _drafts(self, prompt: Prompt) -> Drafts | None:
+        """The drafts of the answer's form, else those that are looked up in the prompt, if there are any."""
+        options = self._options
+        guided = self._guided
+        thoughts = self._thoughts
+        if options.prompt_lookup:
+            from vtx.runtime.prompt.lookup import PromptLookup
+
+            self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
+        drafts: Drafts | None = self._lookup
+        if guided is not None:
+            guided.lookup = self._lookup
+            drafts = guided if thoughts is None else guided.behind(thoughts)
+        return drafts
+
+    @property
+    def _reads_logits(self) -> bool:
+        """True if a token is more than the one of the largest logit."""
+        options = self._options
+        told = options.logprobs or options.top_logprobs or self._loaded.manifest.text.seg_token_id is not None
+        return bool(told or options.min_new_tokens) or self._guided is not None
+
+    @property
+    def _form(self) -> GuidedAnswer | None:
+        """The form of the next token; None in a thought."""
+        thinks = self._thoughts is not None and self._thoughts.inside
+        return None if thinks else self._guided
+
+    def _allowed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits [vocab] of the next token, -inf for tokens that may not come."""
+        form = self._form
+        allowed = logits if form is None else form.mask(logits)
+        if len(self._ids) < self._options.min_new_tokens:
+            allowed = allowed.copy()
+            allowed[list(self._loaded.manifest.text.end_ids)] = -np.inf
+        return allowed
+
+    def _record(self, token: int, logits: NDArray[np.float32], session: Session) -> None:
+        """Keep what the answer says of a token beside its text."""
+        options = self._options
+        form = self._form
+        if token == self._loaded.manifest.text.seg_token_id:
+            self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
+        if form is not None and form.imposes:
+            self._imposed.append(log_probability(logits, token))
+        if options.logprobs:
+            self._logprobs.append(log_probability(logits, token))
+        if options.top_logprobs:
+            self._likely.append(most_likely(logits, options.top_logprobs))
+
+    def _push(self, token: int) -> str:
+        """The text that one more token makes certain; counts those of a thought, its end mark included."""
+        thoughts = self._thoughts
+        inside = thoughts is not None and thoughts.inside
+        piece = self._output.push(token)
+        if inside or (thoughts is not None and thoughts.inside):
+            self._thought_tokens = len(self._ids)
+        return piece
+
     def _generate(self, session: Session, result: PrefillResult, prompt: Prompt) -> Generator[str, None, str]:
         """Yield the text of token after token; return why it ended."""
         options = self._options
         output = self._output
         ids = self._ids
-        text = self._loaded.manifest.text
         guided = self._guided
-        thoughts = self._thoughts
-        limit = None
-        if thoughts is not None and options.max_thinking_tokens is not None:
-            limit = self._loaded.text.thought_limit(thoughts, options.max_thinking_tokens)
-        end_ids = () if options.ignore_eos else text.end_ids
+        limit = self._thought_limit()
+        end_ids = () if options.ignore_eos else self._loaded.manifest.text.end_ids
         sampler = Sampler(options.sampling, prompt.ids.tolist())
 
         def sample(logits: NDArray[np.float32]) -> int:
             token = None if limit is None else limit.next_token(len(ids))
-            form = None if guided is None or (thoughts is not None and thoughts.inside) else guided
             if token is None:
-                allowed = logits if form is None else form.mask(logits)
-                if len(ids) < options.min_new_tokens:
-                    allowed = allowed.copy()
-                    allowed[list(text.end_ids)] = -np.inf
-                token = sampler(allowed)
-            if token == text.seg_token_id:
-                self._seg_states.append(tuple(self._loaded.normed(session.state).tolist()))
-            if form is not None and form.imposes:
-                self._imposed.append(log_probability(logits, token))
-            if options.logprobs:
-                self._logprobs.append(log_probability(logits, token))
-            if options.top_logprobs:
-                self._likely.append(most_likely(logits, options.top_logprobs))
+                token = sampler(self._allowed(logits))
+            self._record(token, logits, session)
             return token
 
-        if options.prompt_lookup:
-            from vtx.runtime.prompt.lookup import PromptLookup
-
-            self._lookup = PromptLookup(prompt.ids[~prompt.is_vision].tolist(), options.prompt_lookup)
-        if guided is not None:
-            guided.lookup = self._lookup
-        drafts: Drafts | None = self._lookup
-        if guided is not None:
-            drafts = guided if thoughts is None else guided.behind(thoughts)
-        reads_logits = options.logprobs or options.top_logprobs or text.seg_token_id is not None
-        reads_logits = reads_logits or guided is not None or limit is not None or bool(options.min_new_tokens)
         tokens = generate(
             session,
             result.logits,
@@ -407,17 +447,14 @@ class AnswerInProgress(Request):
             end_ids=end_ids,
             max_new_tokens=options.max_new_tokens,
             check=self.check,
-            drafts=drafts,
-            greedy=sampler.greedy and not reads_logits,
+            drafts=self._drafts(prompt),
+            greedy=sampler.greedy and limit is None and not self._reads_logits,
         )
         for token in tokens:
             self._last_token = perf_counter()
             self._first_token = self._first_token if ids else self._last_token
             ids.append(token)
-            thinks = thoughts is not None and thoughts.inside
-            piece = output.push(token)
-            if thoughts is not None and (thinks or thoughts.inside):
-                self._thought_tokens = len(ids)
+            piece = self._push(token)
             if output.stopped:
                 session.next_token = None
             yield piece
