@@ -32,7 +32,7 @@ import psutil
 from benchmarks.common import BUSY_BEFORE, markdown, parser, report
 from benchmarks.load import llama
 from benchmarks.pictures import picture
-from benchmarks.serving import ANSWER_SECONDS, SERVE, given_bundle, made_checkpoint, model_options, running
+from benchmarks.serving import ANSWER_SECONDS, given_bundle, made_checkpoint, model_options, running, serve_command
 
 from vtx.tools.bench.machine import describe
 from vtx.tools.bench.series import shown, spread
@@ -111,10 +111,7 @@ def sides_of(given: argparse.Namespace) -> dict[str, Side]:
     bundle = given_bundle(given)
     if given.no_amx:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
-    words = [sys.executable, "-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", PARALLEL]
-    words += ["--max-batch", PARALLEL, "--timeout", int(ANSWER_SECONDS), "--threads", given.threads]
-    words += ["--device", given.device, *(["--compute", given.compute] if given.compute else [])]
-    command = tuple(map(str, words))
+    command = tuple(serve_command(given, bundle, PARALLEL))
     sides = dict[str, Side]()
     for k in given.ks.split(","):
         fields = {"k": k if k == "none" else int(k), "reduce": "none"}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import sys
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -26,12 +25,12 @@ from benchmarks.pictures import arriving, picture
 from benchmarks.serving import (
     ANSWER_SECONDS,
     CONTEXT,
-    SERVE,
     free_port,
     given_bundle,
     made_gguf,
     model_options,
     running,
+    serve_command,
 )
 
 PARALLEL = 8
@@ -51,10 +50,7 @@ def main() -> None:
     rates = [float(rate) for rate in given.rates.split(",")]
     if given.no_amx:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_FP16"
-    serve = [sys.executable, "-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", str(PARALLEL)]
-    serve += ["--max-batch", str(PARALLEL), "--queue", "512", "--timeout", str(int(ANSWER_SECONDS))]
-    serve += ["--threads", str(given.threads), "--device", given.device]
-    serve += ["--compute", given.compute] if given.compute else []
+    serve = [*serve_command(given, bundle, PARALLEL), "--queue", "512"]
     sides: dict[str, tuple[list[str], dict[str, Any]]] = {
         f"vtx-serve, K = {k}": (serve, {"k": k if k == "none" else int(k), "reduce": "none"})
         for k in given.ks.split(",")

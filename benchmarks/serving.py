@@ -108,6 +108,14 @@ def model_options(args: argparse.ArgumentParser) -> None:
     args.add_argument("--work", type=Path, default=Path("build/serving"), help="models [%(default)s]")
 
 
+def serve_command(given: argparse.Namespace, bundle: Path, parallel: int) -> list[str]:
+    """vtx-serve over a bundle, as `model_options` say, for as many answers at a time."""
+    words = [sys.executable, "-c", SERVE, "--bundle", f"model={bundle}", "--port", "0", "--parallel", parallel]
+    words += ["--max-batch", parallel, "--timeout", int(ANSWER_SECONDS), "--threads", given.threads]
+    words += ["--device", given.device, *(["--compute", given.compute] if given.compute else [])]
+    return [str(word) for word in words]
+
+
 def given_bundle(given: argparse.Namespace) -> Path:
     """The bundle that these options name, made where there is none yet."""
     given.work.mkdir(parents=True, exist_ok=True)

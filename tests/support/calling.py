@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.bundles import export
+from tests.support.published.places import models
 from tests.support.tiny import Tiny, make
 
 _TURNS = """{%- if tools %}
@@ -75,3 +78,20 @@ class Scripted:
 
     def __call__(self, logits: Any) -> int:
         return self._ids.pop(0) if self._ids else int(logits.argmax())
+
+
+# Published models whose templates have the switch, too.
+PUBLISHED = ["gemma4-e2b", "minicpm-v-4.6", "qwen3.5-0.8b"]
+SWITCHED = ["thinking", "channel", *PUBLISHED]
+
+
+def switched_template(name: str) -> tuple[str, str]:
+    """A template of `SWITCHED`, and its placeholder of an image; a skip where its published file is absent."""
+    sources = {"thinking": THINKING, "channel": CHANNEL}
+    if name in PUBLISHED:
+        folder = models().get(name)
+        if folder is None:
+            pytest.skip(f"no {name} among the published files; name their folder in PUBLISHED")
+        sources[name] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    source = sources[name]
+    return source, next(token for token in ("<|image_pad|>", "<|image|>", "<image>") if token in source)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.cabi import Loaded
-from tests.support.calling import CHANNEL, THINKING, calling_bundle
+from tests.support.calling import CHANNEL, SWITCHED, THINKING, calling_bundle, switched_template
 from tests.support.cpp import needs_cpp, output
 from tests.support.exported import Models
-from tests.support.published.places import models as published_models
 from tests.support.text import make_settings, make_tokenizer
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
@@ -24,7 +23,6 @@ from vtx.runtime.session.sampling import Sampling
 from vtx.runtime.strict import json_value
 
 pytestmark = needs_cpp
-PUBLISHED = ["gemma4-e2b", "minicpm-v-4.6", "qwen3.5-0.8b"]
 SAME = ("text", "token_ids", "thought", "thought_tokens", "prompt_tokens")
 
 
@@ -42,16 +40,9 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["thinking", "channel", *PUBLISHED])
+@pytest.mark.parametrize("name", SWITCHED)
 def test_prompts_with_and_without_thoughts_are_python_s(name: str) -> None:
-    sources = {"thinking": THINKING, "channel": CHANNEL}
-    if name in PUBLISHED:
-        folder = published_models().get(name)
-        if folder is None:
-            pytest.skip(f"no {name} among the published files; name their folder in PUBLISHED")
-        sources[name] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    source = sources[name]
-    token = next(token for token in ("<|image_pad|>", "<|image|>", "<image>") if token in source)
+    source, token = switched_template(name)
     settings = make_settings(make_tokenizer("first"), image_token=token)
     turn: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}
     template = ShapingTemplate(source, settings)

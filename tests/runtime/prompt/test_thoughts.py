@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.calling import CHANNEL, HERMES, THINKING
-from tests.support.published.places import models
+from tests.support.calling import CHANNEL, HERMES, SWITCHED, THINKING, switched_template
 from tests.support.text import VICUNA, make_settings, make_tokenizer
 from vtx.runtime.api.answering import TextOutput
 from vtx.runtime.prompt.messages import Message, with_tools
@@ -113,19 +112,9 @@ def by_transformers(source: str, **variables: Any) -> str:
     return str(rendered[0])
 
 
-PUBLISHED = ["gemma4-e2b", "minicpm-v-4.6", "qwen3.5-0.8b"]
-
-
-@pytest.mark.parametrize("name", ["thinking", "channel", *PUBLISHED])
+@pytest.mark.parametrize("name", SWITCHED)
 def test_prompts_with_and_without_thoughts_are_those_of_transformers(name: str) -> None:
-    sources = {"thinking": THINKING, "channel": CHANNEL}
-    if name in PUBLISHED:
-        folder = models().get(name)
-        if folder is None:
-            pytest.skip(f"no {name} among the published files; name their folder in PUBLISHED")
-        sources[name] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    source = sources[name]
-    token = next(token for token in ("<|image_pad|>", "<|image|>", "<image>") if token in source)
+    source, token = switched_template(name)
     template = ShapingTemplate(source, make_settings(make_tokenizer("first"), image_token=token))
     assert template.switches_thinking
     assert thought_form(source) is not None
