@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.export import find_bundle
+from vtx.commands.shared.answers import print_answer
 from vtx.commands.shared.options import Depth, DepthType, options
 from vtx.runtime.errors import VtxError
 from vtx.runtime.process import home
-from vtx.runtime.terminal.console import command, note, say
+from vtx.runtime.terminal.console import command, note
 from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
 HELP = """/k N|none|auto   withdraw the image at another K, from the next question on
 /rest N%|N|none  keep image tokens from K on that each question attends to; none for none
 /reduce SPEC     drop image tokens, as vtx-run --reduce does; none for none
+/thinking on|off  think before each answer, or do not; nothing for as the model does
 /image FILE      talk about another image or video
 /new             forget the turns so far
 /stats           what the last answer cost
 /help, /quit     this list; the end (Ctrl-D as well)"""
 HISTORY = 1000  # lines
+_THINKING = {"on": True, "off": False, "": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class ChatSettings:
     rest: str | None
     reduce: str
     image_tokens: int | None
+    thinking: bool | None
+    max_thinking_tokens: int | None
     max_new_tokens: int
     guide: Guide | None
     loading: Loading
@@ -62,6 +67,8 @@ class ChatSettings:
     "rest",
     "reduce",
     "image_tokens",
+    "thinking",
+    "max_thinking_tokens",
     "max_new_tokens",
     "guide",
     "device",
@@ -81,7 +88,13 @@ def chat(settings: ChatSettings) -> None:
     from vtx.runtime.vision.video import as_video
 
     # A wrong number or name is reported before a bundle is loaded.
-    options = Options(settings.max_new_tokens, guide=settings.guide, rest=settings.rest)
+    options = Options(
+        settings.max_new_tokens,
+        guide=settings.guide,
+        rest=settings.rest,
+        thinking=settings.thinking,
+        max_thinking_tokens=settings.max_thinking_tokens,
+    )
     if settings.reduce != "default":
         parse(settings.reduce)
     if settings.image and not as_video(settings.image):
@@ -127,7 +140,10 @@ class _Talk:
     _chat: Chat = field(init=False)
 
     def begin(self) -> None:
-        """Open the image and forget the turns."""
+        """Open the image and forget the turns. Raises VtxError."""
+        from vtx.runtime.prompt.messages import with_tools
+
+        self.model.loaded.check_thinking(with_tools([], [], self.options.thinking), self.options)
         images = [self.image] if self.image else []
         conversation = self.model.open(images, image_tokens=self.image_tokens if images else None)
         self._chat = conversation.chat(self.k, reduce=self.reduce)
@@ -136,15 +152,12 @@ class _Talk:
         """Print the answer to the next turn as it comes; Ctrl-C ends it, and the turn does not count."""
         stream = self._chat.stream(question, self.options)
         try:
-            for piece in stream:
-                say(piece, line=False)
-                sys.stdout.flush()
-            self.stats = stream.answer.stats
+            print_answer(stream)
         except KeyboardInterrupt:
             stream.close()
             note("\nstopped; this turn does not count")
         else:
-            click.echo()
+            self.stats = stream.answer.stats
             for line in stream.answer.warnings:
                 note(line)
 
@@ -162,6 +175,11 @@ class _Talk:
             self._begin_with(options=replace(self.options, rest=None if value == "none" else value))
         elif name == "reduce":
             self._begin_with(reduce=value)
+        elif name == "thinking":
+            if value in _THINKING:
+                self._begin_with(options=replace(self.options, thinking=_THINKING[value]))
+            else:
+                note(f"/thinking is followed by on, off or nothing, not {value[:40]!r}")
         elif name == "image":
             self._begin_with(image=value or None)
         elif name == "new":

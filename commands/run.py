@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from vtx.commands.shared.answers import print_answer
 from vtx.commands.shared.options import Depth, given, option, options
 from vtx.runtime.process import without_collections
-from vtx.runtime.terminal.console import INCOMPLETE, command, note, say, say_json
+from vtx.runtime.terminal.console import INCOMPLETE, command, note, say_json
 from vtx.tools.common.loading import Loading, about_model
 
 if TYPE_CHECKING:
@@ -130,8 +131,8 @@ class RunSettings:
     option("--video videos", click.Path(), "Additional video in the same prompt; repeat for more.", multiple=True),
     option("--frames", int, "Frames sampled from each video [default: the bundle's].", metavar="N"),
     "image_tokens",
-    click.option("--thinking/--no-thinking", default=None, help="Think before the answer, or do not; on stderr."),
-    option("--max-thinking-tokens", int, "End the thought after N tokens [default: no limit].", metavar="N"),
+    "thinking",
+    "max_thinking_tokens",
     option("--text-only", bool, "Ask without an image; all arguments are questions."),
     option("--chat", bool, "Treat the questions as turns of one conversation."),
     option("--json as_json", bool, "Print only JSON, one object per question."),
@@ -374,19 +375,7 @@ def _read(settings: RunSettings) -> list[Image | Video]:
 
 def _show(stream: AnswerStream, or_more_context: str, *, before: str) -> None:
     """Print an answer as it comes; `before` is noted with its first piece, so that an error is shown alone."""
-    thought = False
-    for piece in stream:
-        if before:
-            note(before)
-            before = ""
-        if stream.thought and not thought:
-            thought = True
-            note(f"thought: {stream.thought}")
-        say(piece, line=False)
-        sys.stdout.flush()
-    click.echo()
-    if stream.answer.thought and not thought:
-        note(f"thought: {stream.answer.thought}")
+    print_answer(stream, before)
     for line in stream.answer.stats.reduced.notes if stream.answer.stats.reduced else ():
         note(line)
     if stream.answer.choices is not None:

@@ -159,6 +159,9 @@ _SHARED: dict[str, Declare] = {
     "max_new_tokens": option("--max-new-tokens", 256, "Maximum tokens per answer."),
     "image_tokens": option("--image-tokens", int, "At most N tokens per image, for models that see images in tiles, at "
                            "native resolution or within a budget (Gemma 4: 70, 140, 280, 560 or 1120).", metavar="N"),
+    "thinking": click.option("--thinking/--no-thinking", default=None, help="Think before the answer, or do not."),
+    "max_thinking_tokens": option("--max-thinking-tokens", int, "End the thought after N tokens [default: no limit].",
+                                  metavar="N"),
     "images": option("--images", Path, "Image directory [default: that of the data file]."),
     "seed": option("--seed", 0, "Sampling seed."),
     "model": option("--model", "demo", "Checkpoint directory or Hugging Face id; demo: the built-in model."),

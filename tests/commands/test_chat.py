@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import vtx
 from tests.support import bundles
+from tests.support.calling import THINKING, calling_bundle
 from tests.support.families.internvl import INTERNVL
 from tests.support.tiny import random_image
 from vtx import cli
@@ -75,6 +76,8 @@ def test_a_rest_begins_anew_and_each_turn_chooses_it(bundle: Path, images: list[
         ("/reduce nothing", "nothing"),
         ("/rest 110%", "at most 100%"),
         ("/image nowhere.png", "nowhere.png"),
+        ("/thinking on", "no switch for thoughts"),
+        ("/thinking 1", "/thinking is followed by on, off or nothing"),
         ("/dance", "there is no /dance"),
         ("/stats", "no question was answered yet"),
         ("/", "/reduce SPEC"),
@@ -132,3 +135,16 @@ def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Callable[..., Path], tm
     counts = [model.open(image, image_tokens=tokens).ask("red?").stats.vision_tokens for tokens in (16, None)]
     assert counts[0] < counts[1]
     assert f"({counts[0]} of images)" in done.stderr
+
+
+def test_thoughts_are_switched_between_turns_and_shown_apart(tmp_path: Path, images: list[str]) -> None:
+    folder = calling_bundle(tmp_path, THINKING)
+    with vtx.load(folder, device="cpu") as model:
+        plain = model.open(images[0]).chat().ask("red?", OPTIONS, thinking=False).text
+        thinking = model.open(images[0]).chat().ask("red?", OPTIONS, thinking=True, max_thinking_tokens=2)
+    words = [images[0], "--bundle", str(folder), "--device", "cpu", "--max-new-tokens", "4", "--no-thinking"]
+    done = CliRunner().invoke(cli.chat, [*words, "--max-thinking-tokens", "2"], input="red?\n/thinking on\nred?\n")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == f"{plain}\n{thinking.text}\n"
+    assert thinking.thought
+    assert f"thought: {thinking.thought}" in done.stderr

@@ -68,6 +68,8 @@ class StandingQuestion:
     schema: dict[str, Any] | None = optional(None)
     regex: str | None = optional(None)
     max_new_tokens: int = optional(64)
+    thinking: bool | None = optional(None)
+    max_thinking_tokens: int | None = optional(None)
     timeout: float = optional(60.0)
     k: int | str = optional("default")
     reduce: str = optional("default")
@@ -92,7 +94,14 @@ class StandingQuestion:
         forms = (self.schema, self.choices, self.regex)
         guide = Guide(*forms) if any(form is not None for form in forms) else None
         k = None if self.k == "none" else self.k
-        options = Options(self.max_new_tokens, timeout=self.timeout, guide=guide, rest=self.rest)
+        options = Options(
+            self.max_new_tokens,
+            timeout=self.timeout,
+            guide=guide,
+            rest=self.rest,
+            thinking=self.thinking,
+            max_thinking_tokens=self.max_thinking_tokens,
+        )
         return Settings(k, options, self.reduce)
 
 

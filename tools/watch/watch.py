@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -19,7 +19,7 @@ from typing import Any
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.loaded import LoadedBundle, opening_messages
 from vtx.runtime.errors import BundleError, ContextError, RequestError, VtxError
-from vtx.runtime.prompt.messages import Part
+from vtx.runtime.prompt.messages import Message, Part, with_tools
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine, StandsError
 from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job
 from vtx.runtime.server.delivery import Output
@@ -28,7 +28,7 @@ from vtx.runtime.session.prefix_file import check_prefix
 from vtx.runtime.vision.image import load_image
 from vtx.runtime.vision.layout import check_image_tokens
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens
-from vtx.tools.watch.config import KINDS, SourceConfig, WatchConfig
+from vtx.tools.watch.config import KINDS, SourceConfig, StandingQuestion, WatchConfig
 from vtx.tools.watch.outputs import open_outputs
 from vtx.tools.watch.sources import Frame, FrameSource, Newest
 from vtx.tools.watch.standing import Cells, Last, QuestionState
@@ -239,7 +239,7 @@ class Watcher:
             return look.moved <= (config.moved or 0.0)
 
         try:
-            messages = opening_messages(config.system, look.images[-1:], question.ask, parts(config))
+            messages = _messages(config, question, look.images[-1:])
             file = None if config.prefix_file is None else Path(config.prefix_file)
             request = AnswerRequest.of(self._loaded, look.images, messages, standing.settings, watched.asked, file)
             if config.moved is not None:
@@ -409,9 +409,16 @@ def parts(config: SourceConfig) -> list[Part]:
     return pieces
 
 
+def _messages(source: SourceConfig, question: StandingQuestion, images: Sequence[PreparedImage] = ()) -> list[Message]:
+    """The question about these images as the chat template reads it, thoughts switched on or off."""
+    return with_tools(opening_messages(source.system, images, question.ask, parts(source)), [], question.thinking)
+
+
 def answer_fields(answer: Answer, standing: QuestionState) -> dict[str, Any]:
-    """The part of an event about an answer: text, JSON if it has a schema, and the probability of its choice."""
+    """The part of an event about an answer: text, thought, JSON if it has a schema, the probability of its choice."""
     fields: dict[str, Any] = {"answer": answer.text, "stopped": answer.stopped}
+    if answer.thought is not None:
+        fields["thought"] = answer.thought
     if standing.question.schema is not None:
         with suppress(ValueError):  # cut off by its limit
             fields["json"] = json.loads(answer.text)
@@ -439,8 +446,9 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
                 loaded.policy(settings.k, settings.options, settings.reduce)
                 if settings.options.guide is not None:
                     loaded.guided(settings.options.guide)
-                messages = opening_messages(source.system, (), question.ask, parts(source))
+                messages = _messages(source, question)
                 loaded.check_system(messages)
+                loaded.check_thinking(messages, settings.options)
                 if len(loaded.prompt_ids(messages)) >= (room := loaded.manifest.max_context):
                     raise ContextError(f"its text alone fills the context of {room} tokens; shorten it")
             except RequestError as e:

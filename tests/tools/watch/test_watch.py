@@ -16,12 +16,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from PIL import Image
+from tests.support.calling import THINKING, Scripted, calling_bundle
 from tests.support.clock import Clock
 from tests.support.exported import Models
 from tests.support.families.internvl import INTERNVL
 from tests.support.tiny import Tiny, random_image
 
+from vtx.runtime.api import answering
 from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.errors import ImageError, RequestError
@@ -29,7 +32,7 @@ from vtx.runtime.scheduler.engine import Engine
 from vtx.runtime.server.delivery import Output
 from vtx.tools.watch.config import ReferencePart, SourceConfig, StandingQuestion, WatchConfig, When
 from vtx.tools.watch.sources import FrameSource
-from vtx.tools.watch.watch import Watcher, capacity
+from vtx.tools.watch.watch import Watcher, capacity, check_questions
 
 WAIT = 60.0
 FIRST = StandingQuestion("first", "How many shapes are there?", max_new_tokens=4)
@@ -538,3 +541,21 @@ def test_what_is_kept_of_frames_that_are_gone_is_bounded(engine: Engine) -> None
     for number in (1, 2):
         values = [each[number] for each in kept[-20:]]
         assert max(values) == min(values) > 0
+
+
+def test_thoughts_are_switched_by_question_and_reach_the_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Model
+) -> None:
+    thinking = replace(FIRST, thinking=True, max_thinking_tokens=3, max_new_tokens=40)
+    with pytest.raises(RequestError, match=r"question first: this model's chat template has no switch for thoughts"):
+        check_questions(model.loaded, WatchConfig((source(thinking),)))
+    with load(calling_bundle(tmp_path, THINKING), device="cpu", threads=1) as thinker:
+        check_questions(thinker.loaded, WatchConfig((source(thinking, replace(FIRST, name="second", thinking=False)),)))
+        ids: list[int] = thinker.loaded.text.tokenizer.encode("It is.", add_special_tokens=False).ids
+        monkeypatch.setattr(answering, "Sampler", lambda *_: Scripted(ids))
+        with Engine("watch", thinker, capacity(thinker.loaded, 4)) as engine:
+            run = Run(engine, source(thinking, replace(FIRST, name="second", thinking=False)))
+            first, second = run.show(picture(1))
+    assert (first["question"], first["thought"]) == ("first", thinker.loaded.text.decode(ids[:3]).strip())
+    assert second["question"] == "second"
+    assert "thought" not in second
