@@ -42,8 +42,12 @@ def cache(action: str, names: tuple[str, ...], limit: int | None) -> None:
     if limit is not None:
         for name in bundles.trim(limit):
             note(f"removed {name}")
-    if action != "list":
-        return
+    if action == "list":
+        _show()
+
+
+def _show() -> None:
+    """Print the bundles in the cache, the last used first, and their total size."""
     newest = bundles.entries()[::-1]
     dates = [datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") for entry in newest]
     if newest:

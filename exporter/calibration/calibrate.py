@@ -160,6 +160,12 @@ def _results(journal: ResultJournal, items: Mapping[str, PreparedItem], ks: int)
     return tuple(results)
 
 
+def _correct(prepared: PreparedItem, text: str | None) -> bool:
+    """Return True if a complete answer's text is the expected one."""
+    expected = prepared.item.answer
+    return text is not None and expected is not None and plain(text) == plain(expected)
+
+
 class BatchMeasurer:
     """Measures batches; an item's result does not depend on its batch."""
 
@@ -193,9 +199,7 @@ class BatchMeasurer:
         forced: dict[int, NDArray[np.int64]] = {}
         for i, (prepared, text) in enumerate(zip(batch, texts, strict=True)):
             complete = text if len(answers[i]) and answers[i][-1] in ends else None
-            expected = prepared.item.answer
-            correct = complete is not None and expected is not None and plain(complete) == plain(expected)
-            if prepared.answer_ids is not None and not correct:
+            if prepared.answer_ids is not None and not _correct(prepared, complete):
                 forced[i] = prepared.answer_ids
         samples = [
             Sample(np.append(batch[i].ids, tokens[:-1]), features[i], max(1, len(tokens)))

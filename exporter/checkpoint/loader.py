@@ -210,8 +210,8 @@ def _downloaded(
     pickled = [part + _PICKLED_FILES for part in folders if not any((folder / part).glob(_WEIGHT_FILES))]
     if pickled and allow_pickle:  # only if there are no others
         folder = snapshot(model, folder.name, pickled, nested=nested)
-    for pattern in (part + files for part in folders for files in (_WEIGHT_FILES, _PICKLED_FILES)):
-        for file in folder.glob(pattern):
+    for part in folders:
+        for file in (*folder.glob(part + _WEIGHT_FILES), *folder.glob(part + _PICKLED_FILES)):
             check_blob(file, model)
     return folder, config
 

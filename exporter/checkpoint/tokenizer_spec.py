@@ -106,11 +106,7 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
     tokens = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
     splitters = _sequence(spec.get("pre_tokenizer"), "pretokenizers")
     normalizers = _sequence(spec.get("normalizer"), "normalizers")
-    if any(part["type"] not in _SPLITTING or part.get("behavior") == "Removed" for part in splitters):
-        return None
-    if model["type"] not in ("BPE", "Unigram") or not _complete(model, tokens, splitters):
-        return None
-    if any(token["lstrip"] or token["rstrip"] for token in added):  # these also consume white space
+    if _drops_text(splitters, added) or not _complete(model, tokens, splitters):
         return None
     same_count = all(map(_keeps_count, normalizers))
     composing = same_count or all(_keeps_count(part) or part["type"] in _COMPOSING for part in normalizers)
@@ -121,8 +117,17 @@ def length_bound(spec: Mapping[str, Any], control: Mapping[str, int]) -> LengthB
     return LengthBound(longest, not same_count) if longest else None
 
 
+def _drops_text(splitters: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if text may vanish between tokens, or an added token also consumes white space."""
+    if any(part["type"] not in _SPLITTING or part.get("behavior") == "Removed" for part in splitters):
+        return True
+    return any(token["lstrip"] or token["rstrip"] for token in added)
+
+
 def _complete(model: Mapping[str, Any], tokens: set[str], splitters: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if every character has a token of its own at least, or tokens for its bytes."""
+    if model["type"] not in ("BPE", "Unigram"):
+        return False
     if any(part["type"] == "ByteLevel" for part in splitters):
         return tokens.issuperset(pre_tokenizers.ByteLevel.alphabet())
     if model.get("byte_fallback"):

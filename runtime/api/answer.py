@@ -198,19 +198,24 @@ class Answer:
         facts: dict[str, Any] = {"text": self.text, "token_ids": self.token_ids, "stopped": self.stopped}
         facts |= dataclasses.asdict(self.stats)
         facts |= facts.pop("reduced") or {}
-        facts |= {} if self.logprobs is None else {"logprobs": self.logprobs}
-        facts |= {} if self.top_logprobs is None else {"top_logprobs": self.top_logprobs}
-        facts |= {} if self.prompt_logprobs is None else {"prompt_logprobs": self.prompt_logprobs}
-        facts |= {} if self.choices is None else {"choices": self.choices, "choices_mass": self.choices_mass}
-        facts |= {"unsure": self.unsure} if self.judged else {}
+        for name in ("gate", "drafted", "accepted", "forced", "imposed", "seg_states"):
+            if facts[name] is None:
+                del facts[name]
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs", "choices", "thought"):
+            if getattr(self, name) is not None:
+                facts[name] = getattr(self, name)
+        for name in ("boxes", "tool_calls"):
+            if getattr(self, name) is not None:
+                facts[name] = list(map(dataclasses.asdict, getattr(self, name)))
+        if self.choices is not None:
+            facts["choices_mass"] = self.choices_mass
+        if self.judged:
+            facts["unsure"] = self.unsure
         if self.fields is not None:
             facts["fields"] = {name: dataclasses.asdict(field) for name, field in self.fields.items()}
             facts["free_text"] = self.free_text
-        facts |= {} if self.boxes is None else {"boxes": list(map(dataclasses.asdict, self.boxes))}
-        facts |= {} if self.thought is None else {"thought": self.thought, "thought_tokens": self.thought_tokens}
-        facts |= {"incomplete": True} if self.incomplete else {}
-        facts |= {} if self.tool_calls is None else {"tool_calls": list(map(dataclasses.asdict, self.tool_calls))}
-        unasked = {
-            name for name in ("gate", "drafted", "accepted", "forced", "imposed", "seg_states") if facts[name] is None
-        }
-        return {name: value for name, value in facts.items() if name not in unasked}
+        if self.thought is not None:
+            facts["thought_tokens"] = self.thought_tokens
+        if self.incomplete:
+            facts["incomplete"] = True
+        return facts

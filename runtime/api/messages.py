@@ -35,27 +35,47 @@ def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[ImageSourc
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"a message must be a dict with role and content; got {message!r:.80}")
         role: str = message["role"]
-        content = message.get("content")
-        calls = read_calls(message["tool_calls"]) if role == "assistant" and message.get("tool_calls") else []
-        content = "" if calls and content is None else content
-        if not isinstance(content, str | list | tuple):
-            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-        parts = content if isinstance(content, str) else [_part(part, images) for part in content]
-        turn: Message = {"role": ROLES.get(role, role), "content": parts}
-        if calls:
-            turn["tool_calls"] = calls
-        if role == "assistant" and isinstance(message.get("reasoning_content"), str):
-            turn["reasoning_content"] = message["reasoning_content"]
-        if role == "tool":  # its result is text, whatever the template makes of parts
-            if any(part["type"] != "text" for part in parts_of(turn)):
-                raise RequestError("a tool's result must be text; give images in a message of the user")
-            turn = {
-                "role": role,
-                "content": "".join(texts_of(turn)),
-                "tool_call_id": str(message.get("tool_call_id", "")),
-            }
+        turn: Message
+        if role == "assistant":
+            turn = _answer(message, images)
+        elif role == "tool":
+            turn = _result(message, images)
+        else:
+            turn = {"role": ROLES.get(role, role), "content": _content(message.get("content"), images)}
         turns.append(turn)
     return images, turns
+
+
+def _answer(message: Mapping[str, Any], images: list[ImageSource | Video]) -> Message:
+    """A message of the model, with the calls of tools and the thought that it has."""
+    calls = read_calls(message["tool_calls"]) if message.get("tool_calls") else []
+    content = message.get("content")
+    if calls and content is None:
+        content = ""
+    turn: Message = {"role": "assistant", "content": _content(content, images)}
+    if calls:
+        turn["tool_calls"] = calls
+    if isinstance(message.get("reasoning_content"), str):
+        turn["reasoning_content"] = message["reasoning_content"]
+    return turn
+
+
+def _result(message: Mapping[str, Any], images: list[ImageSource | Video]) -> Message:
+    """What a tool returned, which is text, whatever the template makes of parts."""
+    turn: Message = {"role": "tool", "content": _content(message.get("content"), images)}
+    if any(part["type"] != "text" for part in parts_of(turn)):
+        raise RequestError("a tool's result must be text; give images in a message of the user")
+    number = str(message.get("tool_call_id", ""))
+    return {"role": "tool", "content": "".join(texts_of(turn)), "tool_call_id": number}
+
+
+def _content(content: Any, images: list[ImageSource | Video]) -> str | list[Part]:
+    """The text or parts of a message, whose images and videos are appended to `images`."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    return [_part(part, images) for part in content]
 
 
 def _part(part: Any, images: list[ImageSource | Video]) -> Part:
@@ -63,13 +83,8 @@ def _part(part: Any, images: list[ImageSource | Video]) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind in ("video", "video_url") and (given := part.get(kind)) is not None:
-        if not isinstance(given, Video):  # OpenAI-like APIs: {"url": data URL or path, "frames": n or nothing}
-            source, frames = (given.get("url"), given.get("frames")) if isinstance(given, Mapping) else (given, None)
-            if source is None:
-                raise RequestError(f"a part of type 'video_url' names no video; write {_FORMS}")
-            given = Video(_local(source) if isinstance(source, str) else source, frames)
-        images.append(given)
+    if kind in ("video", "video_url") and part.get(kind) is not None:
+        images.append(_video(part[kind]))
         return {"type": "video"}
     if kind not in ("image", "image_url"):
         raise RequestError(f"a part of a message must be {_FORMS}; got {part!r:.80}")
@@ -86,6 +101,20 @@ def _part(part: Any, images: list[ImageSource | Video]) -> Part:
         raise RequestError(f"a part of type {part['type']!r} names no image; write {_FORMS}")
     images.append(_local(value) if isinstance(value, str) else value)  # checked when it is read
     return _image(part)
+
+
+def _video(value: Any) -> Video:
+    """A video, also as OpenAI-like interfaces name one: {"url": data URL or path, "frames": n or nothing}."""
+    if isinstance(value, Video):
+        return value
+    source = value
+    frames = None
+    if isinstance(value, Mapping):
+        source = value.get("url")
+        frames = value.get("frames")
+    if source is None:
+        raise RequestError(f"a part of type 'video_url' names no video; write {_FORMS}")
+    return Video(_local(source) if isinstance(source, str) else source, frames)
 
 
 def _image(part: Mapping[str, Any]) -> Part:

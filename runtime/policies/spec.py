@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Reduction, registered
-from vtx.runtime.policies.options import OFF, option_text, options_of
+from vtx.runtime.policies.options import OFF, Option, option_text, options_of
 
 MAX_SPEC = 1000
 MAX_NUMBER = 10**9
@@ -116,21 +116,27 @@ def _parse_part(text: str) -> Reduction:
     if name not in reductions:
         raise RequestError(f"no reduction is called {name[:40]!r}; there are {', '.join(reductions)}, and none")
     kind = reductions[name]
+    preset: Mapping[str, Any] = {}
     options: dict[str, Any] = {}
     fields = {option.name: option for option in options_of(cast(Any, kind))}
     for number, item in enumerate(rest.split(",") if rest else ()):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals and not number:
-            options.update(_preset(kind, key))
+            preset = _preset(kind, key)
             continue
         if key not in fields or not equals:
             raise RequestError(f"{name} has no option {key[:40]!r}; it has {', '.join(fields) or 'none'}")
-        if any(other.partition("=")[0].strip() == key for other in rest.split(",")[:number]):
+        if key in options:
             raise RequestError(f"{name}: {key} is given twice; give it once")
-        off = f" ({OFF} turns it off)" if fields[key].optional else ""
-        unset = value == OFF and fields[key].optional
-        options[key] = None if unset else _value(fields[key].type, value, f"{name}: {key}{off}")
-    return kind(**options)
+        options[key] = _option_value(fields[key], value, f"{name}: {key}")
+    return kind(**{**preset, **options})
+
+
+def _option_value(option: Option, text: str, where: str) -> Any:
+    """`text` as the value of an option; None if it is one that can be turned off, and is."""
+    if not option.optional:
+        return _value(option.type, text, where)
+    return None if text == OFF else _value(option.type, text, f"{where} ({OFF} turns it off)")
 
 
 def _preset(kind: type[Reduction], name: str) -> Mapping[str, Any]:

@@ -134,34 +134,52 @@ def check_messages(messages: Sequence[Message]) -> tuple[list[str], int]:
     """
     if not messages:
         raise RequestError("the conversation is empty; ask a question")
-    kinds, question, length = list[str](), "", 0
+    kinds = list[str]()
+    question = ""
+    length = 0
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
-        content = message.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, (list, tuple)):
-            raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
-        for part in parts:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind not in PICTURES and not (kind == "text" and isinstance(part.get("text"), str)):
-                raise RequestError(
-                    'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
-                    + repr(part)[:99]
-                )
-            if kind != "text":
-                kinds.append(kind)
+        kinds += _pictures(message)
         texts = texts_of(message)
-        question = "".join(texts) if message["role"] == "user" else question
-        texts += [json.dumps(extras, ensure_ascii=False)] if (extras := extras_of(message)) else []
+        if message["role"] == "user":
+            question = "".join(texts)
+        extras = extras_of(message)
+        if extras:
+            texts.append(json.dumps(extras, ensure_ascii=False))
+        _check_characters((message["role"], *texts))
         length += sum(map(len, texts))
-        for text in (message["role"], *texts):
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as e:
-                raise RequestError(f"character {e.start} of the text is half of a surrogate pair; remove it") from e
     if length > MAX_TEXT:
         raise RequestError(f"the conversation has {length:,} characters, the limit is {MAX_TEXT:,}; shorten it")
     if not question.strip():
         raise RequestError("the question is empty; write at least one word")
     return kinds, length
+
+
+def _pictures(message: Message) -> list[str]:
+    """The types of a message's images and videos. Raises RequestError for what is no message."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("a message must be a dict with a role and content; got " + type(message).__name__)
+    content = message.get("content")
+    if isinstance(content, str):
+        return []
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"a message's content must be a string or a list of parts, not {type(content).__name__}")
+    kinds = list[str]()
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PICTURES:
+            kinds.append(kind)
+        elif kind != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(
+                'a part must be {"type": "image"}, {"type": "video"} or {"type": "text", "text": ...}; got '
+                + repr(part)[:99]
+            )
+    return kinds
+
+
+def _check_characters(texts: Sequence[str]) -> None:
+    """Raise RequestError for a text with half of a surrogate pair, which no tokenizer reads."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise RequestError(f"character {e.start} of the text is half of a surrogate pair; remove it") from e

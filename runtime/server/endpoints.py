@@ -22,7 +22,7 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.prompt.messages import thinking_of, with_tools
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
-from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Piece, order
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Piece, order
 from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header
@@ -505,11 +505,7 @@ async def _events(
             await asyncio.wait(either, timeout=request.left + LATE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             place.check()
             if not getting.done():
-                if place.jobs[0].lacks_memory:
-                    raise no_memory(
-                        f"there was no memory for its K and V within {request.seconds:g} s; ask again later"
-                    )
-                raise _too_slow(request.seconds)
+                raise _unanswered(place.jobs[0], request.seconds)
             number, event = getting.result()
             if isinstance(event, Exception):
                 raise event
@@ -529,6 +525,13 @@ async def _events(
         for job in place.jobs:
             job.cancel()
         getting.cancel()
+
+
+def _unanswered(job: Job, seconds: float) -> Refusal:
+    """The reason why a job has no token after these seconds."""
+    if job.lacks_memory:
+        return no_memory(f"there was no memory for its K and V within {seconds:g} s; ask again later")
+    return _too_slow(seconds)
 
 
 def _too_slow(seconds: float) -> Refusal:

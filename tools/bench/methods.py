@@ -47,8 +47,7 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     worth nothing.
     """
     specs = [spec for spec in manifest.reductions if spec != NONE]
-    fixed = [k for k in ks if isinstance(k, int)]
-    k = manifest.default_k if manifest.default_k in fixed else fixed[len(fixed) // 2] if fixed else None
+    k = _one_k(manifest, ks)
     methods = [Method(None), *(Method(k) for k in ks if k is not None), *(Method(None, spec) for spec in specs)]
     if k is not None:
         methods += [Method(k, spec) for spec in specs]
@@ -57,6 +56,14 @@ def find_methods(manifest: Manifest, ks: Sequence[K]) -> tuple[Method, ...]:
     if not alone and not among_text and not any("random" in spec for spec in specs):
         methods += [Method(None, to_spec(parse(spec))) for spec in RANDOM]
     return tuple(methods)
+
+
+def _one_k(manifest: Manifest, ks: Sequence[K]) -> int | None:
+    """The K that follows each reduction: the bundle's default if it is among `ks`, else the middle one of these."""
+    fixed = [k for k in ks if isinstance(k, int)]
+    if manifest.default_k in fixed:
+        return manifest.default_k
+    return fixed[len(fixed) // 2] if fixed else None
 
 
 def short(part: Reduction) -> str:

@@ -125,28 +125,33 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     """The smallest K at most `max_drop` points less accurate than none: by right answers, else by equal ones."""
     by_data = curve[0].right is not None
     quantity = "accuracy" if by_data else "answer agreement"
-    none, *shares = [point.right if by_data else point.agree for point in curve]
+    none, *shares = [_judged(point, by_data=by_data) for point in curve]
     if none is None:
         raise RequestError("--max-accuracy-drop needs answers; give --max-new-tokens above 0, or data with answers")
     full = none.share
     count = none.count
     rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
-    drops = {
-        point.k: 100 * (full - share.share)
-        for point, share in zip(curve[1:], shares, strict=True)
-        if share and point.k is not None
-    }
-    fits = [k for k, drop in drops.items() if drop <= max_drop + 1e-9]
+    drops = dict[int, float]()
+    for point, share in zip(curve[1:], shares, strict=True):
+        if share and point.k is not None:
+            drops[point.k] = 100 * (full - share.share)
+    fits = [k for k in drops if drops[k] <= max_drop + 1e-9]
     if not fits:
-        k = min(drops, key=lambda k: drops[k])
-        return Choice(rule, None, (f"no K satisfies it: the smallest drop is {drops[k]:.1f} points, at K = {k}",))
+        least, k = min((drop, k) for k, drop in drops.items())
+        return Choice(rule, None, (f"no K satisfies it: the smallest drop is {least:.1f} points, at K = {k}",))
     point = next(point for point in curve[1:] if point.k == fits[0])
     notes = _notes_of(point, max_drop)
-    if worse := [k for k in drops if k > fits[0] and k not in fits]:
+    worse = sorted({k for k in drops if k > fits[0]} - set(fits))
+    if worse:
         notes.append(f"not monotone: after K = {fits[0]} the drop is larger again at K = {_listed(worse)}")
     if 100 / count > max_drop / 2:
         notes.append(f"one answer of these {count} is {100 / count:.2g} points; more --samples resolve smaller drops")
     return Choice(rule, fits[0], tuple(notes))
+
+
+def _judged(point: Point, *, by_data: bool) -> ShareInterval | None:
+    """The share of right answers, or that of answers equal to those without withdrawal."""
+    return point.right if by_data else point.agree
 
 
 def _notes_of(point: Point, max_drop: float) -> list[str]:

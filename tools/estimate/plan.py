@@ -26,6 +26,7 @@ from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.estimate import flops, weights
 from vtx.tools.estimate.sizes import ModelSize
 from vtx.tools.estimate.vision import VisionSize
+from vtx.tools.model.decoder import Decoder
 
 SPREAD = 8  # rows of the table over K
 COMPUTE_EFFICIENCY = 0.5  # share of the peak that matrices reach
@@ -331,8 +332,7 @@ def make_plan(
     `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
     onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
     """
-    if engine is None:
-        engine = ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
+    engine = engine or _usual_engine(profile)
     largest = largest_view(model, engine.reserved)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
@@ -343,20 +343,13 @@ def make_plan(
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
     whole = flops.total_flops(size, full, model.vision, views)
     deepest = size.first_source or size.layers
+    kept = flops.make_schedule(reduced.vision_tokens, text=workload.text)
     for k in ks or spread_ks(deepest):
-        if k is not None and k > deepest and size.shared is not None:
-            raise RequestError(
-                f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
-                f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
-            )
-        withdrawn = flops.withdrawal_schedule(size.layers, k, text=workload.text, vision=workload.vision)
-        stays = 0
-        if k is not None:
-            stays = WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
-            withdrawn = (*withdrawn[: k - 1], *(count + stays for count in withdrawn[k - 1 :]))
-        slots = tuple(map(min, withdrawn, flops.make_schedule(reduced.vision_tokens, text=workload.text)))
-        vision = [count - workload.text for count in slots]
-        slots = flops.with_exit(size, slots)
+        _check_sources(size, k, deepest)
+        stays = 0 if k is None else WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
+        present = tuple(map(min, _withdrawn(size.layers, workload, k, stays), kept))
+        vision = [count - workload.text for count in present]
+        slots = flops.with_exit(size, present)
         again = flops.ahead_flops(size, vision, reduced.ahead, text=workload.text)
         total = flops.total_flops(size, slots, model.vision, views) + again
         depths.append(
@@ -386,6 +379,28 @@ def make_plan(
         profile=profile,
         reduced=reduced if reductions else None,
     )
+
+
+def _usual_engine(profile: Profile | None) -> EngineCost:
+    """The engine that is planned for where none is named: onnxruntime on a CPU, else none that takes more."""
+    return ENGINES["cpu"].costs["ort"] if profile is not None and profile.kind == "cpu" else IDEAL
+
+
+def _check_sources(size: Decoder, k: int | None, deepest: int) -> None:
+    """Raise RequestError for a K behind the last layer with keys and values of its own."""
+    if k is not None and k > deepest and size.shared is not None:
+        raise RequestError(
+            f"K = {k} is behind layer {deepest}: layers from {size.shared} on have no keys and values of their own "
+            f"and would still see the image in that layer's; name K from 2 to {deepest}, or none"
+        )
+
+
+def _withdrawn(layers: int, workload: Workload, k: int | None, stays: int) -> tuple[int, ...]:
+    """The tokens in each layer if the image leaves at `k`, but for the `stays` tokens that do not."""
+    counts = flops.withdrawal_schedule(layers, k, text=workload.text, vision=workload.vision)
+    if k is None:
+        return counts
+    return (*counts[: k - 1], *(count + stays for count in counts[k - 1 :]))
 
 
 def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:

@@ -138,21 +138,27 @@ def _types(graph: SeenGraph, release: Release) -> Problems:
 
 def _attention(graph: SeenGraph, _: Release) -> Problems:
     for node in _standard(graph, "Attention"):
-        for index, name in _ATTENTION_INPUTS.items():
-            if len(node.input) > index and node.input[index]:
-                yield node, f"Attention's input {name} is not supported; keep the cache with TensorScatter"
-        if any(node.output[1:]):
-            yield node, "only Attention's first output is supported"
-        for value in [v for v in node.input[:4] if v]:
-            if value in graph.shapes and len(graph.shapes[value]) != 4:
-                yield node, f"{value} has {len(graph.shapes[value])} axes, Attention takes 4"
-        for name in ("softcap", "softmax_precision", "qk_matmul_output_mode"):
-            if attribute(node, name, 0):
-                yield node, f"Attention's {name} is not supported"
+        for problem in _attention_forms(graph, node):
+            yield node, problem
         maker = graph.makers.get(node.input[1])
         cached = node.input[1].startswith(CACHES) or (maker and maker.op_type in ("TensorScatter", "Concat"))
         if attribute(node, "is_causal", 0) and cached:
             yield node, "is_causal counts from the upper left, wrong over a cache; give a mask"
+
+
+def _attention_forms(graph: SeenGraph, node: onnx.NodeProto) -> Iterator[str]:
+    """The inputs, outputs, shapes and attributes of Attention that are not supported."""
+    for index, name in _ATTENTION_INPUTS.items():
+        if len(node.input) > index and node.input[index]:
+            yield f"Attention's input {name} is not supported; keep the cache with TensorScatter"
+    if any(node.output[1:]):
+        yield "only Attention's first output is supported"
+    for value in node.input[:4]:
+        if value and len(graph.shapes.get(value, (0,) * 4)) != 4:
+            yield f"{value} has {len(graph.shapes[value])} axes, Attention takes 4"
+    for name in ("softcap", "softmax_precision", "qk_matmul_output_mode"):
+        if attribute(node, name, 0):
+            yield f"Attention's {name} is not supported"
 
 
 def _caches(graph: SeenGraph, _: Release) -> Problems:

@@ -57,15 +57,7 @@ def _tower(config: Any, side: int) -> VisionConfig:
             f"model_args {config.model_args!r:.80} of the vision tower are not supported; vtx exports towers with "
             f"inference_mode true, whose branches are merged, and no other settings than {', '.join(SIZES)}"
         )
-    for key, most in zip(SIZES, (MAX_LAYERS, MAX_WIDTH), strict=True):
-        numbers, count = given.setdefault(key, SIZES[key]), len(SIZES[key])
-        listed = isinstance(numbers, list | tuple) and len(numbers) == count
-        if not listed or not all(type(number) is int and 1 <= number <= most for number in numbers):
-            raise CheckpointError(
-                f"config.json: {key} of the vision tower is {numbers!r:.60}, not {count} numbers from 1 to {most}; "
-                "correct config.json"
-            )
-    blocks, widths = (tuple(given[key]) for key in SIZES)
+    blocks, widths = (_numbers(given, key, most) for key, most in zip(SIZES, (MAX_LAYERS, MAX_WIDTH), strict=True))
     hidden = 2 * widths[-1]
     stated = getattr(config, "hidden_size", None)
     uneven = any(wide % before for before, wide in pairwise(widths)) or any(n % HEAD for n in widths[-ATTENDING:])
@@ -89,6 +81,19 @@ def _tower(config: Any, side: int) -> VisionConfig:
         stage_blocks=blocks,
         stage_widths=widths,
     )
+
+
+def _numbers(settings: dict[str, Any], key: str, most: int) -> tuple[int, ...]:
+    """The tower's sizes of this name, one a stage. Raises CheckpointError."""
+    numbers = settings.get(key, SIZES[key])
+    count = len(SIZES[key])
+    listed = isinstance(numbers, list | tuple) and len(numbers) == count
+    if not listed or not all(type(number) is int and 1 <= number <= most for number in numbers):
+        raise CheckpointError(
+            f"config.json: {key} of the vision tower is {numbers!r:.60}, not {count} numbers from 1 to {most}; "
+            "correct config.json"
+        )
+    return tuple(numbers)
 
 
 FAMILY = Family(

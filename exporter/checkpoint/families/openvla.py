@@ -164,24 +164,22 @@ def _statistics(processor: Config) -> list[tuple[list[float], list[float]]]:
     stds = processor.get("stds")
     stated = processor.get("tvf_normalize_params")
     if isinstance(stated, list) and all(isinstance(tower, Mapping) for tower in stated):
-        means, stds = ([tower.get(name) for tower in stated] for name in ("mean", "std"))
-    for name, values in (("means", means), ("stds", stds)):
-        if (
-            not isinstance(values, list)
-            or [len(v) if isinstance(v, list) else 0 for v in values] != [3, 3]
-            or not all(
-                type(x) in (int, float) and (x > 0 or name == "means") and abs(x) < NUMBERS[1]
-                for v in values
-                for x in v
-            )
-        ):
-            raise CheckpointError(
-                f"preprocessor_config.json: {name} is {values!r:.80}; it must be two lists of 3 numbers; download it "
-                "again"
-            )
-    assert isinstance(means, list)
-    assert isinstance(stds, list)
-    return [*zip(means, stds, strict=True)]
+        means = [tower.get("mean") for tower in stated]
+        stds = [tower.get("std") for tower in stated]
+    return [*zip(_of_towers("means", means, -NUMBERS[1]), _of_towers("stds", stds, 0), strict=True)]
+
+
+def _of_towers(name: str, values: Any, least: float) -> list[list[float]]:
+    """Three numbers above `least` for each of two towers. Raises CheckpointError for anything else."""
+    lists = values if isinstance(values, list) else []
+    numbers = [number for colours in lists if isinstance(colours, list) for number in colours]
+    if [len(colours) if isinstance(colours, list) else 0 for colours in lists] != [3, 3] or not all(
+        type(number) in (int, float) and least < number < NUMBERS[1] for number in numbers
+    ):
+        raise CheckpointError(
+            f"preprocessor_config.json: {name} is {values!r:.80}; it must be two lists of 3 numbers; download it again"
+        )
+    return lists
 
 
 def _processor(config: Config, processor: Config) -> Config:

@@ -7,7 +7,7 @@ tokens, as transformers' legacy Llama tokenizer did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
     if image_token and proto.pieces[UNK_ID].type != UNKNOWN:
         raise UnsupportedModelError(f"token {UNK_ID} of the {FILE} is not the unknown one; use the -hf checkpoint")
     vocab, added = _tokens(proto, folder, image_token)
-    unknown = next((p.piece for p in proto.pieces if p.type == UNKNOWN and p.piece in vocab), None)
+    unknown = _unknown(proto, vocab)
     settings = token_settings(folder)
     kinds = ["bos", "eos"] if image_token else ["bos", "eos", "unk", "pad"]
     usual = {"bos": proto.trainer_spec.bos_piece, "eos": proto.trainer_spec.eos_piece, "unk": unknown}
@@ -103,19 +103,29 @@ def _converted(folder: Path, name: str, prefix: str, image_token: str) -> Any:
         _add_ends(backend, vocab, names, settings)
         make: Any = PreTrainedTokenizerFast
         tokenizer = make(tokenizer_object=backend, **{f"{kind}_token": token for kind, token in names.items() if token})
-    symbols = [f"a {p.piece * 2}b" for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
-    for sample in (*_SAMPLES, *symbols):
-        text = sample.lstrip(" ") if prefix == "first" else sample  # there no mark is put before a space
-        _check_ids(name, text, judge.encode(text), tokenizer.encode(text, add_special_tokens=False))
+    symbols = [p.piece for p in proto.pieces if p.type == USER_DEFINED and p.piece in vocab]
+    texts = [*_SAMPLES, *(f"a {symbol * 2}b" for symbol in symbols)]
+    if prefix == "first":  # there no mark is put before a space
+        texts = [text.lstrip(" ") for text in texts]
+    _compare(name, judge, tokenizer, texts)
     return tokenizer
 
 
-def _check_ids(name: str, text: str, expected: list[int], ids: list[int]) -> None:
-    if expected != ids:
-        raise CheckpointError(
-            f"the {FILE} of {name} gives {expected[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
-            "use the -hf checkpoint"
-        )
+def _unknown(proto: Any, vocab: Mapping[str, int]) -> str | None:
+    """The text of the unknown token, if there is one."""
+    return next((p.piece for p in proto.pieces if p.type == UNKNOWN and p.piece in vocab), None)
+
+
+def _compare(name: str, judge: Any, tokenizer: Any, texts: Sequence[str]) -> None:
+    """Raise CheckpointError if a tokenizer gives other ids for a text than sentencepiece, the `judge`."""
+    for text in texts:
+        expected = judge.encode(text)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if expected != ids:
+            raise CheckpointError(
+                f"the {FILE} of {name} gives {expected[:8]} for {text[:40]!r}, and as tokenizer.json {ids[:8]}; "
+                "use the -hf checkpoint"
+            )
 
 
 def check_kind(proto: Any) -> None:
@@ -133,12 +143,17 @@ def _tokens(proto: Any, folder: Path, image_token: str) -> tuple[dict[str, int],
     """The ids of all tokens, and the added ones: those of the model, and of the other files at their published ids."""
     # sentencepiece gives U+0000 its byte, whatever the pieces say
     vocab = {piece.piece: id for id, piece in enumerate(proto.pieces) if piece.piece != "\0"}
-    kinds = {p.piece: p.type for p in proto.pieces if p.type in (UNKNOWN, CONTROL, USER_DEFINED) and p.piece in vocab}
-    # sentencepiece finds symbols in the text with its marks of spaces, hence normalized; a prefix would be theirs, too
-    marked = {
-        piece for piece, kind in kinds.items() if kind == USER_DEFINED and not proto.normalizer_spec.add_dummy_prefix
-    }
-    added = {p: AddedToken(p, normalized=p in marked, special=kind != USER_DEFINED) for p, kind in kinds.items()}
+    marked = set[str]()
+    added = dict[str, AddedToken]()
+    for piece in proto.pieces:
+        if piece.piece not in vocab or piece.type not in (UNKNOWN, CONTROL, USER_DEFINED):
+            continue
+        symbol = piece.type == USER_DEFINED
+        # sentencepiece finds symbols in the text with its marks of spaces, hence normalized; a prefix would be theirs,
+        # too
+        if symbol and not proto.normalizer_spec.add_dummy_prefix:
+            marked.add(piece.piece)
+        added[piece.piece] = AddedToken(piece.piece, normalized=piece.piece in marked, special=not symbol)
     published = published_tokens(folder)
     if image_token:
         unknown = proto.pieces[UNK_ID].piece

@@ -65,9 +65,7 @@ def load_text_model(
         rms_norm_eps=c.eps,
         max_position_embeddings=c.max_positions,
         tie_word_embeddings=c.tied,
-        **({"attention_bias": c.qkv_bias} if c.family in ("llama", "qwen3") else {}),
-        **({"mlp_bias": c.mlp_bias} if c.family == "llama" else {}),
-        **({"sliding_window": None} if c.family == "mistral" else {}),
+        **_family_settings(c),
         attn_implementation="sdpa",
     )
     with torch.device("meta"):
@@ -95,6 +93,15 @@ def load_text_model(
     model.requires_grad_(False).eval()
     model.is_loaded_in_4bit = learning.qlora  # by which peft puts its adapters on such matrices
     return model
+
+
+def _family_settings(config: TextConfig) -> dict[str, Any]:
+    """The settings that transformers' configuration of a family has beside those of all."""
+    if config.family == "llama":
+        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    if config.family == "qwen3":
+        return {"attention_bias": config.qkv_bias}
+    return {"sliding_window": None} if config.family == "mistral" else {}
 
 
 def hold_in_4_bits(layer: Any, dtype: torch.dtype, device: torch.device) -> None:

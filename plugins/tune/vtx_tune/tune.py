@@ -143,12 +143,7 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
     shared = _shares(options)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[wait])
     source = open_source(options.model)
-    check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
-    if any(info.source for info in source.checkpoint.tensors.values()):
-        raise RequestError(f"{source.name} is quantised, and vtx-tune trains floats; name the unquantised checkpoint")
-    options.entry(source.config)
-    options.depths.within(source.config.text.layers)
-    options.learning.chosen(source.config.text.layers)
+    _check_source(source, options)
     data = read_data(options.data, options.images, options.items + options.held_out, options.schedule.seed)
     learn = list(data.items)
     held_out = list[Item]()
@@ -157,18 +152,8 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         shuffle = options.data != SCENES
         learn, held_out = split_items(data.items, options.items, options.held_out, seed, shuffle=shuffle)
     questions, skipped = read_questions(source, learn, options.packing)
-    bare = sum(question.answer is None for question in questions)
-    if options.full_share == 1 and (not options.weights.ce or bare == len(questions)):
-        raise RequestError(
-            "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
-            "answers and a --ce-weight above 0"
-        )
+    _check_answers(options, questions, shared=shared)
     check_skipped(data.source, len(questions), skipped, "items", "")
-    if shared and bare:
-        raise RequestError(
-            f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
-            "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
-        )
     make_folder(out)
     all_skipped = (*data.skipped, *skipped)
     if accelerator.is_main_process:
@@ -177,10 +162,36 @@ def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) 
         check_disk(out, disk, purpose="the tuned checkpoint", fix="or name another --out")
         for line in all_skipped:
             say(f"skipped {line}")
-    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and accelerator.device.type == "cuda")
+    device = accelerator.device.type
+    bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,)) if shared else None
+    mesh = init_device_mesh(device, (accelerator.num_processes,)) if shared else None
     return Workspace(source, questions, held_out, all_skipped, data.source, accelerator, dtype, mesh)
+
+
+def _check_source(source: OpenedModel, options: TuneOptions) -> None:
+    """Raise VtxError for a checkpoint that is not tuned, or not with these options."""
+    check_tunable(source.config, source.name, original=source.checkpoint.original is not None)
+    if any(info.source for info in source.checkpoint.tensors.values()):
+        raise RequestError(f"{source.name} is quantised, and vtx-tune trains floats; name the unquantised checkpoint")
+    options.entry(source.config)
+    options.depths.within(source.config.text.layers)
+    options.learning.chosen(source.config.text.layers)
+
+
+def _check_answers(options: TuneOptions, questions: Sequence[TuningQuestion], *, shared: bool) -> None:
+    """Raise RequestError for questions that teach nothing, or whose answers no process could write."""
+    bare = sum(question.answer is None for question in questions)
+    if options.full_share == 1 and (not options.weights.ce or bare == len(questions)):
+        raise RequestError(
+            "--full-share 1 trains without withdrawal, where only the data's answers teach anything; give data with "
+            "answers and a --ce-weight above 0"
+        )
+    if shared and bare:
+        raise RequestError(
+            f"{bare} of {len(questions)} questions have no answer, which one process alone would have to write, and "
+            "under FSDP it holds no whole model; give data with answers, or launch it without --use_fsdp"
+        )
 
 
 def _shares(options: TuneOptions) -> bool:

@@ -216,24 +216,31 @@ def model_card(base: str, options: TuneOptions, record: Mapping[str, Any], judge
         "| K | right before (95%) | right after (95%) | points gained, paired (95%) | KL before | KL after |",
         "|---|---|---|---|---|---|",
     ]
-    for point in judged.curve:
-        pair = point["before"], point["after"]
-        shares = " | ".join(
-            f"{s.share:.1%} ({s.low:.1%}..{s.high:.1%})" if (s := entry["right"]) else "-" for entry in pair
-        )
-        gain = point["gained"]
-        points = "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}..{100 * gain.high:+.1f})"
-        kls = " | ".join(f"{p['kl'].mean:.2g}" for p in pair)
-        lines.append(f"| {point['k'] or 'none'} | {shares} | {points} | {kls} |")
+    lines += [_row(point) for point in judged.curve]
     for gates in judged.gates[:1]:
-        gain, lead = (
-            f"{100 * entry.mean:+.1f} ({100 * entry.low:+.1f}..{100 * entry.high:+.1f})"
-            for entry in (gates.gained, gates.ahead)
-        )
         lines += [
             "",
-            f"Under its gates {gates.full_layers:.1f} layers see the image on average, and {gates.right.share:.1%} "
-            f"({gates.right.low:.1%}..{gates.right.high:.1%}) are right: {gain} points beside the base model without "
-            f"withdrawal, {lead} beside this one at {gates.fixed}, paired by question.",
+            f"Under its gates {gates.full_layers:.1f} layers see the image on average, and {_share(gates.right)} are "
+            f"right: {_points(gates.gained)} points beside the base model without withdrawal, {_points(gates.ahead)} "
+            f"beside this one at {gates.fixed}, paired by question.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _row(point: Mapping[str, Any]) -> str:
+    """The row of one K in the card's table."""
+    before = point["before"]
+    after = point["after"]
+    cells = [point["k"] or "none", _share(before["right"]), _share(after["right"]), _points(point["gained"])]
+    cells += [f"{entry['kl'].mean:.2g}" for entry in (before, after)]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _share(share: Any) -> str:
+    """A share with its interval, in percent."""
+    return f"{share.share:.1%} ({share.low:.1%}..{share.high:.1%})" if share else "-"
+
+
+def _points(gain: Any) -> str:
+    """A mean difference with its interval, in points."""
+    return "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}..{100 * gain.high:+.1f})"

@@ -378,17 +378,13 @@ def _messages(fields: ChatFields, limits: Limits, hosts: Collection[str]) -> tup
         if not 1 <= count <= limits.prompts:
             raise RequestError(f"{count} prompts are given; it must be 1 to {limits.prompts}, this server's limit")
         return [], [[_raw(prompt)] for prompt in given.prompts]
-    last = given[-1] if given else None
-    ends = last is not None and last.role in ("user", "assistant", "tool") and not last.tool_calls
-    if not ends or all(message.role != "user" for message in given):
-        raise RequestError(
-            "messages must be a list, and the last message in it the user's question, a tool's result, or the "
-            "beginning of the answer: role 'user', 'tool', or 'assistant' without calls"
-        )
+    _check_turns(given)
     images, messages = split_images([_message(message, hosts) for message in given])
     if fields.image_tokens is not None:
-        for part in [part for message in messages for part in parts_of(message) if part["type"] == "image"]:
-            part.setdefault("image_tokens", fields.image_tokens)
+        for message in messages:
+            for part in parts_of(message):
+                if part["type"] == "image":
+                    part.setdefault("image_tokens", fields.image_tokens)
     if len(images) > limits.images:
         raise Refusal(
             413,
@@ -397,6 +393,17 @@ def _messages(fields: ChatFields, limits: Limits, hosts: Collection[str]) -> tup
             param="messages",
         )
     return images, [messages]
+
+
+def _check_turns(messages: Sequence[MessageFields]) -> None:
+    """Raise RequestError if no question is asked, or the last message is none that is answered."""
+    last = messages[-1] if messages else None
+    ends = last is not None and last.role in ("user", "assistant", "tool") and not last.tool_calls
+    if not ends or all(message.role != "user" for message in messages):
+        raise RequestError(
+            "messages must be a list, and the last message in it the user's question, a tool's result, or the "
+            "beginning of the answer: role 'user', 'tool', or 'assistant' without calls"
+        )
 
 
 def _raw(prompt: str | tuple[int, ...]) -> Message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from vtx.runtime.errors import ImageError
 from vtx.runtime.vision.files.container import Container, DamagedError, exif_orientation, too_many, xmp_orientation
@@ -22,6 +22,7 @@ _LINES = 0xDC
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _METADATA = frozenset([*range(0xE1, 0xEE), 0xEF, 0xFE])  # all but JFIF (E0) and Adobe (EE), which tell the colours
 _STANDALONE = (0x01, _START, _END)
+_EXIF = b"Exif\0\0"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 
@@ -34,7 +35,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
     pieces = []
     blocks: dict[int, int] = {}  # of 8x8 pixels, by component
     width = height = 0
-    exif = xmp = None
+    orientation = _Orientation()
     scans = visited = end = 0
     for _ in range(MAX_PARTS):
         marker = _MARKER.search(content, end)
@@ -46,8 +47,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
         segment = content[start + 4 : end]
         if code in _METADATA:
             if code == 0xE1:
-                exif = _orientation(exif, segment, b"Exif\0\0", exif_orientation)
-                xmp = _orientation(xmp, segment, _XMP, xmp_orientation)
+                orientation.read(segment)
             continue
         if code in _FRAMES:
             if blocks:
@@ -69,12 +69,26 @@ def read_jpeg(name: str, content: bytes) -> Container:
     if not blocks:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
-    return Container("JPEG", width, height, (*pieces, *closing), exif or xmp or 1)
+    return Container("JPEG", width, height, (*pieces, *closing), orientation.value)
 
 
-def _orientation(first: int | None, segment: bytes, head: bytes, read: Callable[[bytes], int | None]) -> int | None:
-    """The `first` orientation, or that of a segment which begins with `head`."""
-    return read(segment) if first is None and segment.startswith(head) else first
+@dataclass(slots=True)
+class _Orientation:
+    """The first orientation in Exif, and the first in XMP, which counts where Exif has none."""
+
+    exif: int | None = None
+    xmp: int | None = None
+
+    def read(self, segment: bytes) -> None:
+        """Take what a segment of metadata says."""
+        if self.exif is None and segment.startswith(_EXIF):
+            self.exif = exif_orientation(segment)
+        if self.xmp is None and segment.startswith(_XMP):
+            self.xmp = xmp_orientation(segment)
+
+    @property
+    def value(self) -> int:
+        return self.exif or self.xmp or 1
 
 
 def _length(content: bytes, code: int, start: int) -> int:

@@ -116,24 +116,32 @@ def read_file(source: Any) -> ImageFile:
         name = "the given image"
         content = source
     elif isinstance(source, (str, os.PathLike)):
-        path = repr(os.fspath(source))
-        name = f"image {path if len(path) <= 200 else f'{path[:120]}...{path[-60:]}'}"
+        name = f"image {_shortened(repr(os.fspath(source)))}"
         with open_file(name, source) as file:
             content = _read_stream(name, file)
     elif callable(getattr(source, "read", None)):
         name = "the image from the stream"
         content = _read_stream(name, source)
     else:
-        fix = "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
-        if hasattr(source, "detach"):
-            fix = "; of a tensor [channels, height, width] give tensor.permute(1, 2, 0).cpu().numpy()"
-        raise ImageError(f"an object of type {type(source).__name__} is not an image; {_FORMS}{fix}")
+        raise ImageError(f"an object of type {type(source).__name__} is not an image; {_FORMS}{_conversion(source)}")
     size = content.nbytes if isinstance(content, memoryview) else len(content)
     if not size:
         raise ImageError(f"{name} is empty (0 bytes); save or copy it again")
     if size > MAX_FILE_BYTES:
         raise ImageError(f"{name} is over {MAX_FILE_BYTES >> 20} MiB, the limit for a file; save it smaller")
     return ImageFile(name, content if isinstance(content, bytes) else bytes(content))
+
+
+def _shortened(path: str) -> str:
+    """A path for messages, of at most 200 characters."""
+    return path if len(path) <= 200 else f"{path[:120]}...{path[-60:]}"
+
+
+def _conversion(source: Any) -> str:
+    """The end of a message about an object that is no image: the expression that makes one of it, if one does."""
+    if hasattr(source, "detach"):
+        return "; of a tensor [channels, height, width] give tensor.permute(1, 2, 0).cpu().numpy()"
+    return "; numpy.asarray makes one" if hasattr(source, "__array__") or isinstance(source, list) else ""
 
 
 def read_data_url(url: str, wanted: str, limit: int) -> bytes:

@@ -98,6 +98,7 @@ def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: F
     body = asking(user("red?", random_image(1)), max_tokens=200)
     assert followed.served.chat(body).status == 200
     (old,) = followed.served.engines.loaded
+    until(lambda: not old.scheduler.active, "its client has its answer a moment before")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(followed.served.chat, body)
         until(lambda: old.scheduler.active == 1, "it begins")
