@@ -61,7 +61,7 @@ def _answer(message: Mapping[str, Any], images: list[ImageSource | Video]) -> Me
 
 
 def _result(message: Mapping[str, Any], images: list[ImageSource | Video]) -> Message:
-    """What a tool returned, which is text, whatever the template makes of parts."""
+    """The message of a tool, whose result is text whatever the template makes of parts."""
     turn: Message = {"role": "tool", "content": _content(message.get("content"), images)}
     if any(part["type"] != "text" for part in parts_of(turn)):
         raise RequestError("a tool's result must be text; give images in a message of the user")
