@@ -133,7 +133,9 @@ class Family:
     transformers' processor; it prints the whole prompt, and the tokenizer adds nothing. `statistics` adds those of
     `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out, `boxes`
     the form of boxes in answers, as the authors state it. `check` raises
-    CheckpointError if tokenizer and template do not make prompts as in training. `transposed` are canonical names of
+    CheckpointError if tokenizer and template do not make prompts as in training. `reader`: it reads documents, whose
+    image tokens leave only if the user accepts other answers. `spellings`: further pairs of model_type and architecture
+    in published files. `transposed` are canonical names of
     matrices that its checkpoints hold as [in, out]. `downsampling`: the values of `downsample_mode` in its files, among
     which an export may choose. A family with an `original` layout is
     recognised by its `architecture` alone.
@@ -157,6 +159,8 @@ class Family:
     check: Callable[[Text], None] | None = None
     transposed: tuple[str, ...] = ()
     downsampling: tuple[str, ...] = ()
+    reader: bool = False
+    spellings: tuple[tuple[str, str], ...] = ()
 
 
 def read_llava_like(

@@ -166,19 +166,11 @@ def _attention(
 ) -> ir.Value:
     """Attention of hidden states [patches, hidden] to all others, or to those in their window."""
     together = b.linear(x, f"{name}.qkv", bias=True)
-    cos, sin = turn
-    half = v.hidden // v.heads // 2
     parts = [
         b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
         for start in range(0, 3 * v.hidden, v.hidden)
     ]
-    for number, part in enumerate(parts[:2]):
-        heads = b.reshape(part, 1, -1, v.heads, 2 * half)
-        first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
-        second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
-        turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
-        turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
-        parts[number] = b.reshape(turned, -1, v.hidden)
+    parts[:2] = [rotated(b, v, part, turn) for part in parts[:2]]
     size = -1
     visible = None
     if within is not None:
@@ -191,3 +183,15 @@ def _attention(
     if within is not None:
         y = b.op("Gather", y, within.back)
     return b.linear(y, f"{name}.proj", bias=True)
+
+
+def rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """Queries or keys [patches, hidden], the halves of each head turned by cos and sin."""
+    cos, sin = turn
+    half = v.hidden // v.heads // 2
+    heads = b.reshape(x, 1, -1, v.heads, 2 * half)
+    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
+    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
+    turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
+    turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
+    return b.reshape(turned, -1, v.hidden)

@@ -83,7 +83,7 @@ class Statement:
             "lfm2_vl",
             "minicpmv4_6",
             *MARKED,
-        ):
+        ) or (self._config.vision_config.model_type == "pixtral"):
             return self._given(inputs)
         if sizes is None:
             images, counts = [self.image(image, method) for image in pixels], method.visionzip
