@@ -19,6 +19,7 @@ THREE_PART = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_5_text": "qwen3_5",
+    "glm_ocr_text": "glm",
 }
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
@@ -104,7 +105,9 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         fields = _qwen3_5(config, layers)
     if family == "gemma2":
         fields = _gemma2(config)
-    biased = bool(getattr(config, "attention_bias", False))
+    if family == "glm":
+        fields = {"post_norms": True}
+    biased = family != "glm" and bool(getattr(config, "attention_bias", False))
     return TextConfig(
         family=family,
         layers=layers,
@@ -125,7 +128,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
             head_dim,
             three_part=three_part and kind in THREE_PART,
             interleaved=family in ("qwen3", "qwen3_5"),
-            partial=family == "qwen3_5",
+            partial=family in ("qwen3_5", "glm"),
         ),
         max_positions=positions,
         qk_norm=family in ("qwen3", "lfm2", "qwen3_5"),

@@ -68,6 +68,7 @@ def read_qwen(
         image_token_id=image_token_of(parsed, text),
         layout=Native(vision.patch, vision.shuffle, FEWEST, MOST),
         projector_norm_eps=NORM_EPS,
+        projector_rms=vision.rms_norm,
         video=VideoConfig(image_token_of(parsed, text, "video"), in_time(frames, parsed.vision_config), "full"),
     )
 
