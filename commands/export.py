@@ -174,7 +174,8 @@ def _chosen_ks(
         "--allow-changed-answers",
         bool,
         "Accept the K of --k auto if fewer than 90% of the answers stay the same, "
-        "or if that is unknown, and weights whose KL from the checkpoint is above 1 nat.",
+        "or if that is unknown, weights whose KL from the checkpoint is above 1 nat, and --k or --reduce for a model "
+        "that reads documents.",
     ),
     option(
         "--activation-aware",
@@ -317,10 +318,12 @@ def _check_questions(settings: ExportSettings) -> None:
         raise click.UsageError("--images has no effect without --calibration; leave it out")
     parts = filter(None, (settings.precision, settings.vision_precision, settings.head_precision))
     integers = settings.kv_precision == "int8" or any(PRECISIONS[part].bits for part in parts)
-    if settings.allow_changed_answers and not integers and (settings.calibration is None or not settings.one_k):
+    calibrated = settings.calibration is not None and settings.one_k
+    dropping = not settings.demo and not settings.one_k and (settings.ks or settings.reductions)
+    if settings.allow_changed_answers and not (integers or calibrated or dropping):
         raise click.UsageError(
-            "--allow-changed-answers is about the K of --k auto --calibration DATA, and about integer weights, K and "
-            "V; leave it out"
+            "--allow-changed-answers is about the K of --k auto --calibration DATA, about integer weights, K and V, "
+            "and about --k and --reduce for a model that reads documents; leave it out"
         )
 
 

@@ -75,6 +75,8 @@ def choose(options: ExportOptions, source: SourceModel) -> Choices:
     checkpoint = source.checkpoint
     config = source.config
     gates, ks = _gates_and_ks(options, checkpoint, config)
+    if source.family.reader:
+        _check_reader(options, ks)
     reductions = plan_reductions(options.reductions, config)
     text_tower = _text_tower(options, checkpoint, config, reductions)
     if options.retain is not None:
@@ -130,6 +132,15 @@ def _gates_and_ks(
             f"no gate for K = {list(ks)}; the file has gates for K = {sorted(gates.by_k)}; name one of these"
         )
     return gates, ks
+
+
+def _check_reader(options: ExportOptions, ks: tuple[int, ...]) -> None:
+    """Raise RequestError if image tokens would leave, and neither a calibration nor the user accepts other answers."""
+    if (ks or options.reductions) and options.calibration is None and not options.allow_changed_answers:
+        raise RequestError(
+            "this model reads documents, and --k and --reduce drop image tokens whose text it has not read yet; leave "
+            "them out, or add --allow-changed-answers"
+        )
 
 
 def _text_tower(

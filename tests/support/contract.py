@@ -14,6 +14,7 @@ import pytest
 from tests.support.exported import DEVICES
 from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
@@ -230,6 +231,11 @@ FAMILIES = {
     "gemma4": Family(
         GEMMA4, (2, 4, 5), NEAR, stated=False, traced=("divprune:keep=0.5",), sizes=((90, 70), (140, 70), (40, 40)),
         variants=(replace(GEMMA4, clipped=True),),
+    ),
+    "glm_ocr": Family(
+        GLM_OCR, (3, 5), NEAR, OF_QWEN[:3], OF_TWO_BY_TWO, GOLDEN, pictures=2,
+        sizes=((150, 120), (40, 90), (40, 40)), dialects=True, traced=TRACES_OF_QWEN,
+        variants=(replace(GLM_OCR, tied=True, names="saved", partial=1.0, attention_bias=True, shards=2),),
     ),
     "paligemma": Family(
         PALIGEMMA, (3, 5, 8), NEAR, (), {"fastv:k=3": "fastv ranks tokens by the question's attention"},

@@ -118,6 +118,7 @@ class Reference:
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
             "gemma4": ("Gemma4ImageProcessorPil", "Gemma4Processor"),
+            "glm_ocr": ("Glm46VImageProcessorPil", "Glm46VProcessor"),
         }
         if config.model_type == "lfm2_vl":
             from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
@@ -136,7 +137,7 @@ class Reference:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
-        if config.model_type.startswith("qwen"):
+        if config.model_type.startswith(("qwen", "glm")):
             settings = {}
         if config.model_type == "gemma4":
             settings = {"feature_extractor": None, "video_processor": None}

@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
+    "glm_ocr": "GlmOcrForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -79,6 +80,7 @@ PROCESSORS = {
     "gemma3": "Gemma3Processor",
     "gemma4": "Gemma4Processor",
     "minicpmv4_6": "MiniCPMV4_6Processor",
+    "glm_ocr": "Glm46VProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -105,11 +107,11 @@ class Tiny:
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
-        "minicpmv4_6",
+        "minicpmv4_6", "glm_ocr",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
-        "qwen3_5",
+        "qwen3_5", "glm_ocr_text",
     ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
@@ -177,6 +179,8 @@ class Tiny:
             return "<|image|>" if self.family == "gemma4" else "<image_soft_token>"
         if self.family == "minicpmv4_6":
             return "<|image_pad|>"
+        if self.family == "glm_ocr":
+            return "<|image|>"
         return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
@@ -207,6 +211,8 @@ class Tiny:
             return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
+        if self.family == "glm_ocr":
+            return ["<|begin_of_image|>", "<|end_of_image|>"]
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family == "minicpmv4_6":
@@ -258,6 +264,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         from tests.support.families.minicpm import make_minicpm
 
         return make_minicpm(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "glm_ocr":
+        from tests.support.families.glm_ocr import make_glm
+
+        return make_glm(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family.startswith("gemma"):
         from tests.support.families.gemma import make_gemma
 
@@ -566,7 +576,7 @@ def hub_name(name: str, tiny: Tiny) -> str:
     """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
-        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6")
+        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr")
         or tiny.family.startswith("qwen")
     ):
         return name

@@ -94,4 +94,5 @@ FAMILY = Family(
     processors=tuple(replace(PROCESSOR, name=f"Glm{name}ImageProcessor") for name in ("46V", "4v")),
     adjust=_adjust,
     arrange=_arrange,
+    reader=True,
 )
