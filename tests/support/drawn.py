@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
@@ -41,6 +42,15 @@ def minicpm(draw: random.Random) -> Tiny:
         tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
         downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
         vision_act=draw.choice([None, "gelu"]),
+    )  # fmt: skip
+
+
+def glm_ocr(draw: random.Random) -> Tiny:
+    tiny = any_text(draw, GLM_OCR)
+    return replace(
+        tiny, rope="default", head_dim=draw.choice([16, 24, 32]), partial=draw.choice([0.5, 1.0]),
+        vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]), attention_bias=draw.random() < 0.5,
+        vision_ffn=draw.choice([48, 80]), names=draw.choice(["hub", "saved"]),
     )  # fmt: skip
 
 

@@ -212,7 +212,7 @@ class Tiny:
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
         if self.family == "glm_ocr":
-            return ["<|begin_of_image|>", "<|end_of_image|>"]
+            return ["<|begin_of_image|>", "<|end_of_image|>", "<|video|>"]
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family == "minicpmv4_6":

@@ -36,7 +36,7 @@ class Native(Layout):
     """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
 
     Images are resized to whole squares, between `min_pixels` and `max_pixels`; `small`: those with a side below a
-    square's are first enlarged, one of `SMALL`.
+    square's are first enlarged, one of `SMALL`. `flat`: positions are single numbers.
     """
 
     patch: int
@@ -44,6 +44,7 @@ class Native(Layout):
     min_pixels: int
     max_pixels: int
     small: str | None = optional(None, kw_only=True)
+    flat: bool = optional(False, kw_only=True)
 
     def __post_init__(self) -> None:
         valid = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels
@@ -118,6 +119,8 @@ class Native(Layout):
         columns, rows = self._grid(width, height)
         count = columns * rows
         patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
+        if self.flat:
+            return ImageTokens(tokens.hidden, patches)
         return ImageTokens(tokens.hidden, patches, offsets=squares(columns, rows), span=max(columns, rows))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
@@ -129,9 +132,8 @@ class Native(Layout):
     def _enlarged(self, width: int, height: int) -> tuple[int, int]:
         """The sides that an image counts with."""
         unit = self.unit
-        if self.small == FLOORED and min(width, height) < unit:
-            scale = max(unit / height, unit / width)
-            return int(width * scale), int(height * scale)
+        if self.small == FLOORED:
+            return enlarged(width, height, unit)
         if self.small == NEAREST and height < unit:
             width = round(width * unit / height)
             height = unit
@@ -167,6 +169,14 @@ def fitted_grid(
         enlarge = math.sqrt(least / (frames * height * width))
         return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
     return rounded
+
+
+def enlarged(width: int, height: int, unit: int) -> tuple[int, int]:
+    """An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down."""
+    if min(width, height) >= unit:
+        return width, height
+    scale = unit / min(width, height)
+    return int(width * scale), int(height * scale)
 
 
 def squares(columns: int, rows: int) -> NDArray[np.int64]:

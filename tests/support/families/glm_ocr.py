@@ -1,4 +1,4 @@
-"""Small random GLM-OCR checkpoints in Hugging Face's layout, with a layer for predicting several tokens behind the last."""
+"""Small random GLM-OCR checkpoints, with a tensor of the layer that predicts several tokens at a time."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def make_glm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     marked = f"<|begin_of_image|>{tiny.image_token}<|end_of_image|>"
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", marked), encoding="utf-8")
     weights = _weights(config, tiny, seed)
-    further = f"model.language_model.layers.{tiny.layers}.eh_proj.weight"  # of the layer that predicts several tokens
+    further = "model.language_model.layers.16.eh_proj.weight"  # of the layer that predicts several tokens
     write_weights(folder, tiny, weights | {further: torch.ones(tiny.hidden, 2 * tiny.hidden)})
     return folder

@@ -18,7 +18,8 @@ Small read_small(Fields& parameters) {
 Native read_native(Fields& parameters) {
   int64_t patch = parameters.whole("patch"), merge = parameters.whole("merge");
   int64_t least = parameters.whole("min_pixels"), most = parameters.whole("max_pixels");
-  return {patch, merge, least, most, read_small(parameters)};
+  const bool flat = parameters.has("flat") && parameters.flag("flat");
+  return {patch, merge, least, most, read_small(parameters), flat};
 }
 
 LayoutPtr make_native(Fields& parameters) { return std::make_shared<Native>(read_native(parameters)); }
