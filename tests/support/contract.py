@@ -17,6 +17,7 @@ from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
@@ -94,8 +95,9 @@ OF_STATES = (
 )  # fmt: skip
 OF_TWO_BY_TWO = dict.fromkeys(("cls", "mustdrop:tau=off,layers=2/4", "lsm"), OF_PATCHES)
 OF_MARKED = dict.fromkeys(("cdpruner", "dart:k=0", "divprune", "random"), AMONG_TILES)
+STATE = "layers with {} keep a state, from which none can be taken"
 STATELESS = {
-    "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0": "layers with {} keep a state, from which none can be taken",
+    "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0": STATE,
     "visionzip:64": "merges patches by the attention of the tower's class token",
 }
 RULE = {spec: reason.format("the gated delta rule") for spec, reason in STATELESS.items()}
@@ -212,6 +214,18 @@ FAMILIES = {
             "cdpruner:64": AMONG_TILES, "lsm": "works on single patches",
         },
         GOLDEN_OF_OTHERS, traced=TRACES_OF_STATES, alike=True,
+    ),
+    "lfm3_vl": Family(
+        LFM3, (2, 4, 5, 7), NEAR, (),
+        {
+            "fastv:k=2": "layer 2, which has a sliding window of 24 .* full attention: 4, 7",
+            "fastv:k=3": "layer 3, which is a convolution in this model; use a layer with attention: 4, 7",
+            "mustdrop:gamma=0.1,alpha=1,layers=4/7,tau=off,key=0": STATE.format("a convolution"), "lsm": OF_PATCHES,
+        },
+        GOLDEN, stated=False, sizes=((150, 120), (40, 90), (40, 40)),
+        variants=(
+            replace(LFM3, tied=False, names="saved", post_norms=False, gates=False, attention_bias=True, mlp_bias=True),
+        ),
     ),
     "minicpmv4_6": Family(
         MINICPM, (2, 3, 4, 5, 8), NEAR, OF_STATES,
