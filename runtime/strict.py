@@ -108,13 +108,13 @@ def json_value(value: Any) -> Any:
     return [json_value(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def optional(default: Any) -> Any:
+def optional(default: Any, *, kw_only: bool = False) -> Any:
     """Declare a field that may be absent from a file, and is not written when it has its default.
 
     Fields that were added to a format later are optional: a reader that does not know them reads all files that do not
     use them, and refuses the others.
     """
-    return dataclasses.field(default=default, metadata={_OPTIONAL: True})
+    return dataclasses.field(default=default, metadata={_OPTIONAL: True}, kw_only=kw_only)
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.merge import SIDE
+from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.base import Needs, Policy, Reduction
 from vtx.runtime.policies.make import NO_VIDEOS, NOT_RENUMBERED, check_depth, check_layout, check_patches
@@ -68,7 +69,7 @@ def _check_layers(part: Reduction, text: TextConfig) -> None:
     """Raise UnsupportedModelError for layers that cannot rank tokens, or would still see those that are dropped."""
     needs = part.needs()
     if windowed := [layer for layer in needs.scored if text.slides(layer)]:
-        full = [layer for layer in range(1, text.shared or text.layers) if not text.slides(layer)]
+        full = [layer for layer in range(1, text.shared or text.layers) if not unscored(text, layer)]
         raise UnsupportedModelError(
             f"{part.name} reads the attention of layer {windowed[0]}, which has a sliding window of "
             f"{text.sliding.window if text.sliding else 0} positions; use one with full "
@@ -94,7 +95,7 @@ def _check_states(part: Reduction, c: TextConfig) -> None:
             "from which none can be taken; use fastv, or dart after a layer"
         )
     if wrong := sorted(scored & set(convolved)):
-        attending = [layer for layer in range(1, c.layers + 1) if layer not in convolved]
+        attending = [layer for layer in range(1, c.layers + 1) if not unscored(c, layer)]
         raise UnsupportedModelError(
             f"{part.name} reads the attention of layer {wrong[0]}, which {verb} {kind} in this model; use a layer "
             f"with attention: {', '.join(map(str, attending))}"

@@ -64,6 +64,9 @@ def open_checkpoint(
     family = find_family(checkpoint.config)
     turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
     checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    if family.arrange is not None:
+        arranged = family.arrange(family.read(checkpoint.config), checkpoint.tensors)
+        checkpoint = replace(checkpoint, tensors=dict(arranged))
     layout = family.original
     if layout is not None and layout.tower is not None:
         return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)

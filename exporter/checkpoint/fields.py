@@ -80,11 +80,13 @@ def read_rope(
     interleaved = interleaved and three_part
     sections: tuple[int, ...] = ()
     if three_part:
-        usual = PARTIAL if partial else INTERLEAVED if interleaved else SECTIONS
+        usual = SECTIONS
+        if interleaved:
+            usual = PARTIAL if partial else INTERLEAVED
         sections = _sections(parameters.get("mrope_section", usual), rotated)
     still = (head_dim - rotated) // 2
     if still and sections:
-        sections = (sections[0] + still, *sections[1:])
+        sections = (sections[0] + still, *sections[1:]) if interleaved else (*sections[:-1], sections[-1] + still)
     frequencies = (*(float(r) for r in rates.astype(np.float32)), *[0.0] * still)
     return RopeSpec(kind, number(parameters, "rope_theta", 10000.0), frequencies, sections, scale, interleaved)
 

@@ -19,9 +19,10 @@ THREE_PART = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_5_text": "qwen3_5",
+    "glm_ocr_text": "glm",
 }
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
-STATE_KINDS = {"lfm2": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
+STATE_KINDS = {"lfm2": "conv", "lfm3": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
 SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "gemma2": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
@@ -84,7 +85,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     config = parsed.text_config
     heads = size(config, "num_attention_heads")
     hidden = size(config, "hidden_size")
-    head_dim = _head_dim(config, hidden // heads)
+    head_dim = head_size(config, hidden // heads)
     kv_heads = size(config, "num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
@@ -104,7 +105,9 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         fields = _qwen3_5(config, layers)
     if family == "gemma2":
         fields = _gemma2(config)
-    biased = bool(getattr(config, "attention_bias", False))
+    if family == "glm":
+        fields = {"post_norms": True}
+    biased = family != "glm" and bool(getattr(config, "attention_bias", False))
     return TextConfig(
         family=family,
         layers=layers,
@@ -125,7 +128,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
             head_dim,
             three_part=three_part and kind in THREE_PART,
             interleaved=family in ("qwen3", "qwen3_5"),
-            partial=family == "qwen3_5",
+            partial=family in ("qwen3_5", "glm"),
         ),
         max_positions=positions,
         qk_norm=family in ("qwen3", "lfm2", "qwen3_5"),
@@ -136,7 +139,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     )
 
 
-def _head_dim(config: Any, default: int) -> int:
+def head_size(config: Any, default: int) -> int:
     """The size of a head. Raises UnsupportedModelError for one that onnxruntime's attention does not take."""
     head_dim = getattr(config, "head_dim", None) or default
     if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:
@@ -177,7 +180,7 @@ def _lfm2(config: Any, layers: int, ffn: int) -> tuple[int, dict[str, Any]]:
                 f"config.json: block_ffn_dim_multiplier makes an MLP of width {ffn}, outside 1..{MAX_WIDTH}; correct "
                 "config.json"
             )
-    fields = _convolved(config, "lfm2", layers, "conv_L_cache")
+    fields = convolved_layers(config, "lfm2", layers, "conv_L_cache")
     return ffn, fields | {"conv_bias": bool(config.conv_bias)}
 
 
@@ -190,7 +193,8 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
             f"config.json: linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}; "
             "correct config.json"
         )
-    fields = _convolved(config, "qwen3_5", layers, "linear_conv_kernel_dim") | {"gated": True, "rotates_first": True}
+    fields = convolved_layers(config, "qwen3_5", layers, "linear_conv_kernel_dim")
+    fields |= {"gated": True, "rotates_first": True}
     return fields | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if fields["conv_layers"] else {})
 
 
@@ -209,7 +213,7 @@ def _activation(config: Any, family: str) -> str:
     return str(config.hidden_activation if family == "gemma2" else config.hidden_act)
 
 
-def _convolved(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:
+def convolved_layers(config: Any, family: str, layers: int, setting: str) -> dict[str, Any]:
     """The layers with a convolution, and the tokens that one spans, by a `setting`."""
     kinds = config.layer_types
     taps = getattr(config, setting)

@@ -204,6 +204,9 @@ def _attention(
     )
     if gate is not None:
         attended = b.op("Mul", attended, gate)
+    if c.head_gates:
+        gates = b.op("Unsqueeze", b.op("Sigmoid", b.linear(x, f"{name}.g_proj", bias=False)), b.constant([2]))
+        attended = b.reshape(b.op("Mul", b.reshape(attended, -1, c.heads, width), gates), -1, c.heads * width)
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
 
 

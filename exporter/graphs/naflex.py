@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.encoder import projected
-from vtx.exporter.graphs.native import Grid
+from vtx.exporter.graphs.native_blocks import Grid
 from vtx.tools.model.towers.naflex import MERGER
 from vtx.tools.model.vision import MERGED, VisionConfig
 

@@ -6,38 +6,17 @@ by row within a square. The size of the image determines their number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
+from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import norm
+from vtx.exporter.graphs.native_blocks import END, Grid, Windows, attend, convolve, downsample, merge
 from vtx.runtime.bundle.spec import names
-from vtx.tools.model.towers.native import MERGER, POSITIONS, NativeTower, map_merger
+from vtx.tools.model.towers.native import FIRST_NORM, LAST_NORM, MERGER, POSITIONS, NativeTower, map_merger
 from vtx.tools.model.vision import VisionConfig
-
-THETA = 10_000.0
-END = 1 << 30  # of any axis
-INT64 = ir.DataType.INT64.value
-
-
-Grid = tuple[ir.Value, ir.Value]  # the numbers of rows and columns of squares, [1] int64 each
-
-
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Patches grouped by windows of `size`: `into` [windows * size] are their indices, padded with 0.
-
-    `back` [patches] is the inverse, `seen` [windows, 1, 1, size] bool is false for padding.
-    """
-
-    size: int
-    into: ir.Value
-    back: ir.Value
-    seen: ir.Value
 
 
 def build_native(b: Builder, c: ModelConfig) -> None:
@@ -72,7 +51,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
             None,
             sizes,
             mode="linear",
-            coordinate_transformation_mode="align_corners",
+            coordinate_transformation_mode="half_pixel" if v.half_pixel else "align_corners",
         )
         patches = b.op("Add", patches, b.from_float32(stretched))
     side = b.constant([v.shuffle])
@@ -80,6 +59,8 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
     squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
     x = b.reshape(squares, -1, v.hidden)
+    if v.first_norm:
+        x = norm(b, v, x, FIRST_NORM)
     grid = (rows, columns)
     turn = _rotation(b, v, grid)
     windows = _windows(b, v, grid) if v.window is not None else None
@@ -87,25 +68,33 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     for layer in range(v.layers):
         name = f"vision.blocks.{layer}"
         within = None if layer in v.full_blocks else windows
-        x = b.op("Add", x, _attention(b, v, norm(b, v, x, f"{name}.norm1"), f"{name}.attn", turn, within))
+        y = norm(b, v, x, f"{name}.norm1")
+        if layer in v.convolved:
+            x = b.op("Add", x, convolve(b, v, y, f"{name}.conv", grid))
+        else:
+            x = b.op("Add", x, attend(b, v, y, f"{name}.attn", turn, within))
         y = norm(b, v, x, f"{name}.norm2")
         mlp = f"{name}.mlp"
-        gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=True), v.activation)
-        y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=True)) if v.gated else gate
-        x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=True))
+        gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=v.qkv_bias), v.activation)
+        y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=v.qkv_bias)) if v.gated else gate
+        x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=v.qkv_bias))
         if layer in v.maps:
             name = map_merger(number := v.maps.index(layer))
-            tokens = _merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
+            tokens = merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
             output = names.token_input(c.token_inputs[number + 1].name)
             b.output(b.to_float32(tokens), output, FLOAT, ["tokens", c.text.hidden])
-    merged = _merge(b, c, b.reshape(norm(b, v, x, f"{MERGER}.ln_q"), -1, wide), MERGER)
+    if v.post_norm:
+        x = norm(b, v, x, LAST_NORM)
+    merged = downsample(b, c, x) if v.downsampled else merge(b, c, b.reshape(_merger_norm(b, c, x), -1, wide), MERGER)
     out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 
 
-def _merge(b: Builder, c: ModelConfig, squares: ir.Value, name: str) -> ir.Value:
-    hidden = activate(b, b.linear(squares, f"{name}.mlp.0", bias=True), c.projector_activation)
-    return b.linear(hidden, f"{name}.mlp.2", bias=True)
+def _merger_norm(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:
+    assert c.projector_norm_eps is not None
+    if c.projector_rms:
+        return b.dialect.norm(b, x, f"{MERGER}.ln_q.weight", c.projector_norm_eps)
+    return b.dialect.layer_norm(b, x, f"{MERGER}.ln_q", c.projector_norm_eps)
 
 
 def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Value]:
@@ -113,7 +102,9 @@ def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Val
     rows, columns = grid
     quarter = v.hidden // v.heads // 4
     side = v.shuffle
-    rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+    rates = (1.0 / np.float32(v.theta) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(
+        np.float32
+    )
     everywhere = b.op("Concat", rows, columns, b.constant([side, side, quarter]), axis=0)
     one = b.constant([1])
     sides = b.constant([side])
@@ -135,7 +126,7 @@ def _count(b: Builder, size: ir.Value) -> ir.Value:
     return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
 
 
-def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
+def _windows(b: Builder, v: VisionConfig, grid: Grid) -> Windows:
     """Windows cover the grid from its first square; the part beyond the grid is padding."""
     assert v.window is not None
     side = v.window // v.shuffle
@@ -158,40 +149,4 @@ def _windows(b: Builder, v: VisionConfig, grid: Grid) -> _Windows:
     full_side = b.op("Reshape", back, b.op("Concat", *full, b.constant([of_window]), axis=0))
     ends = b.op("Concat", *grid, axis=0)
     part_side = b.op("Slice", full_side, b.constant([0, 0]), ends, b.constant([0, 1]))
-    return _Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(part_side, -1), visible)
-
-
-def _attention(
-    b: Builder, v: VisionConfig, x: ir.Value, name: str, turn: tuple[ir.Value, ir.Value], within: _Windows | None
-) -> ir.Value:
-    """Attention of hidden states [patches, hidden] to all others, or to those in their window."""
-    together = b.linear(x, f"{name}.qkv", bias=True)
-    parts = [
-        b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
-        for start in range(0, 3 * v.hidden, v.hidden)
-    ]
-    parts[:2] = [rotated(b, v, part, turn) for part in parts[:2]]
-    size = -1
-    visible = None
-    if within is not None:
-        parts = [b.op("Gather", part, within.into) for part in parts]
-        size = within.size
-        visible = within.seen
-    batch = 1 if within is None else -1
-    q, k, w = (b.reshape(part, batch, size, v.hidden) for part in parts)
-    y = b.reshape(b.dialect.tower_attention(b, q, k, w, Heads(v.heads, v.hidden // v.heads), visible), -1, v.hidden)
-    if within is not None:
-        y = b.op("Gather", y, within.back)
-    return b.linear(y, f"{name}.proj", bias=True)
-
-
-def rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Queries or keys [patches, hidden], the halves of each head turned by cos and sin."""
-    cos, sin = turn
-    half = v.hidden // v.heads // 2
-    heads = b.reshape(x, 1, -1, v.heads, 2 * half)
-    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
-    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
-    turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
-    turned = b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
-    return b.reshape(turned, -1, v.hidden)
+    return Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(part_side, -1), visible)

@@ -16,7 +16,8 @@ from vtx.exporter.graphs.encoder import build_block, project_patches, projected
 from vtx.exporter.graphs.joined import build_joined
 from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, received_attention
 from vtx.exporter.graphs.naflex import merge_squares, naflex_embeddings, naflex_squares
-from vtx.exporter.graphs.native import Grid, build_native
+from vtx.exporter.graphs.native import build_native
+from vtx.exporter.graphs.native_blocks import Grid
 from vtx.exporter.graphs.pixtral import build_pixtral
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec

@@ -63,12 +63,11 @@ def decoder_layer(
 
     y = rms(x, weight("input_layernorm.weight"), c.eps)
     if weights("conv.in_proj.weight") is not None:
-        x = x + linear(_short_convolution(c, linear, weights, y, inputs.cache), "conv.out_proj")
-        return x + _mlp(c, x, weight, linear)
-    if weights("linear_attn.A_log") is not None:
-        x = x + linear(_delta_rule(c, linear, weight, y, inputs.cache), "linear_attn.out_proj")
-        return x + _mlp(c, x, weight, linear)
-    y = linear(_attention(c, y, inputs, weight, linear, see), "self_attn.o_proj")
+        y = linear(_short_convolution(c, linear, weights, y, inputs.cache), "conv.out_proj")
+    elif weights("linear_attn.A_log") is not None:
+        y = linear(_delta_rule(c, linear, weight, y, inputs.cache), "linear_attn.out_proj")
+    else:
+        y = linear(_attention(c, y, inputs, weight, linear, see), "self_attn.o_proj")
     before = "post_attention_layernorm"
     if c.post_norms:
         y = rms(y, weight(f"{before}.weight"), c.eps)
@@ -96,6 +95,8 @@ def _attention(
     width = c.heads_of(inputs.layer)
     parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
     gate: Tensor | None = None
+    if c.head_gates:
+        gate = linear(y, "self_attn.g_proj").sigmoid().repeat_interleave(width, -1)
     if c.gated:
         halves = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
         parts[0] = halves[..., 0, :].flatten(2)

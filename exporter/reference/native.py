@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.tools.model.vision import VisionConfig
+from vtx.tools.model.vision import VisionModel
 
-BASE = 10_000.0
 Function = Callable[[Tensor, str], Tensor]
+
+
+class Norm(Protocol):
+    """A norm by the name of its weights, and its epsilon if it is not the tower's."""
+
+    def __call__(self, x: Tensor, name: str, eps: float | None = None) -> Tensor: ...
 
 
 class NativeReference:
@@ -19,13 +25,14 @@ class NativeReference:
 
     def __init__(
         self,
-        vision: VisionConfig,
+        model: VisionModel,
         weight: Callable[[str], Tensor],
         activate: Function,
-        norm: Function,
+        norm: Norm,
         linear: Function,
     ) -> None:
-        self._v = vision
+        self._c = model
+        self._v = model.vision
         self._w = weight
         self._activate = activate
         self._norm = norm
@@ -42,15 +49,16 @@ class NativeReference:
         high, wide = grid.shape[1:]
         if v.position_grid is not None:
             table = self._w("vision.pos_embed.weight").T.reshape(1, v.hidden, v.position_grid, v.position_grid)
-            grid = grid + F.interpolate(table, (high, wide), mode="bilinear", align_corners=True)[0]
+            grid = grid + F.interpolate(table, (high, wide), mode="bilinear", align_corners=not v.half_pixel)[0]
         row, column = (part.flatten() for part in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
         x = grid.flatten(1).T
+        x = self._norm(x, "vision.embedding_norm") if v.first_norm else x
         windows = []  # the patches of each
         if v.window is not None:
             window = row // v.window * len(column) + column // v.window
             windows = [torch.nonzero(window == number)[:, 0] for number in sorted({*window.tolist()})]
         half = v.hidden // v.heads // 2
-        rates = BASE ** (-torch.arange(0, half, 2).float() / half)
+        rates = v.theta ** (-torch.arange(0, half, 2).float() / half)
         angles = torch.cat((row[:, None] * rates, column[:, None] * rates), 1)  # [patches, head_dim / 2]
         maps = list[Tensor]()
 
@@ -59,27 +67,72 @@ class NativeReference:
             return parts.reshape(high // side * (wide // side), -1)
 
         def merged(x: Tensor, name: str) -> Tensor:
-            return self._linear(self._activate(self._linear(x, f"{name}.mlp.0"), "gelu"), f"{name}.mlp.2")
+            inner = self._activate(self._linear(x, f"{name}.mlp.0"), self._c.projector_activation)
+            return self._linear(inner, f"{name}.mlp.2")
 
         for layer in range(v.layers):
             groups = windows if v.window is not None and layer not in v.full_blocks else [torch.arange(len(x))]
-            x = self._block(x, f"vision.blocks.{layer}", angles, groups)
+            name = f"vision.blocks.{layer}"
+            if layer in v.convolved:
+                mixed = self._convolved(self._norm(x, f"{name}.norm1"), f"{name}.conv", (high, wide))
+            else:
+                mixed = self._attended(self._norm(x, f"{name}.norm1"), f"{name}.attn", angles, groups)
+            x = self._expanded(x + mixed, name)
             if layer in v.maps:
                 name = f"vision.deepstack_merger_list.{len(maps)}"
                 maps.append(merged(self._norm(squares(x), f"{name}.ln_q"), name))
-        return [merged(squares(self._norm(x, "vision.merger.ln_q")), "vision.merger"), *maps]
+        x = self._norm(x, "vision.post_layernorm") if v.post_norm else x
+        if v.downsampled:
+            return [self._downsampled(squares(x))]
+        return [
+            merged(squares(self._norm(x, "vision.merger.ln_q", self._c.projector_norm_eps)), "vision.merger"),
+            *maps,
+        ]
 
-    def _block(self, x: Tensor, name: str, angles: Tensor, groups: list[Tensor]) -> Tensor:
+    def _attended(self, x: Tensor, name: str, angles: Tensor, groups: list[Tensor]) -> Tensor:
+        """Attention of normed states [patches, hidden] within each of the groups."""
         v = self._v
-        qkv = self._linear(self._norm(x, f"{name}.norm1"), f"{name}.attn.qkv")
-        q, k, w = (part.reshape(len(x), v.heads, -1).transpose(0, 1) for part in qkv.chunk(3, -1))
+        width = v.hidden // v.heads
+        if v.kv_heads is None:
+            parts = [*self._linear(x, f"{name}.qkv").chunk(3, -1)]
+        else:
+            parts = [self._linear(x, f"{name}.{part}_proj") for part in "qkv"]
+        q, k, w = (part.reshape(len(x), -1, width).transpose(0, 1) for part in parts)
+        if v.head_norms:
+            q = self._norm(q, f"{name}.q_norm")
+            k = self._norm(k, f"{name}.k_norm")
         q = rotated(q, angles)
-        k = rotated(k, angles)
+        k, w = (part.repeat_interleave(v.heads // len(part), 0) for part in (rotated(k, angles), w))
         y = torch.empty_like(x)
         for group in groups:
             output = attended(q[:, group], k[:, group], w[:, group])
             y[group] = output.transpose(0, 1).flatten(1)
-        x = x + self._linear(y, f"{name}.attn.proj")
+        return self._linear(y, f"{name}.proj")
+
+    def _convolved(self, x: Tensor, name: str, grid: tuple[int, int]) -> Tensor:
+        first, last, inner = self._linear(x, f"{name}.in_proj").chunk(3, -1)
+        kernel = self._w(f"{name}.spatial_conv.weight")
+        planes = (first * inner).T.reshape(-1, *grid)
+        mixed = F.conv2d(planes, kernel, padding="same", groups=len(kernel))
+        return self._linear(last * mixed.flatten(1).T, f"{name}.out_proj")
+
+    def _downsampled(self, squares: Tensor) -> Tensor:
+        v = self._v
+        kernel = self._w("vision.downsample.weight")
+        joined = squares.reshape(len(squares), v.shuffle**2, v.hidden).transpose(1, 2).flatten(1)
+        states = F.linear(joined, kernel.flatten(1), self._w("vision.downsample.bias"))
+        normed = self._norm(
+            self._linear(states, "vision.merger.proj"),
+            "vision.merger.post_projection_norm",
+            self._c.projector_norm_eps,
+        )
+        states = self._activate(normed, self._c.projector_activation)
+        gate = self._activate(self._linear(states, "vision.merger.gate_proj"), v.activation)
+        return self._linear(gate * self._linear(states, "vision.merger.up_proj"), "vision.merger.down_proj")
+
+    def _expanded(self, x: Tensor, name: str) -> Tensor:
+        """States with those of a block's MLP added."""
+        v = self._v
         y = self._norm(x, f"{name}.norm2")
         mlp = f"{name}.mlp"
         if v.gated:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.reference.layers import activate
-from vtx.exporter.reference.native import BASE, attended, rotated
+from vtx.exporter.reference.native import attended, rotated
 from vtx.exporter.reference.parts import TowerWeights
 
 
@@ -26,7 +26,7 @@ class PixtralReference:
         linear = self._parts.linear
         grid = F.conv2d(pixels[None], self._parts.read("vision.patch_conv.weight"), stride=v.patch)[0]
         high, wide = grid.shape[1:]
-        rates = BASE ** (-torch.arange(0, v.hidden // v.heads, 2).float() / (v.hidden // v.heads))
+        rates = v.theta ** (-torch.arange(0, v.hidden // v.heads, 2).float() / (v.hidden // v.heads))
         row, column = (part.flatten() for part in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
         angles = torch.cat((row[:, None] * rates[::2], column[:, None] * rates[1::2]), 1)
         states = [self._parts.norm(grid.flatten(1).T, "vision.ln_pre")]

@@ -42,7 +42,7 @@ def _axial(c: ModelConfig, parts: TowerWeights) -> See:
 
 
 def _native(c: ModelConfig, parts: TowerWeights) -> See:
-    tower = NativeReference(c.vision, parts.read, activate, parts.norm, parts.linear)
+    tower = NativeReference(c, parts.read, activate, parts.norm, parts.linear)
 
     def see(pixels: Tensor) -> list[Tensor]:
         return [*map(torch.cat, zip(*map(tower.tokens, pixels), strict=True))]

@@ -96,7 +96,7 @@ def _mixer_matrices(c: TextConfig, layer: int) -> tuple[str, ...]:
     """The matrices of `layer` whose inputs are its first norm's outputs."""
     if layer in c.conv_layers:
         return ("conv.in_proj",) if c.delta is None else DELTA
-    parts = "qkv" if c.source(layer) == layer else "q"
+    parts = ("qkv" if c.source(layer) == layer else "q") + "g" * c.head_gates
     return tuple(f"self_attn.{part}_proj" for part in parts)
 
 

@@ -177,8 +177,7 @@ def _rewrite(
             out.write(header)
         for entry in file.entries[finished:]:
             scaling = scalings.get(entry.name)
-            computed = entry.source.source is not None
-            by_rows = entry.form.scheme or scaling or entry.source.transposed or computed  # they stay whole
+            by_rows = entry.form.scheme or scaling or entry.source.by_rows  # they stay whole
             tensor = entry.source if by_rows else entry.source.flat
             convert, elements = _conversion(entry, scaling, tensor)
             length, step = tensor.shape[0], max(1, elements // max(1, prod(tensor.shape[1:])))

@@ -59,8 +59,9 @@ class TensorInfo:
     """A tensor of `file`: `offset` and `nbytes` count bytes from the file's start, `dtype` is safetensors' name.
 
     `identity` is the file's when its header was read; data of another file is refused. `spread` (taken, of): the tensor
-    is only the first `taken` of each `of` rows there, a part of a larger one. `transposed`: it is stored column by
-    column. `source`: its numbers are computed, and `offset` counts from the first of them.
+    is only the first `taken` of each `of` rows there, a part of a larger one. `order`: the places of the rows of each
+    group of as many rows, if they stand in another order there. `transposed`: it is stored column by column. `source`:
+    its numbers are computed, and `offset` counts from the first of them.
     """
 
     name: str
@@ -71,13 +72,19 @@ class TensorInfo:
     nbytes: int
     identity: Identity | None = field(default=None, compare=False)
     spread: tuple[int, int] | None = None
+    order: tuple[int, ...] = ()
     transposed: bool = False
     source: RowSource | None = field(default=None, compare=False)
 
     @property
     def moved(self) -> bool:
         """True if its numbers do not stand in the file in their order, one after the other."""
-        return self.transposed or self.spread is not None or self.source is not None
+        return self.by_rows or self.spread is not None
+
+    @property
+    def by_rows(self) -> bool:
+        """True if rows have to be read as rows, and not as numbers that follow each other."""
+        return self.transposed or bool(self.order) or self.source is not None
 
     @property
     def turned(self) -> TensorInfo:
@@ -160,7 +167,7 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
         first, last, step = rows.indices(height)
         assert step == 1, rows
         count = max(0, last - first)
-    if isinstance(rows, slice) and not info.spread:
+    if isinstance(rows, slice) and not (info.spread or info.order):
         parts = [(0, count, first)]
     else:
         stored = _stored_rows(info, rows)
@@ -187,6 +194,9 @@ def read_bits(info: TensorInfo, rows: RowIndex = EVERY, *, error: type[VtxError]
 def _stored_rows(info: TensorInfo, rows: RowIndex) -> NDArray[np.int64]:
     """The numbers of a tensor's rows among those that are stored from its offset on."""
     numbers = np.arange(*rows.indices(info.shape[0])) if isinstance(rows, slice) else rows
+    if info.order:
+        group = len(info.order)
+        numbers = numbers // group * group + np.array(info.order)[numbers % group]
     part, of = info.spread or (1, 1)
     stored: NDArray[np.int64] = numbers // part * of + numbers % part
     return stored

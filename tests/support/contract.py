@@ -14,8 +14,10 @@ import pytest
 from tests.support.exported import DEVICES
 from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
@@ -94,8 +96,9 @@ OF_STATES = (
 )  # fmt: skip
 OF_TWO_BY_TWO = dict.fromkeys(("cls", "mustdrop:tau=off,layers=2/4", "lsm"), OF_PATCHES)
 OF_MARKED = dict.fromkeys(("cdpruner", "dart:k=0", "divprune", "random"), AMONG_TILES)
+STATE = "layers with {} keep a state, from which none can be taken"
 STATELESS = {
-    "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0": "layers with {} keep a state, from which none can be taken",
+    "mustdrop:gamma=0.1,alpha=1,layers=2/5,tau=off,key=0": STATE,
     "visionzip:64": "merges patches by the attention of the tower's class token",
 }
 RULE = {spec: reason.format("the gated delta rule") for spec, reason in STATELESS.items()}
@@ -228,6 +231,18 @@ FAMILIES = {
         },
         GOLDEN_OF_OTHERS, traced=TRACES_OF_STATES, alike=True,
     ),
+    "lfm3_vl": Family(
+        LFM3, (2, 4, 5, 7), NEAR, (),
+        {
+            "fastv:k=2": "layer 2, which has a sliding window of 24 .* full attention: 4, 7",
+            "fastv:k=3": "layer 3, which is a convolution in this model; use a layer with attention: 4, 7",
+            "mustdrop:gamma=0.1,alpha=1,layers=4/7,tau=off,key=0": STATE.format("a convolution"), "lsm": OF_PATCHES,
+        },
+        GOLDEN, stated=False, sizes=((150, 120), (40, 90), (40, 40)),
+        variants=(
+            replace(LFM3, tied=False, names="saved", post_norms=False, gates=False, attention_bias=True, mlp_bias=True),
+        ),
+    ),
     "minicpmv4_6": Family(
         MINICPM, (2, 3, 4, 5, 8), NEAR, OF_STATES,
         RULE | {"cdpruner:64": AMONG_TILES, "divprune:keep=64": AMONG_TILES, "lsm": "works on single patches"},
@@ -246,6 +261,11 @@ FAMILIES = {
     "gemma4": Family(
         GEMMA4, (2, 4, 5), NEAR, stated=False, traced=("divprune:keep=0.5",), sizes=((90, 70), (140, 70), (40, 40)),
         variants=(replace(GEMMA4, clipped=True),),
+    ),
+    "glm_ocr": Family(
+        GLM_OCR, (3, 5), NEAR, OF_QWEN[:3], OF_TWO_BY_TWO, GOLDEN, pictures=2,
+        sizes=((150, 120), (40, 90), (40, 40)), dialects=True, traced=TRACES_OF_QWEN,
+        variants=(replace(GLM_OCR, tied=True, names="saved", partial=1.0, attention_bias=True, shards=2),),
     ),
     "paligemma": Family(
         PALIGEMMA, (3, 5, 8), NEAR, (), {"fastv:k=3": "fastv ranks tokens by the question's attention"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.support.families.glm_ocr import GLM_OCR
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.pixtral import LIGHTON, MISTRAL3, PIXTRAL
@@ -42,6 +44,27 @@ def minicpm(draw: random.Random) -> Tiny:
         tiny, patch=patch, image=patch * draw.randint(1, 9), insert=draw.randrange(tiny.vision_layers),
         downsample=draw.choice(["4x", "16x"]), slices=draw.choice([1, 2, 4, 9]), numbered=draw.random() < 0.5,
         vision_act=draw.choice([None, "gelu"]),
+    )  # fmt: skip
+
+
+def glm_ocr(draw: random.Random) -> Tiny:
+    tiny = any_text(draw, GLM_OCR)
+    return replace(
+        tiny, rope="default", head_dim=draw.choice([16, 24, 32]), partial=draw.choice([0.5, 1.0]),
+        vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]), attention_bias=draw.random() < 0.5,
+        vision_ffn=draw.choice([48, 80]), names=draw.choice(["hub", "saved"]),
+    )  # fmt: skip
+
+
+def lfm3_vl(draw: random.Random) -> Tiny:
+    tiny = any_text(draw, LFM3)
+    attending = draw.sample(range(tiny.layers), draw.randint(2, tiny.layers - 1))
+    return replace(
+        tiny, rope="default", attending=tuple(sorted(attending)),
+        taps=draw.randint(2, 7), sliding_window=draw.choice([5, 24, 80, 400]), head_dim=draw.choice([16, 32]),
+        post_norms=draw.random() < 0.7, gates=draw.random() < 0.7, attention_bias=draw.random() < 0.4,
+        mlp_bias=draw.random() < 0.4, vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+        names=draw.choice(["hub", "saved"]), partial=draw.choice([0.5, 1.0]),
     )  # fmt: skip
 
 

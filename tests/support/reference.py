@@ -13,6 +13,7 @@ import torch
 from tests.support.families.fast_vlm import load_fast_vlm
 from tests.support.families.gemma import gemma3_logits, gemma4_logits, with_layer_inputs
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
+from tests.support.families.lfm3_vl import lfm3_mask
 from tests.support.families.minicpm import processor_of, video_inputs
 from tests.support.families.pixtral import processor_of as pixtral_processor
 
@@ -90,6 +91,8 @@ class Reference:
         self.decoder: Any = inner.text_model if hasattr(inner, "text_model") else inner.language_model
         if self.model.config.model_type == "lfm2_vl":
             with_common_names(self.decoder)
+        if kind == "lfm3_vl":
+            self.decoder.norm = self.decoder.embedding_norm
         self.layers = len(self.decoder.layers)
         text = self.decoder.config  # what Granite multiplies with; transformers 5 leaves the last one out in LlavaNext
         self.scale = getattr(text, "embedding_multiplier", 1.0)
@@ -119,6 +122,8 @@ class Reference:
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
             "gemma4": ("Gemma4ImageProcessorPil", "Gemma4Processor"),
+            "glm_ocr": ("Glm46VImageProcessorPil", "Glm46VProcessor"),
+            "lfm3_vl": ("Qwen2VLImageProcessorPil", "Lfm3VlProcessor"),
         }
         if config.model_type == "lfm2_vl":
             from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
@@ -139,7 +144,7 @@ class Reference:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
-        if config.model_type.startswith("qwen"):
+        if config.model_type.startswith(("qwen", "glm", "lfm3")):
             settings = {}
         if config.model_type == "gemma4":
             settings = {"feature_extractor": None, "video_processor": None}
@@ -396,11 +401,31 @@ class Reference:
         mask = torch.full((1, 1, count, count), torch.finfo(rows.dtype).min, dtype=rows.dtype).triu(1)
         if self.two_way:
             mask[..., : count - answered, : count - answered] = 0
+        if self.kind == "lfm3_vl":
+            return self._by_kind(layers, rows, positions, mask)
         rope = self.decoder.rotary_emb(rows, position_ids=positions)
         for layer in layers:
             attends = getattr(layer, "is_attention_layer", True) and not hasattr(layer, "linear_attn")
             seen = mask if attends else None  # a convolution sees its neighbours, and the delta rule those before
             rows = layer(rows, attention_mask=seen, position_ids=positions, position_embeddings=rope)
+        return rows
+
+    def _by_kind(
+        self, layers: Iterable[torch.nn.Module], rows: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """As `run`, of LFM3's layers, which slide, see everything before, or are a convolution."""
+        text = self.decoder.config
+        ropes = {
+            kind: self.decoder.rotary_emb(rows, position_ids=positions, layer_type=kind)
+            for kind in self.decoder.rotary_emb.layer_types
+        }
+        masks = {"full_attention": mask, "sliding_attention": lfm3_mask(mask, positions, text.sliding_window or 0)}
+        every = [*self.decoder.layers]
+        for layer in layers:
+            kind = text.layer_types[next(number for number, other in enumerate(every) if other is layer)]
+            rows = layer(
+                rows, attention_mask=masks.get(kind), position_ids=positions, position_embeddings=ropes.get(kind)
+            )
         return rows
 
 

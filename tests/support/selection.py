@@ -305,6 +305,11 @@ def share_of(share: float, count: int) -> int:
     return math.ceil(round(share * count, 9))
 
 
+def neighbours_turned(x: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((-b, a), -1).flatten(-2)
+
+
 def half_turned(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat((-b, a), -1)

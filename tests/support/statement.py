@@ -25,6 +25,7 @@ from tests.support.selection import (
     highest,
     hiprune,
     merge_windows,
+    neighbours_turned,
     share_of,
     visionzip,
 )
@@ -82,6 +83,7 @@ class Statement:
             "qwen3_5",
             "lfm2_vl",
             "minicpmv4_6",
+            "glm_ocr",
             *MARKED,
         ) or (self._config.vision_config.model_type == "pixtral"):
             return self._given(inputs)
@@ -401,8 +403,9 @@ class Statement:
         )
         cos, sin = (table[0] for table in self._decoder.rotary_emb(x[None], position_ids=positions))
         turned = cos.shape[-1]  # of a head; the rest does not rotate
+        quarter = neighbours_turned if self._config.model_type == "glm_ocr" else half_turned
         q, k = (
-            torch.cat((part[..., :turned] * cos + half_turned(part[..., :turned]) * sin, part[..., turned:]), -1)
+            torch.cat((part[..., :turned] * cos + quarter(part[..., :turned]) * sin, part[..., turned:]), -1)
             for part in (q, k)
         )
         before = 0 if past is None else len(past.rows)
@@ -414,7 +417,12 @@ class Statement:
         full = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         mixed = (full @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1)
         added = getattr(layer, "residual_multiplier", 1.0)
-        x = x + attend.o_proj(mixed * gate) * added
+        mixed = attend.o_proj(mixed * gate)
+        if hasattr(layer, "post_self_attn_layernorm"):  # GLM-OCR's norms behind attention and the MLP
+            x = x + layer.post_self_attn_layernorm(mixed)
+            x = x + layer.post_mlp_layernorm(layer.mlp(layer.post_attention_layernorm(x)))
+            return x, full, Cache(k, v, rows)
+        x = x + mixed * added
         return x + layer.mlp(layer.post_attention_layernorm(x)) * added, full, Cache(k, v, rows)
 
     @staticmethod

@@ -59,6 +59,8 @@ ARCHITECTURES = {
     "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "lighton_ocr": "LightOnOcrForConditionalGeneration",
+    "glm_ocr": "GlmOcrForConditionalGeneration",
+    "lfm3_vl": "Lfm3VlForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -83,6 +85,8 @@ PROCESSORS = {
     "minicpmv4_6": "MiniCPMV4_6Processor",
     "mistral3": "PixtralProcessor",
     "lighton_ocr": "LightOnOcrProcessor",
+    "glm_ocr": "Glm46VProcessor",
+    "lfm3_vl": "Lfm3VlProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 OF_ID = (*MARKED, "lighton_ocr")  # whose files call the image token's id so
@@ -110,11 +114,11 @@ class Tiny:
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
-        "minicpmv4_6", "mistral3", "lighton_ocr",
+        "minicpmv4_6", "mistral3", "lighton_ocr", "glm_ocr", "lfm3_vl",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
-        "qwen3_5", "ministral3",
+        "qwen3_5", "ministral3", "glm_ocr_text", "lfm3",
     ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
@@ -174,6 +178,8 @@ class Tiny:
     slices: int = 4  # of an image, at most
     numbered: bool = True  # images in a prompt
     video_slices: int = 2  # of a frame of a video, at most
+    post_norms: bool = True  # lfm3's norms behind attention and the MLP
+    gates: bool = True  # and of the heads of its attention
 
     @property
     def image_token(self) -> str:
@@ -182,8 +188,10 @@ class Tiny:
             return "[IMG]"
         if self.family.startswith("gemma"):
             return "<|image|>" if self.family == "gemma4" else "<image_soft_token>"
-        if self.family == "minicpmv4_6":
+        if self.family in ("minicpmv4_6", "lfm3_vl"):
             return "<|image_pad|>"
+        if self.family == "glm_ocr":
+            return "<|image|>"
         return "<IMG_CONTEXT>" if self.family in ("internvl", "internvl_chat") else IMAGE_TOKEN
 
     @property
@@ -216,6 +224,10 @@ class Tiny:
             return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
+        if self.family == "lfm3_vl":
+            return ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+        if self.family == "glm_ocr":
+            return ["<|begin_of_image|>", "<|end_of_image|>", "<|video|>"]
         if self.family == "internvl_chat":
             return ["<img>", "</img>", "<|im_start|>", "<|im_end|>"]
         if self.family == "minicpmv4_6":
@@ -271,6 +283,14 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         from tests.support.families.minicpm import make_minicpm
 
         return make_minicpm(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "lfm3_vl":
+        from tests.support.families.lfm3_vl import make_lfm3
+
+        return make_lfm3(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "glm_ocr":
+        from tests.support.families.glm_ocr import make_glm
+
+        return make_glm(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family.startswith("gemma"):
         from tests.support.families.gemma import make_gemma
 
@@ -591,7 +611,7 @@ def hub_name(name: str, tiny: Tiny) -> str:
     """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
-        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "lighton_ocr")
+        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "lighton_ocr", "glm_ocr", "lfm3_vl")
         or tiny.family.startswith("qwen")
     ):
         return name

@@ -28,10 +28,10 @@ class Decoder(ByLayer):
     of attention a gated convolution of each channel over the last `conv_taps` tokens, and keep no K and V; with
     `delta`, the gated delta rule behind it. `conv_bias`: the convolution and its matrices have biases. `gated`: a
     sigmoid of numbers of the query's matrix, as many as its heads give out, multiplies what attention gives.
-    `post_norms`: a norm follows attention and the MLP too, before their sum with the hidden states. `layer_scale`: a
-    number by which a layer's hidden states are multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width
-    of the MLPs from layer `shared` on. `per_layer`: numbers of a token's input to each layer, from a table of their
-    own.
+    `head_gates`: the same with one number a head, of a matrix of its own. `post_norms`: a norm follows attention and
+    the MLP too, before their sum with the hidden states. `layer_scale`: a number by which a layer's hidden states are
+    multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width of the MLPs from layer `shared` on.
+    `per_layer`: numbers of a token's input to each layer, from a table of their own.
     """
 
     layers: int
@@ -51,6 +51,7 @@ class Decoder(ByLayer):
     conv_bias: bool = optional(False)
     delta: DeltaSpec | None = optional(None)
     gated: bool = optional(False)
+    head_gates: bool = optional(False)
     post_norms: bool = optional(False)
     layer_scale: bool = optional(False)
     sliding: SlidingLayers | None = optional(None)
@@ -128,6 +129,8 @@ class Decoder(ByLayer):
         if self.keeps(layer):
             yield from linear_tensors(f"{name}.k_proj", keys, self.hidden, bias=self.qkv_bias)
             yield from linear_tensors(f"{name}.v_proj", keys, self.hidden, bias=self.qkv_bias)
+        if self.head_gates:
+            yield f"{name}.g_proj.weight", (self.heads, self.hidden)
         yield from linear_tensors(f"{name}.o_proj", self.hidden, queries, bias=self.o_bias)
 
     def _state_tensors(self, prefix: str) -> Shapes:

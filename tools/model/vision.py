@@ -25,7 +25,13 @@ class VisionConfig:
     is then the side of the largest square image. `gated`: a block's MLP has three matrices instead of two. `window`:
     side, in patches, of the windows that blocks attend within, except `full_blocks`, counted from 0. `maps`: blocks,
     counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
-    decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias.
+    decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias. `qkv_bias`:
+    all matrices of blocks have one. `head_norms`: an RMS norm over each head of queries and keys. `theta`: the base of
+    rotation. `kv_heads`: queries, keys and values have a matrix each, the last two of so many heads. `convolved`:
+    blocks, counted from 0, with a gated convolution of `conv_kernel` x `conv_kernel` patches in place of attention.
+    `first_norm`: a norm precedes the first block. `half_pixel`: the table is stretched from the middle of a patch to
+    that of another, and not from corner to corner. `downsampled`: a convolution makes one state of a square, behind
+    which the merger is a gated MLP.
 
     `naflex`: images keep native resolution, and the table of positions is stretched to each image's patches,
     bilinear, or with `nearest` each patch has the entry at its place; `image` is then the side of a tile.
@@ -71,6 +77,14 @@ class VisionConfig:
     full_blocks: tuple[int, ...] = optional(())
     maps: tuple[int, ...] = optional(())
     patch_bias: bool = optional(False)
+    head_norms: bool = optional(False)
+    theta: float = optional(10_000.0)
+    kv_heads: int | None = optional(None)
+    convolved: tuple[int, ...] = optional(())
+    conv_kernel: int = optional(1)
+    first_norm: bool = optional(False)
+    half_pixel: bool = optional(False)
+    downsampled: bool = optional(False)
     post_norm: bool = optional(False)
     stage_blocks: tuple[int, ...] = optional(())
     stage_widths: tuple[int, ...] = optional(())

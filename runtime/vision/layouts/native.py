@@ -1,4 +1,4 @@
-"""The image at native resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+"""The image at native resolution, to the nearest multiple of a token's square: Qwen-VL, GLM-OCR.
 
 The number of an image's tokens depends on its size; each has a row and a column as position, in addition to the time.
 """
@@ -16,6 +16,7 @@ from PIL import Image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
+from vtx.runtime.strict import UPGRADE, optional
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, Views, check_squares, image_layout
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
@@ -23,6 +24,9 @@ from vtx.runtime.vision.preprocess import normalised
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
 
 MAX_RATIO = 200  # of an image's sides
+FLOORED = "floored"  # both sides by one factor, and rounded down
+NEAREST = "nearest"  # the short side to a square's, the other rounded
+SMALL = (FLOORED, NEAREST)
 LOW_PIXELS = 512**2  # of an image of little detail, as in OpenAI's API
 
 
@@ -31,13 +35,16 @@ LOW_PIXELS = 512**2  # of an image of little detail, as in OpenAI's API
 class Native(Layout):
     """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
 
-    Images are resized to whole squares, between `min_pixels` and `max_pixels`.
+    Images are resized to whole squares, between `min_pixels` and `max_pixels`; `small`: those with a side below a
+    square's are first enlarged, one of `SMALL`. `flat`: positions are single numbers.
     """
 
     patch: int
     merge: int
     min_pixels: int
     max_pixels: int
+    small: str | None = optional(None, kw_only=True)
+    flat: bool = optional(False, kw_only=True)
 
     def __post_init__(self) -> None:
         valid = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels
@@ -46,6 +53,11 @@ class Native(Layout):
                 f"layout 'native' has {self.min_pixels} to {self.max_pixels} pixels in tokens of {self.unit} x "
                 f"{self.unit}; at least one token must fit, and at most {MAX_RESIZED_PIXELS:,} pixels; "
                 "export the bundle again"
+            )
+        if self.small not in (None, *SMALL):
+            raise BundleError(
+                f"layout 'native' enlarges small images by {self.small!r:.40}, unknown to this vtx, which has "
+                f"{', '.join(SMALL)}; {UPGRADE}"
             )
 
     @property
@@ -107,12 +119,28 @@ class Native(Layout):
         columns, rows = self._grid(width, height)
         count = columns * rows
         patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
+        if self.flat:
+            return ImageTokens(tokens.hidden, patches)
         return ImageTokens(tokens.hidden, patches, offsets=squares(columns, rows), span=max(columns, rows))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens of an image of this size in pixels."""
         check_ratio(width, height)
+        width, height = self._enlarged(width, height)
         return fitted_grid(width, height, self.unit, self.min_pixels, self.max_pixels, self.rounded(width, height))
+
+    def _enlarged(self, width: int, height: int) -> tuple[int, int]:
+        """The sides that an image counts with."""
+        unit = self.unit
+        if self.small == FLOORED:
+            return enlarged(width, height, unit)
+        if self.small == NEAREST and height < unit:
+            width = round(width * unit / height)
+            height = unit
+        if self.small == NEAREST and width < unit:
+            height = round(height * unit / width)
+            width = unit
+        return width, height
 
     def rounded(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of tokens next to an image's size, whatever its pixels."""
@@ -141,6 +169,14 @@ def fitted_grid(
         enlarge = math.sqrt(least / (frames * height * width))
         return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
     return rounded
+
+
+def enlarged(width: int, height: int, unit: int) -> tuple[int, int]:
+    """An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down."""
+    if min(width, height) >= unit:
+        return width, height
+    scale = unit / min(width, height)
+    return int(width * scale), int(height * scale)
 
 
 def squares(columns: int, rows: int) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
-from vtx.runtime.vision.layouts.native import Native, check_ratio, fitted_grid, resized, squares
+from vtx.runtime.vision.layouts.native import Native, check_ratio, enlarged, fitted_grid, resized, squares
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS, MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
 
@@ -143,10 +143,7 @@ class Pairs(VideoLayout):
             least = self.min_pixels
             most = self.max_pixels
             count = TOGETHER * max(1, round(frames / TOGETHER))
-            if min(width, height) < self.unit:
-                enlarge = self.unit / min(width, height)
-                width = int(width * enlarge)
-                height = int(height * enlarge)
+            width, height = enlarged(width, height, self.unit)
         if self.capped is not None:
             share = self.capped * self.unit**2
             floor = int(self.min_pixels * 1.05)

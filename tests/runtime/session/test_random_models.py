@@ -15,7 +15,19 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.drawn import any_text, lighton_ocr, minicpm, mistral3, paligemma, pixtral, qwen3_5, qwen_vl, smolvlm
+from tests.support.drawn import (
+    any_text,
+    glm_ocr,
+    lfm3_vl,
+    lighton_ocr,
+    minicpm,
+    mistral3,
+    paligemma,
+    pixtral,
+    qwen3_5,
+    qwen_vl,
+    smolvlm,
+)  # fmt: skip
 from tests.support.exact import ExactReference
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
@@ -94,7 +106,7 @@ def of_qwen(draw: random.Random) -> tuple[Method, ...]:
 
 FAMILIES = [
     granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm, paligemma, qwen_vl, pixtral, mistral3,
-    lighton_ocr,
+    lighton_ocr, glm_ocr, lfm3_vl,
 ]  # fmt: skip
 
 

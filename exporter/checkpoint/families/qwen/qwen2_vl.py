@@ -68,6 +68,7 @@ def read_qwen(
         image_token_id=image_token_of(parsed, text),
         layout=Native(vision.patch, vision.shuffle, FEWEST, MOST),
         projector_norm_eps=NORM_EPS,
+        projector_rms=vision.rms_norm,
         video=VideoConfig(image_token_of(parsed, text, "video"), in_time(frames, parsed.vision_config), "full"),
     )
 
@@ -94,7 +95,7 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
         hidden=hidden,
         ffn=ffn,
         heads=heads,
-        image=_side(MOST, patch * config.spatial_merge_size),
+        image=largest_side(MOST, patch * config.spatial_merge_size),
         patch=patch,
         eps=NORM_EPS,
         activation=str(config.hidden_act),
@@ -103,7 +104,7 @@ def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text
     )
 
 
-def _side(pixels: int, unit: int) -> int:
+def largest_side(pixels: int, unit: int) -> int:
     return max(1, int(math.sqrt(pixels)) // unit) * unit
 
 
@@ -123,7 +124,7 @@ def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
         layout = replace(config.layout, min_pixels=least, max_pixels=most)
     except BundleError as e:
         raise CheckpointError(f"the image processor's min_pixels and max_pixels: {e}") from e
-    return replace(config, layout=layout, vision=replace(vision, image=_side(most, layout.unit)))
+    return replace(config, layout=layout, vision=replace(vision, image=largest_side(most, layout.unit)))
 
 
 def adjust_video(frames: Pairs, processor: Mapping[str, Any]) -> Pairs:

@@ -1,10 +1,11 @@
-// The image at its own resolution, to the nearest multiple of a token's square: Qwen2-VL, Qwen2.5-VL, Qwen3-VL.
+// The image at its own resolution, to the nearest multiple of a token's square: Qwen-VL, GLM-OCR.
 //
 // The number of an image's tokens depends on its size; each has a row and a column as position, in addition to the time.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "bundle/fields.hpp"
 #include "vision/layout.hpp"
@@ -45,18 +46,36 @@ inline Grid fitted_grid(int64_t width, int64_t height, int64_t unit, int64_t lea
   return rounded;
 }
 
+// An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down.
+inline Grid grown(int64_t width, int64_t height, int64_t unit) {
+  if (std::min(width, height) >= unit) return {width, height};
+  const double scale = real_of(unit) / real_of(std::min(width, height));
+  return {static_cast<int64_t>(real_of(width) * scale), static_cast<int64_t>(real_of(height) * scale)};
+}
+
 // Adds the offsets of a grid's tokens, row by row: a time, their row and their column.
 inline void add_squares(Positions& offsets, Grid grid, int64_t time = 0) {
   for (int64_t row = 0; row < grid.second; ++row)
     for (int64_t column = 0; column < grid.first; ++column) offsets.push_back({time, row, column});
 }
 
+// How images with a side below a square's are first enlarged: both sides by one factor and rounded down, or the short side to
+// a square's and the other rounded.
+enum class Small { kept, floored, nearest };
+
 // A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images are resized to whole squares, between
-// `least` and `most` pixels.
+// `least` and `most` pixels. `flat`: positions are single numbers.
 class Native : public Layout {
  public:
-  Native(int64_t patch, int64_t merge, int64_t least, int64_t most)
-      : patch_(patch), merge_(merge), least_(least), most_(most), unit_(patch * merge), area_(product({unit_, unit_})) {
+  Native(int64_t patch, int64_t merge, int64_t least, int64_t most, Small small = Small::kept, bool flat = false)
+      : patch_(patch),
+        merge_(merge),
+        least_(least),
+        most_(most),
+        unit_(patch * merge),
+        area_(product({unit_, unit_})),
+        small_(small),
+        flat_(flat) {
     if (area_ > most || least > most || most > names::kMaxResizedPixels)
       fail(Kind::bundle, "layout 'native' has ", least, " to ", most, " pixels in tokens of ", unit_, " x ", unit_,
            "; at least one token must fit, and at most ", grouped(names::kMaxResizedPixels),
@@ -112,6 +131,7 @@ class Native : public Layout {
       fail(Kind::bundle, "the vision graph gives ", out->rows.count(), " outputs for ", count,
            " tokens; export the bundle again");
     out->patches.places = count_up(0, count);
+    if (flat_) return out;
     add_squares(out->offsets.emplace(), {columns, rows});
     out->span = std::max(columns, rows);
     return out;
@@ -125,18 +145,35 @@ class Native : public Layout {
 
   Native at_most(int64_t max_pixels) const {
     int64_t most = std::min(max_pixels, most_);
-    return {patch_, merge_, std::min(least_, most), most};
+    return {patch_, merge_, std::min(least_, most), most, small_, flat_};
   }
 
   Grid grid(int64_t width, int64_t height) const {
     check_ratio(width, height);
+    std::tie(width, height) = enlarged(width, height);
     return fitted_grid(width, height, unit_, least_, most_, rounded(width, height));
+  }
+
+  // The sides that an image counts with.
+  Grid enlarged(int64_t width, int64_t height) const {
+    if (small_ == Small::floored) return grown(width, height, unit_);
+    if (small_ == Small::nearest && height < unit_) {
+      width = std::llrint(real_of(width * unit_) / real_of(height));
+      height = unit_;
+    }
+    if (small_ == Small::nearest && width < unit_) {
+      height = std::llrint(real_of(height * unit_) / real_of(width));
+      width = unit_;
+    }
+    return {width, height};
   }
 
   // Next to an image's size, whatever its pixels; at a half the even one.
   virtual Grid rounded(int64_t width, int64_t height) const { return nearest_grid(width, height, unit_); }
 
   int64_t patch_, merge_, least_, most_, unit_, area_;
+  Small small_;
+  bool flat_;
 };
 
 // Of a layout's parameters those of `Native`.

@@ -124,10 +124,7 @@ class Pairs : public VideoLayout {
     if (f_.of_clip) {
       least = f_.min_pixels, most = f_.max_pixels;
       counted = kTogether * std::max<int64_t>(1, std::llrint(real_of(frames) / kTogether));
-      if (std::min(width, height) < unit_) {
-        double enlarge = real_of(unit_) / real_of(std::min(width, height));
-        width = static_cast<int64_t>(real_of(width) * enlarge), height = static_cast<int64_t>(real_of(height) * enlarge);
-      }
+      std::tie(width, height) = grown(width, height, unit_);
     }
     if (f_.capped) {
       int64_t share = *f_.capped * area_, floor = static_cast<int64_t>(real_of(f_.min_pixels) * 1.05);
