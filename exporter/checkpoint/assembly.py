@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.loader import (
     open_model,
     read_settings,
 )
+from vtx.exporter.checkpoint.mixture import stack_experts
 from vtx.exporter.checkpoint.original.known_towers import (
     CLIP_L_336,
     CLIP_L_336_CONFIG,
@@ -63,7 +64,7 @@ def open_checkpoint(
     )
     family = find_family(checkpoint.config)
     turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
-    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    checkpoint = replace(checkpoint, tensors=stack_experts({**checkpoint.tensors, **turned}))
     layout = family.original
     if layout is not None and layout.tower is not None:
         return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)

@@ -17,9 +17,7 @@ from vtx.runtime.modules import modules_of
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
 REFUSED: Mapping[str, str] = {
-    "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
-    "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }
 
 
