@@ -74,6 +74,11 @@ def choose(options: ExportOptions, source: SourceModel) -> Choices:
     """The choices of `options` for this model. Raises RequestError, UnsupportedModelError, CheckpointError."""
     checkpoint = source.checkpoint
     config = source.config
+    if options.aware is not None and config.text.mixture is not None:
+        raise UnsupportedModelError(
+            "--activation-aware measures the inputs of matrices that every token meets, and this model has experts, "
+            "which few tokens meet; leave it out"
+        )
     gates, ks = _gates_and_ks(options, checkpoint, config)
     reductions = plan_reductions(options.reductions, config)
     if source.family.reader:

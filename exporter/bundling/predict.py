@@ -101,9 +101,8 @@ def predict(
     # matrix, and its hidden states.
     golden = config.layout.count(*golden_image().size)
     tokens = golden + PASSAGE_TOKENS if KV_DTYPES[kv_dtype].scaled else DECODED_TOKENS + QUESTION_TOKENS
-    layers = [[prod(shape) for _, shape in text.layer_tensors(layer + 1)] for layer in range(text.layers)]
-    ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
-    checking = MATRIX_BYTES * max(map(max, layers)) + 4 * 4 * tokens * ffn
+    ffn = max(text.mlp_values, *(text.ffn_of(layer) for layer in text.every))
+    checking = MATRIX_BYTES * _largest_read(text) + 4 * 4 * tokens * ffn
     measuring = measuring_memory(text, measured, precisions.decoder) if measured else 0
     return Prediction(
         disk=sum(file.size for file in plan.files) + small,
@@ -114,6 +113,13 @@ def predict(
         work=sum(file.work for file in plan.files),
         engine=engine,
     )
+
+
+def _largest_read(text: TextConfig) -> int:
+    """Numbers of the largest weight of a layer that the reference reads at a time: of experts, of one of them."""
+    tensors = (tensor for layer in text.every for tensor in text.layer_tensors(layer))
+    mixture = text.mixture
+    return max(prod(shape if mixture is None else mixture.part(name, shape, 1)) for name, shape in tensors)
 
 
 def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:

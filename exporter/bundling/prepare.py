@@ -24,6 +24,7 @@ from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors
 from vtx.exporter.graphs.gates import Gates
 from vtx.exporter.graphs.joined import constant_bytes
+from vtx.exporter.graphs.mixture import BUILT
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
 from vtx.exporter.weights.mixed import widened
@@ -147,6 +148,8 @@ class Plan:
         for dialect in self.options.dialects:
             if dialect == CUDA and self.config.text.sliding is not None:
                 continue  # as a warning says
+            if dialect not in BUILT and self.config.text.mixture is not None:
+                continue  # the same
             suffix = f"{dialect}.onnx"
             stages = tuple(f"stage-{s.first:02d}-{s.last:02d}.{suffix}" for s in self.stages)
             gates = tuple(f"gate-{k:02d}.{suffix}" for k in self.gated_ks)
@@ -181,6 +184,11 @@ class Plan:
         )
         windows = self.config.text.sliding is not None and CUDA in self.options.dialects
         left_out = ["no graphs for CUDA: sliding windows are not built for onnxruntime's CUDA provider"] * windows
+        if self.config.text.mixture is not None and not {*self.options.dialects} <= {*BUILT}:
+            left_out.append(
+                "no graphs for CUDA and TensorRT: experts are built for the CPU, as standard operators would read all "
+                "of them for every token"
+            )
         return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 

@@ -22,6 +22,7 @@ from vtx.exporter.checkpoint.loader import (
     open_model,
     read_settings,
 )
+from vtx.exporter.checkpoint.mixture import stack_experts
 from vtx.exporter.checkpoint.original.known_towers import (
     CLIP_L_336,
     CLIP_L_336_CONFIG,
@@ -63,7 +64,7 @@ def open_checkpoint(
     )
     family = find_family(checkpoint.config)
     turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
-    checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **turned})
+    checkpoint = replace(checkpoint, tensors=stack_experts({**checkpoint.tensors, **turned}))
     if family.arrange is not None:
         arranged = family.arrange(family.read(checkpoint.config), checkpoint.tensors)
         checkpoint = replace(checkpoint, tensors=dict(arranged))

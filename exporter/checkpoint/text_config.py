@@ -10,6 +10,7 @@ from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, MAX_TAPS, DeltaSpec, 
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.strict import optional
 from vtx.tools.model.decoder import Decoder
+from vtx.tools.model.mixture import Mixture
 
 MAX_POSITIONS = (1 << 24) - 1
 TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5", "ministral3")
@@ -18,8 +19,10 @@ THREE_PART = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3",
     "qwen3_5_text": "qwen3_5",
     "glm_ocr_text": "glm",
+    "qwen3_5_moe_text": "qwen3_5",
 }
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 STATE_KINDS = {"lfm2": "conv", "lfm3": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
@@ -28,6 +31,7 @@ QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
 SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "gemma2": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
 MLP_BIASED = ("llama", "granite", "gemma")  # families whose settings may state biases of the MLP
 O_BIASED = (*MLP_BIASED, "gemma2", "qwen3", "qwen3_5")  # and of attention's output
+MAX_EXPERTS = 1 << 12  # of a layer
 MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
 
 
@@ -93,7 +97,8 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     family = THREE_PART.get(kind, kind)
     positions = _positions(config, family)
     layers = size(config, "num_hidden_layers", MAX_LAYERS)
-    ffn = size(config, "intermediate_size")
+    mixture = _mixture(config, layers)
+    ffn = size(config, "shared_expert_intermediate_size" if mixture and mixture.shared else "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
     factors = tuple[tuple[str, float], ...]()
     fields = dict[str, Any]()
@@ -135,6 +140,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         factors=factors,
         shifts=SHIFTS.get(family, ()),
         scaled_embedding=family in ("gemma", "gemma2"),
+        mixture=mixture,
         **fields,
     )
 
@@ -196,6 +202,26 @@ def _qwen3_5(config: Any, layers: int) -> dict[str, Any]:
     fields = convolved_layers(config, "qwen3_5", layers, "linear_conv_kernel_dim")
     fields |= {"gated": True, "rotates_first": True}
     return fields | ({"delta": DeltaSpec(key_heads, value_heads, key_dim, value_dim)} if fields["conv_layers"] else {})
+
+
+def _mixture(config: Any, layers: int) -> Mixture | None:
+    """The experts of Qwen's mixtures; None of a dense model, and of one whose every layer is dense."""
+    if not hasattr(config, "moe_intermediate_size"):
+        return None
+    count, active = (size(config, name, MAX_EXPERTS) for name in ("num_experts", "num_experts_per_tok"))
+    if active > count:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {active} is beyond num_experts {count}; correct config.json"
+        )
+    step = size(config, "decoder_sparse_step", MAX_LAYERS) if hasattr(config, "decoder_sparse_step") else 1
+    listed = getattr(config, "mlp_only_layers", ())
+    if not isinstance(listed, list | tuple) or not all(type(index) is int for index in listed):
+        raise CheckpointError(f"config.json: mlp_only_layers {listed!r:.60} are not numbers of layers; correct them")
+    dense = tuple(layer for layer in range(1, layers + 1) if layer - 1 in listed or layer % step)
+    if len(dense) == layers:
+        return None
+    shared = hasattr(config, "shared_expert_intermediate_size")
+    return Mixture(count, active, size(config, "moe_intermediate_size"), shared, dense)
 
 
 def _gemma2(config: Any) -> dict[str, Any]:

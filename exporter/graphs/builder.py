@@ -216,6 +216,22 @@ class Builder:
             return self.op("DequantizeLinear", *parts, axis=0)
         return self.op("DequantizeLinear", *parts, axis=1, block_size=location.shape[1] // blocks)
 
+    def stack(self, name: str, count: int) -> ir.Value:
+        """A matrix as `count` matrices [count, out, in] of its rows, of a type that engines widen as they read it."""
+        location = self._weights[name]
+        shape = (count, location.shape[0] // count, location.shape[1])
+        compute = self.dialect.compute
+        kind = ELEMENT_TYPES[location.dtype]
+        matrices = self._external(name, location, kind, shape)
+        if location.scales is None:
+            return matrices if kind == compute else self.op("Cast", matrices, to=compute.value)
+        blocks = location.scales.shape[1]
+        parts = [matrices, self.scales(name, compute, *shape[:2], blocks)]
+        if location.zeros is not None:
+            zeros = self.zeros(name, ir.DataType.INT8, *shape[:2], blocks)
+            parts.append(self.op("Cast", zeros, to=kind.value))
+        return self.op("DequantizeLinear", *parts, axis=2, block_size=shape[2] // blocks)
+
     def less_zeros(self, product: ir.Value, x: ir.Value, name: str) -> ir.Value:
         """The product of x [tokens, in] and the integers of a quantised matrix, less that of x and its zero points.
 

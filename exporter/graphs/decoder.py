@@ -13,9 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.activations import activate, gated_mlp
 from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
 from vtx.exporter.graphs.gated_delta import mix_by_delta_rule
+from vtx.exporter.graphs.mixture import mix_experts
 from vtx.exporter.graphs.short_convolution import mix_by_convolution
 from vtx.exporter.graphs.states import States
 from vtx.runtime.bundle.spec import names
@@ -150,9 +151,11 @@ def build_stage(
             delta = b.dialect.norm(b, delta, f"{prefix}.{before}.weight", c.eps)
             before = "pre_feedforward_layernorm"
         x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.{before}.weight", c.eps)
-        gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
-        up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
-        delta = b.linear(b.op("Mul", gate, up), f"{mlp}.down_proj", bias=c.mlp_bias)
+        mixture = c.mixture_of(layer)
+        if mixture is None:
+            delta = gated_mlp(b, x, mlp, c.activation, bias=c.mlp_bias)
+        else:
+            delta = mix_experts(b, c, mixture, x, mlp)
         if c.post_norms:
             delta = b.dialect.norm(b, delta, f"{prefix}.post_feedforward_layernorm.weight", c.eps)
         if inputs and layer in inputs:

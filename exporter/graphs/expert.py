@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.activations import activate, gated_mlp
 from vtx.exporter.graphs.builder import FLOAT, Builder, Shape
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
@@ -104,9 +104,7 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
         attended = b.reshape(b.op("Transpose", attended, perm=[1, 0, 2]), rows, a.heads * c.head_dim)
         x = b.op("Add", x, b.linear(attended, f"{p}.self_attn.o_proj", bias=False))
         y = b.dialect.norm(b, x, f"{p}.post_attention_layernorm.weight", a.eps)
-        gate = activate(b, b.linear(y, f"{p}.mlp.gate_proj", bias=False), a.activation)
-        up = b.linear(y, f"{p}.mlp.up_proj", bias=False)
-        x = b.op("Add", x, b.linear(b.op("Mul", gate, up), f"{p}.mlp.down_proj", bias=False))
+        x = b.op("Add", x, gated_mlp(b, y, f"{p}.mlp", a.activation))
     of_actions = b.op("Slice", x, b.constant([1]), b.constant([END]), b.constant([0]))
     y = b.dialect.norm(b, of_actions, "head.norm.weight", a.eps)
     change = b.to_float32(b.linear(y, "head.action_out_proj", bias=True))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.text_config import TextConfig
+from vtx.exporter.reference.feed_forward import LayerWeights, activate, gated_mlp, mix_experts
 from vtx.exporter.reference.native import rotated
 
-LayerWeights = Callable[[str], Tensor | None]
 See = Callable[[Tensor, Tensor], None]
 
 
@@ -61,6 +60,13 @@ def decoder_layer(
             feed(name, y[0])
         return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
 
+    def feed_forward(x: Tensor, norm: str = "post_attention_layernorm") -> Tensor:
+        y = rms(x, weight(f"{norm}.weight"), c.eps)
+        mixture = c.mixture_of(inputs.layer)
+        if mixture is None:
+            return gated_mlp(y, "mlp", c.activation, linear)
+        return mix_experts(c, mixture, y, weights, linear)
+
     y = rms(x, weight("input_layernorm.weight"), c.eps)
     if weights("conv.in_proj.weight") is not None:
         y = linear(_short_convolution(c, linear, weights, y, inputs.cache), "conv.out_proj")
@@ -73,7 +79,7 @@ def decoder_layer(
         y = rms(y, weight(f"{before}.weight"), c.eps)
         before = "pre_feedforward_layernorm"
     x = x + y
-    y = _mlp(c, x, weight, linear, before)
+    y = feed_forward(x, before)
     x = x + (rms(y, weight("post_feedforward_layernorm.weight"), c.eps) if c.post_norms else y)
     if inputs.given is not None:
         gated = activate(linear(x, "per_layer_input_gate"), c.activation) * inputs.given
@@ -224,17 +230,6 @@ def _delta_rule(
     return (rms(torch.stack(outputs, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
 
 
-def _mlp(
-    c: TextConfig,
-    x: Tensor,
-    weight: Callable[[str], Tensor],
-    linear: Callable[[Tensor, str], Tensor],
-    norm: str = "post_attention_layernorm",
-) -> Tensor:
-    y = rms(x, weight(f"{norm}.weight"), c.eps)
-    return linear(activate(linear(y, "mlp.gate_proj"), c.activation) * linear(y, "mlp.up_proj"), "mlp.down_proj")
-
-
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -243,11 +238,3 @@ def rotate(c: TextConfig, x: Tensor, positions: Tensor, layer: int) -> Tensor:
     rope = c.sliding.rope if c.sliding is not None and c.slides(layer) else c.rope
     three_part = positions[:, rope.axes] if positions.ndim > 1 else positions[:, None]
     return rotated(x, three_part.float() * torch.tensor(rope.frequencies), rope.scale)
-
-
-def activate(x: Tensor, name: str) -> Tensor:
-    from transformers.activations import ACT2FN
-
-    function: Any = ACT2FN[name]
-    out: Tensor = function(x)
-    return out

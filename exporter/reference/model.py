@@ -22,12 +22,14 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import NEWLINE
-from vtx.exporter.reference.layers import LayerInputs, LayerWeights, activate, decoder_layer, rms, rotate
+from vtx.exporter.reference.feed_forward import LayerWeights, activate
+from vtx.exporter.reference.layers import LayerInputs, decoder_layer, rms, rotate
 from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
+from vtx.runtime.bundle.safetensors import EVERY
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
+from vtx.runtime.bundle.spec.stored import EMBEDDING, EXPERTS, HEAD
 from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask, highest
@@ -429,9 +431,17 @@ class Reference:
         return inputs
 
     def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
-        """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use."""
+        """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use.
+
+        Those of experts are always read at each use.
+        """
         prefix = f"text.layers.{layer - 1}."
         names = {n.removeprefix(prefix): n for n, _ in self.config.text.layer_tensors(layer)}
-        if keep:
-            return {name: self._weights.read(full) for name, full in names.items()}.get
-        return lambda name: self._weights.read(names[name]) if name in names else None
+        kept = {name: self._weights.read(full) for name, full in names.items() if keep and EXPERTS not in name}
+
+        def weight(name: str, rows: slice = EVERY) -> Tensor | None:
+            if name in kept or name not in names:
+                return kept.get(name)
+            return self._weights.read(names[name], rows)
+
+        return weight

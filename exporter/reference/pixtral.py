@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.reference.layers import activate
+from vtx.exporter.reference.feed_forward import activate
 from vtx.exporter.reference.native import attended, rotated
 from vtx.exporter.reference.parts import TowerWeights
 

@@ -12,8 +12,8 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.reference.axial import AxialReference
 from vtx.exporter.reference.convolutional import ConvolutionalReference
 from vtx.exporter.reference.encoder import EncoderReference
+from vtx.exporter.reference.feed_forward import activate
 from vtx.exporter.reference.joined import JoinedTowers
-from vtx.exporter.reference.layers import activate
 from vtx.exporter.reference.native import NativeReference
 from vtx.exporter.reference.parts import Read, TowerWeights
 from vtx.exporter.reference.pixtral import PixtralReference

@@ -10,7 +10,7 @@ from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.pixtral import LIGHTON, MISTRAL3, PIXTRAL
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN3_EXPERTS, QWEN25, QWEN35, QWEN35_EXPERTS
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny
 
@@ -35,6 +35,23 @@ def qwen3_5(draw: random.Random, family: Tiny = QWEN35) -> Tiny:
         delta=(key_heads, key_heads * draw.choice([1, 2, 3]), draw.choice([16, 32]), draw.choice([16, 24, 32])),
         partial=draw.choice([0.5, 1.0] if width == 16 else [0.25, 0.5, 1.0]), attention_bias=draw.random() < 0.4,
         names=draw.choice(["hub", "saved"]), vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
+    )  # fmt: skip
+
+
+def experts(draw: random.Random) -> tuple[int, int, int]:
+    count = draw.randint(2, 12)
+    return count, draw.randint(1, min(4, count)), draw.choice([16, 24, 48])
+
+
+def qwen3_5_moe(draw: random.Random) -> Tiny:
+    return replace(qwen3_5(draw, QWEN35_EXPERTS), experts=experts(draw))
+
+
+def qwen3_vl_moe(draw: random.Random) -> Tiny:
+    tiny = any_text(draw, QWEN3_EXPERTS)
+    dense = draw.sample(range(tiny.layers), draw.choice([0, 0, 1, 3]))
+    return replace(
+        tiny, rope="default", context=512, experts=experts(draw), dense=tuple(sorted(dense)), names=draw.choice(["hub", "saved"]),
     )  # fmt: skip
 
 

@@ -117,7 +117,9 @@ class Reference:
             "qwen2_vl": ("Qwen2VLImageProcessorPil", "Qwen2VLProcessor"),
             "qwen2_5_vl": ("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
             "qwen3_vl": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
+            "qwen3_vl_moe": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
             "qwen3_5": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
+            "qwen3_5_moe": ("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
             "idefics3": ("Idefics3ImageProcessorPil", "Idefics3Processor"),
             # its own processor needs another package, for numbers in words; an image's text is Idefics3's
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
@@ -335,7 +337,7 @@ class Reference:
 
     def maps(self, inputs: Inputs) -> list[torch.Tensor]:
         """What Qwen3-VL adds to all images' and videos' rows [rows, hidden], after one of the first layers each."""
-        if self.model.config.model_type != "qwen3_vl":
+        if self.model.config.model_type not in ("qwen3_vl", "qwen3_vl_moe"):
             return []
         ids, inner = inputs["input_ids"][0][self._vision(inputs)], self.model.model
         kinds = [("pixel_values", "image_grid_thw", self.image_token, inner.get_image_features)]

@@ -80,7 +80,9 @@ class Statement:
             "qwen2_vl",
             "qwen2_5_vl",
             "qwen3_vl",
+            "qwen3_vl_moe",
             "qwen3_5",
+            "qwen3_5_moe",
             "lfm2_vl",
             "minicpmv4_6",
             "glm_ocr",
@@ -386,7 +388,7 @@ class Statement:
         if hasattr(layer, "linear_attn"):
             return self._remembered(layer, x, rows, past)
         attend, y = layer.self_attn, layer.input_layernorm(x)
-        gated = self._config.model_type in ("qwen3_5", "minicpmv4_6")
+        gated = self._config.model_type in ("qwen3_5", "qwen3_5_moe", "minicpmv4_6")
         q, k, v = (
             proj(y).view(len(y), -1, attend.head_dim * (1 + (gated and proj is attend.q_proj))).transpose(0, 1)
             for proj in (attend.q_proj, attend.k_proj, attend.v_proj)

@@ -43,7 +43,9 @@ ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "lisa": "LISAForCausalLM",
     "internvl_chat": "InternVLChatModel",
     "smolvlm": "SmolVLMForConditionalGeneration",
@@ -73,7 +75,9 @@ PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
     "qwen3_5": "Qwen3VLProcessor",
+    "qwen3_5_moe": "Qwen3VLProcessor",
     "internvl_chat": "",
     "smolvlm": "SmolVLMProcessor",
     "idefics3": "Idefics3Processor",
@@ -112,7 +116,8 @@ class Tiny:
 
     family: Literal[
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
-        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
+        "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5",
+        "qwen3_vl_moe", "qwen3_5_moe", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
         "minicpmv4_6", "mistral3", "lighton_ocr", "glm_ocr", "lfm3_vl",
     ] = "llava"  # fmt: skip
@@ -163,6 +168,9 @@ class Tiny:
     taps: int = 3
     delta: tuple[int, int, int, int] = (2, 4, 32, 16)  # qwen3_5's heads of keys and of values, and their sizes
     partial: float = 0.5  # of a head rotates
+    experts: tuple[int, int, int] = (6, 2, 32)  # of a layer of a mixture, of a token, and their width
+    dense: tuple[int, ...] = ()  # layers of a mixture without experts, from 0
+    apart: bool = False  # one tensor an expert
     full_every: int = 3  # gemma's layers that do not slide
     pool: int = 2  # gemma3's squares of patches, whose mean is a token
     crops: int | None = None  # of pan and scan, at most
@@ -324,6 +332,8 @@ def _make_qwen(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "video_preprocessor_config.json", qwen.video_settings(tiny))
     (folder / "chat_template.jinja").write_text(qwen.template(tiny), encoding="utf-8")
     weights = _weights(config, tiny, seed)
+    if tiny.family.endswith("_moe"):
+        weights = qwen.of_experts(weights, tiny)
     if tiny.names == "hub" and not tiny.family.startswith("qwen3"):
         weights = {qwen.hub_name(name): tensor for name, tensor in weights.items()}
     write_weights(folder, tiny, weights)
@@ -601,6 +611,8 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
         )
     ):
         return noise * 0.5
+    if ".experts." in name:
+        return noise * np.float32(shape[-1] ** -0.5)
     gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.0
     if name.endswith("linear_attn.out_proj.weight"):
         gain = 0.5  # what the delta rule reads is normed, however small it is, so that rounding grows

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.bundle.bundle import Bundle
-from vtx.runtime.bundle.spec.stored import SCALES
+from vtx.runtime.bundle.spec.stored import EXPERTS, SCALES
 from vtx.runtime.errors import UnsupportedModelError
 from vtx.runtime.policies.spec import parse
 from vtx.runtime.precision import ARITHMETIC, PRECISIONS
@@ -24,7 +24,7 @@ from vtx.tools.estimate.flops import (
     prefill_flops,
     text_tower_flops,
 )
-from vtx.tools.estimate.sizes import ModelSize, bundle_size
+from vtx.tools.estimate.sizes import ModelSize, bundle_size, decoder_of, text_values
 
 FLOATING = ("F32", "F16", "BF16")
 # Weights of a bundle have vtx's names, or those of the checkpoint if its files are used unchanged.
@@ -125,15 +125,25 @@ class WorkCounter:
 
 
 def weights_read(bundle: Bundle, float_bytes: int) -> int:
-    """Bytes of decoder and head, each read once by a token: floats count `float_bytes`, others as stored."""
+    """Bytes of decoder and head, each read once by a token, of experts those that it is for.
+
+    Floats count `float_bytes`, others as stored.
+    """
     stored = [bundle.header(file).tensors for file in bundle.manifest.files if file.startswith("weights/")]
     tensors = {name: info for of_file in stored for name, info in of_file.items() if not SEEING.search(name)}
     tied = not any(HEAD.search(name) for name in tensors)
-    return sum(
-        info.nbytes if name.endswith(SCALES) or info.dtype not in FLOATING else float_bytes * math.prod(info.shape)
+    sizes = {
+        name: info.nbytes
+        if name.endswith(SCALES) or info.dtype not in FLOATING
+        else float_bytes * math.prod(info.shape)
         for name, info in tensors.items()
         if tied or not EMBEDDING.search(name)
-    )
+    }
+    mixture = decoder_of(text_values(bundle.manifest.model)).mixture
+    if mixture is None:
+        return sum(sizes.values())
+    routed = sum(size for name, size in sizes.items() if EXPERTS in name)
+    return sum(sizes.values()) - routed + routed * mixture.active // mixture.count
 
 
 @dataclass(frozen=True, slots=True)

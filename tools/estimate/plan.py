@@ -148,11 +148,12 @@ def latency(
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
     matrices = weights.token_bytes(model, precisions, wide)
+    prompt = weights.token_bytes(model, precisions, wide, max(schedule)) if size.mixture else matrices
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
         "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (flops.prefill_flops(size, schedule) + again, matrices + cache),
+        "prefill": (flops.prefill_flops(size, schedule) + again, prompt + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
@@ -470,7 +471,7 @@ def largest_activation_bytes(
     size = model.decoder
     encode = 0
     ends = 0
-    prefill = max(tokens) * (2 * size.hidden + max(_attention_values(model), 3 * size.ffn))
+    prefill = max(tokens) * (2 * size.hidden + max(_attention_values(model), 3 * size.mlp_values))
     if model.vision is not None:
         encode = views * model.vision.widest
     if largest is not None:
@@ -488,7 +489,7 @@ def summed_activation_bytes(model: ModelSize, tokens: Sequence[int], views: int,
     size = model.decoder
     vision = model.vision
     stages = sum({max(tokens), min(tokens)})
-    values = stages * (2 * size.hidden + _attention_values(model) + 3 * size.ffn)
+    values = stages * (2 * size.hidden + _attention_values(model) + 3 * size.mlp_values)
     ends = stages * 2 * size.hidden
     if vision is not None and views:
         values += views * vision.apart

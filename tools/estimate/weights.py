@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -62,6 +62,17 @@ def layer_weights(decoder: Decoder) -> Iterator[WeightGroup]:
         yield from (WeightGroup(name, shape) for name, shape in decoder.layer_tensors(layer) if len(shape) > 1)
 
 
+def read_weights(decoder: Decoder, tokens: int) -> Iterator[WeightGroup]:
+    """The matrices of all layers, of experts the most that `tokens` read."""
+    mixture = decoder.mixture
+    if mixture is None:
+        yield from layer_weights(decoder)
+        return
+    experts = min(mixture.count, tokens * mixture.active)
+    for group in layer_weights(decoder):
+        yield replace(group, shape=mixture.part(group.name, group.shape, experts))
+
+
 def head_is_table(model: ModelSize, precisions: Precisions) -> bool:
     """True if no output matrix is stored beside the embedding table."""
     return model.decoder.tied and (model.action is not None or not precisions.head_apart)
@@ -98,9 +109,10 @@ def bundle_bytes(model: ModelSize, precisions: Precisions) -> int:
 
 
 @lru_cache(PLANS)
-def token_bytes(model: ModelSize, precisions: Precisions, wide: bool) -> int:
-    """Bytes of the matrices that each token reads: those of all layers, and the output matrix."""
-    return stored_bytes([*layer_weights(model.decoder), *head_weights(model, precisions)], precisions, wide=wide)
+def token_bytes(model: ModelSize, precisions: Precisions, wide: bool, tokens: int = 1) -> int:
+    """Bytes of the matrices that a run of `tokens` reads: those of all layers, and the output matrix."""
+    groups = [*read_weights(model.decoder, tokens), *head_weights(model, precisions)]
+    return stored_bytes(groups, precisions, wide=wide)
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:

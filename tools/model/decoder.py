@@ -10,6 +10,7 @@ from math import prod
 from vtx.runtime.bundle.spec.model_spec import ByLayer, DeltaSpec, SlidingLayers
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
 from vtx.runtime.strict import optional
+from vtx.tools.model.mixture import Mixture
 from vtx.tools.model.tensors import Shapes, linear_tensors
 
 # Of inputs to each layer: a token's own, side by side, and the matrix and the norm of those made from its embedding.
@@ -31,7 +32,8 @@ class Decoder(ByLayer):
     `head_gates`: the same with one number a head, of a matrix of its own. `post_norms`: a norm follows attention and
     the MLP too, before their sum with the hidden states. `layer_scale`: a number by which a layer's hidden states are
     multiplied. `sliding` and `shared` as in `ByLayer`; `shared_ffn`: width of the MLPs from layer `shared` on.
-    `per_layer`: numbers of a token's input to each layer, from a table of their own.
+    `per_layer`: numbers of a token's input to each layer, from a table of their own. `mixture`: experts in place of
+    MLPs.
     """
 
     layers: int
@@ -58,6 +60,7 @@ class Decoder(ByLayer):
     shared: int | None = optional(None)
     shared_ffn: int | None = optional(None)
     per_layer: int | None = optional(None)
+    mixture: Mixture | None = optional(None)
 
     @property
     def attending(self) -> int:
@@ -72,6 +75,10 @@ class Decoder(ByLayer):
     def ffn_of(self, layer: int) -> int:
         """The width of a layer's MLP."""
         return self.ffn if self.shared_ffn is None or self.source(layer) == layer else self.shared_ffn
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """The experts of a layer, None if it has an MLP."""
+        return None if self.mixture is None or layer in self.mixture.dense else self.mixture
 
     def keeps(self, layer: int) -> bool:
         """True if a layer has K and V of its own."""
@@ -105,10 +112,7 @@ class Decoder(ByLayer):
         attends = layer not in self.conv_layers
         if attends:
             yield from self._attention_tensors(f"{prefix}.self_attn", layer)
-        ffn = self.ffn_of(layer)
-        yield from linear_tensors(f"{prefix}.mlp.gate_proj", ffn, self.hidden, bias=self.mlp_bias)
-        yield from linear_tensors(f"{prefix}.mlp.up_proj", ffn, self.hidden, bias=self.mlp_bias)
-        yield from linear_tensors(f"{prefix}.mlp.down_proj", self.hidden, ffn, bias=self.mlp_bias)
+        yield from self._mlp_tensors(f"{prefix}.mlp", layer)
         if not attends:
             yield from self._state_tensors(prefix)
         if attends and self.qk_norm:
@@ -121,6 +125,19 @@ class Decoder(ByLayer):
             yield f"{prefix}.post_per_layer_input_norm.weight", (self.hidden,)
         if self.layer_scale:
             yield f"{prefix}.layer_scalar", (1,)
+
+    def _mlp_tensors(self, name: str, layer: int) -> Shapes:
+        """The weights of an MLP, or of experts and the MLP beside them."""
+        mixture = self.mixture_of(layer)
+        if mixture is not None:
+            yield from mixture.tensors(name, self.hidden)
+            if not mixture.shared:
+                return
+            name = f"{name}.shared_expert"
+        ffn = self.ffn_of(layer)
+        yield from linear_tensors(f"{name}.gate_proj", ffn, self.hidden, bias=self.mlp_bias)
+        yield from linear_tensors(f"{name}.up_proj", ffn, self.hidden, bias=self.mlp_bias)
+        yield from linear_tensors(f"{name}.down_proj", self.hidden, ffn, bias=self.mlp_bias)
 
     def _attention_tensors(self, name: str, layer: int) -> Shapes:
         queries = self.heads * self.heads_of(layer)
@@ -155,8 +172,8 @@ class Decoder(ByLayer):
         yield f"{name}.out_proj.weight", (self.hidden, self.delta.values)
 
     def macs_of(self, layers: Iterable[int]) -> int:
-        """Multiply-accumulates of these layers' matrices for one token; also the number of their weights."""
-        return sum(_matrix_numbers(self, layer) for layer in layers)
+        """Multiply-accumulates of these layers' matrices for one token; without experts the number of their weights."""
+        return sum(_layer_macs(self, layer) for layer in layers)
 
     @property
     def layer_macs(self) -> int:
@@ -175,7 +192,20 @@ class Decoder(ByLayer):
 
     def macs_after_attention(self, layer: int) -> int:
         """Multiply-accumulates of a layer after its attention, for one token."""
-        return self.hidden * self.heads_of(layer) * self.heads + 3 * self.hidden * self.ffn_of(layer)
+        return self.hidden * self.heads_of(layer) * self.heads + self._products(self._mlp_tensors("", layer))
+
+    def _products(self, tensors: Shapes) -> int:
+        """Multiply-accumulates of the matrices among these for one token."""
+        mixture = self.mixture
+        matrices = ((name, shape) for name, shape in tensors if len(shape) > 1)
+        if mixture is None:
+            return sum(prod(shape) for _, shape in matrices)
+        return sum(prod(mixture.part(name, shape, mixture.active)) for name, shape in matrices)
+
+    @property
+    def mlp_values(self) -> int:
+        """The most numbers of a token between the matrices of its MLP, or of all experts that read it."""
+        return self.ffn if self.mixture is None else max(self.ffn, self.mixture.active * self.mixture.ffn)
 
     @property
     def small_parameters(self) -> int:
@@ -189,5 +219,5 @@ class Decoder(ByLayer):
 
 
 @lru_cache(maxsize=1024)
-def _matrix_numbers(decoder: Decoder, layer: int) -> int:
-    return sum(prod(shape) for _, shape in decoder.layer_tensors(layer) if len(shape) > 1)
+def _layer_macs(decoder: Decoder, layer: int) -> int:
+    return decoder._products(decoder.layer_tensors(layer))

@@ -19,9 +19,7 @@ FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(pack
 REFUSED: Mapping[str, str] = {
     "gemma4_unified": "it has no vision tower, and the tokens of an image see each other only in layers with a "
     "window; use Gemma 4 E2B or E4B",
-    "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
-    "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }
 
 

@@ -47,20 +47,10 @@ class Ort(Dialect):
 
     def quantised(self, b: Builder, x: ir.Value, weight: str, bias: str | None) -> ir.Value:
         """MatMulNBits on the stored bytes. It reads them as unsigned: one bit of each integer is flipped."""
-        stored = b.location(weight)
-        assert stored.scales is not None
-        rows, width = stored.shape
-        bits = STORED[stored.dtype].bits
-        assert bits is not None
-        blocks = stored.scales.shape[1]
-        block = power_of_two_in(width // blocks, LARGEST_BLOCK[bits])
-        octets = b.octets(weight, rows, width // block, block * bits // 8)
-        unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
-        scales = _repeated(b, b.scales(weight, self.compute, rows, blocks), rows, blocks, width // block)
+        bits, block = read_blocks(b, weight)
+        rows, width = b.location(weight).shape
+        unsigned, scales, *points = unsigned_parts(b, weight, block)
         sizes = {"K": width, "N": rows, "bits": bits, "block_size": block}
-        points: list[ir.Value | None] = []
-        if (zeros := b.zeros(weight, ir.DataType.UINT8, rows, blocks)) is not None:
-            points = [_points(b, _repeated(b, zeros, rows, blocks, width // block), rows, width // block, bits)]
         if self.name == "ort":
             added = [*(points or [None]), None, b.weight(bias)] if bias else points
             return b.op(
@@ -93,6 +83,33 @@ class Ort(Dialect):
             num_heads=heads.count,
             unidirectional=int(heads.causal),
         )
+
+
+def read_blocks(b: Builder, name: str) -> tuple[int, int]:
+    """Bits of a quantised matrix's integers, and the number that operators group: some or all of those with a scale."""
+    stored = b.location(name)
+    bits = STORED[stored.dtype].bits
+    assert stored.scales is not None
+    assert bits is not None
+    return bits, power_of_two_in(stored.shape[1] // stored.scales.shape[1], LARGEST_BLOCK[bits])
+
+
+def unsigned_parts(b: Builder, name: str, block: int) -> list[ir.Value]:
+    """A quantised matrix in groups of `block`: unsigned integers [rows, groups, bytes] with one bit of each flipped,
+    scales, and zero points if it has any.
+    """
+    stored = b.location(name)
+    assert stored.scales is not None
+    rows, width = stored.shape
+    blocks = stored.scales.shape[1]
+    bits, _ = read_blocks(b, name)
+    octets = b.octets(name, rows, width // block, block * bits // 8)
+    unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
+    scales = b.scales(name, b.dialect.compute, rows, blocks)
+    parts = [unsigned, _repeated(b, scales, rows, blocks, width // block)]
+    if (zeros := b.zeros(name, ir.DataType.UINT8, rows, blocks)) is not None:
+        parts.append(_points(b, _repeated(b, zeros, rows, blocks, width // block), rows, width // block, bits))
+    return parts
 
 
 def _repeated(b: Builder, x: ir.Value, rows: int, apart: int, blocks: int) -> ir.Value:

@@ -13,6 +13,8 @@ RATES = (
     "linear_attn.in_proj_a.weight",
     "linear_attn.in_proj_b.weight",
 )  # one row a head: all that it forgets or learns
+ROUTERS = "mlp.gate.weight", "mlp.shared_expert_gate.weight"  # one row an expert: the choice among all
+EXPERTS = ".experts."  # in the names of matrices that all experts of a layer have together
 EMBEDDING = "text.embed_tokens.weight"
 HEAD = "head.weight"
 BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
@@ -163,7 +165,7 @@ def part_of(name: str) -> str:
 
 def multiplied(name: str, shape: tuple[int, ...]) -> bool:
     """True for matrices that may be integers; tables and convolutions are not."""
-    return len(shape) == 2 and "embed" not in name and not name.endswith(RATES)
+    return len(shape) == 2 and "embed" not in name and not name.endswith((*RATES, *ROUTERS))
 
 
 def tied_head(precisions: Precisions, requested: str | None, shape: tuple[int, ...], source: str) -> Precisions:

@@ -43,8 +43,8 @@ from vtx.exporter.checkpoint.spec import config_of as config_of_manifest
 from vtx.exporter.checkpoint.spec import config_size
 from vtx.exporter.graphs.joined import resizing
 from vtx.exporter.graphs.vision import vision_tensors
+from vtx.exporter.reference.feed_forward import activate
 from vtx.exporter.reference.joined import JoinedTowers
-from vtx.exporter.reference.layers import activate
 from vtx.exporter.weights.tensors import CheckpointWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model

@@ -25,6 +25,8 @@ from tests.support.drawn import (
     paligemma,
     pixtral,
     qwen3_5,
+    qwen3_5_moe,
+    qwen3_vl_moe,
     qwen_vl,
     smolvlm,
 )  # fmt: skip
@@ -106,7 +108,7 @@ def of_qwen(draw: random.Random) -> tuple[Method, ...]:
 
 FAMILIES = [
     granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm, paligemma, qwen_vl, pixtral, mistral3,
-    lighton_ocr, glm_ocr, lfm3_vl,
+    lighton_ocr, glm_ocr, lfm3_vl, qwen3_vl_moe, qwen3_5_moe,
 ]  # fmt: skip
 
 

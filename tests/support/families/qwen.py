@@ -62,7 +62,9 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 QWEN2 = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")
 QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 QWEN3 = replace(QWEN2, family="qwen3_vl", text="qwen3", patch=16)
+QWEN3_EXPERTS = replace(QWEN3, family="qwen3_vl_moe")
 QWEN35 = replace(QWEN3, family="qwen3_5", text="qwen3_5", head_dim=16, attending=(1, 4, 6), taps=4, context=512)
+QWEN35_EXPERTS = replace(QWEN35, family="qwen3_5_moe")
 GRID = 6  # side of the table of positions; images have 4 to 28 patches a side
 
 
@@ -75,7 +77,7 @@ def vision_fields(tiny: Tiny) -> dict[str, Any]:
         "hidden_size": tiny.vision_hidden, "intermediate_size": tiny.vision_ffn, "out_hidden_size": tiny.hidden,
     }  # fmt: skip
     if tiny.family.startswith("qwen3"):
-        maps = {"deepstack_visual_indexes": [*tiny.maps]} if tiny.family == "qwen3_vl" else {}
+        maps = {"deepstack_visual_indexes": [*tiny.maps]} if tiny.family.startswith("qwen3_vl") else {}
         return fields | {"num_position_embeddings": GRID**2, **maps}
     return fields | {"window_size": WINDOW, "fullatt_block_indexes": [1, tiny.vision_layers - 1]}
 
@@ -83,7 +85,7 @@ def vision_fields(tiny: Tiny) -> dict[str, Any]:
 def _rope(tiny: Tiny) -> dict[str, Any]:
     half = (tiny.head_dim or tiny.hidden // tiny.heads) // 2
     if tiny.family.startswith("qwen3"):
-        more = {"partial_rotary_factor": tiny.partial} if tiny.family == "qwen3_5" else {}
+        more = {"partial_rotary_factor": tiny.partial} if tiny.text == "qwen3_5" else {}
         half = int(half * more.get("partial_rotary_factor", 1))
         return {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4], "mrope_interleaved": True, **more}
     return {"mrope_section": [half // 4, half - half // 4 - half * 3 // 8, half * 3 // 8]}
@@ -121,9 +123,37 @@ def of_delta(tiny: Tiny) -> dict[str, Any]:
     return {**sizes, "layer_types": kinds, "linear_conv_kernel_dim": tiny.taps, "attention_bias": tiny.attention_bias}
 
 
+def of_mixture(tiny: Tiny) -> dict[str, Any]:
+    """What the configuration of a decoder with experts has beyond others."""
+    if not tiny.family.endswith("_moe"):
+        return {}
+    sizes = dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), tiny.experts, strict=True))
+    if tiny.family == "qwen3_5_moe":
+        return {**sizes, "shared_expert_intermediate_size": tiny.ffn}
+    return {**sizes, "mlp_only_layers": [*tiny.dense]}
+
+
+def of_experts(weights: Mapping[str, Any], tiny: Tiny) -> dict[str, Any]:
+    """Weights in the layout of a file: of Qwen3-VL's hub experts are [in, out], others may be one tensor each."""
+    laid = dict[str, Any]()
+    for name, tensor in weights.items():
+        if ".experts." not in name:
+            laid[name] = tensor
+        elif tiny.apart:
+            names = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            for number, matrices in enumerate(tensor):
+                for part, matrix in zip(names, matrices.chunk(len(names)), strict=True):
+                    laid[f"{name.rpartition('.')[0]}.{number}.{part}.weight"] = matrix.contiguous()
+        elif tiny.names == "hub" and tiny.family == "qwen3_vl_moe":
+            laid[name] = tensor.transpose(1, 2).contiguous()
+        else:
+            laid[name] = tensor
+    return laid
+
+
 def settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str, Any]:
     """The configuration as transformers 5 has it: text model and tower apart."""
-    text = text | of_delta(tiny)
+    text = text | of_delta(tiny) | of_mixture(tiny)
     rope = _rope(tiny) | {"rope_type": "default", "rope_theta": tiny.theta}
     return {
         "text_config": text | {"rope_parameters": rope}, "vision_config": vision_fields(tiny),
@@ -135,14 +165,14 @@ def hub_settings(tiny: Tiny, text: dict[str, Any], image_token: int) -> dict[str
     """The configuration as it is published: until Qwen3-VL the text model's settings at the top."""
     if tiny.family.startswith("qwen3"):
         nested = settings(tiny, text, image_token)
-        if tiny.family == "qwen3_5":  # which is published with rope_parameters
-            nested["text_config"] |= {"model_type": "qwen3_5_text", "attn_output_gate": True}
-            nested["vision_config"] |= {"model_type": "qwen3_5", "in_channels": 3, "deepstack_visual_indexes": []}
+        if tiny.text == "qwen3_5":  # which is published with rope_parameters
+            nested["text_config"] |= {"model_type": f"{tiny.family}_text", "attn_output_gate": True}
+            nested["vision_config"] |= {"model_type": tiny.family, "in_channels": 3, "deepstack_visual_indexes": []}
             return nested | {"model_type": tiny.family, "torch_dtype": tiny.dtype}
-        nested["text_config"] |= {"model_type": "qwen3_vl_text", "rope_theta": tiny.theta}
+        nested["text_config"] |= {"model_type": f"{tiny.family}_text", "rope_theta": tiny.theta}
         nested["text_config"]["rope_scaling"] = {"rope_type": "default", **_rope(tiny)}
         del nested["text_config"]["rope_parameters"]
-        nested["vision_config"] |= {"model_type": "qwen3_vl", "in_channels": 3}
+        nested["vision_config"] |= {"model_type": tiny.family, "in_channels": 3}
         return nested | {"model_type": tiny.family, "torch_dtype": tiny.dtype}
     rope = {"rope_theta": tiny.theta, "rope_scaling": {"type": "mrope", **_rope(tiny)}}
     nested = settings(tiny, text, image_token)

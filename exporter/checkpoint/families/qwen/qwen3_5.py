@@ -18,7 +18,7 @@ from vtx.runtime.errors import UnsupportedModelError
 from vtx.tools.model.vision import VisionConfig
 
 
-def _tower(config: Any, text: TextConfig) -> VisionConfig:
+def tower_without_maps(config: Any, text: TextConfig) -> VisionConfig:
     if maps := getattr(config, "deepstack_visual_indexes", None):
         raise UnsupportedModelError(
             f"deepstack_visual_indexes {maps!r:.40} is not supported in a qwen3_5 model; vtx exports those without"
@@ -29,7 +29,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 FAMILY = Family(
     model_type="qwen3_5",
     architecture="Qwen3_5ForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3_5Config", _tower, frames_in_time),
+    read=lambda config: read_qwen(config, "Qwen3_5Config", tower_without_maps, frames_in_time),
     processors=(PROCESSOR,),
     tensors=TENSORS,
     adjust=adjust,

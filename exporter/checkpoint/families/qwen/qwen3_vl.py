@@ -38,7 +38,7 @@ def tower_with_table(config: Any, text: TextConfig, family: str) -> VisionConfig
     return replace(tower, patch_bias=True, position_grid=math.isqrt(positions))
 
 
-def _tower(config: Any, text: TextConfig) -> VisionConfig:
+def deepstack_tower(config: Any, text: TextConfig) -> VisionConfig:
     tower = tower_with_table(config, text, "qwen3_vl")
     maps = config.deepstack_visual_indexes
     numbers = isinstance(maps, list | tuple) and all(type(n) is int and 0 <= n < tower.layers for n in maps)
@@ -63,7 +63,7 @@ BOXES = replace(JSON_BOXES, scale=1000)
 FAMILY = Family(
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
-    read=lambda config: read_qwen(config, "Qwen3VLConfig", _tower, frames_in_time),
+    read=lambda config: read_qwen(config, "Qwen3VLConfig", deepstack_tower, frames_in_time),
     processors=(PROCESSOR,),
     tensors=TENSORS,
     adjust=adjust,
