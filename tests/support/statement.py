@@ -84,6 +84,7 @@ class Statement:
             "lfm2_vl",
             "minicpmv4_6",
             "glm_ocr",
+            "paddleocr_vl",
             *MARKED,
         ):
             return self._given(inputs)

@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
     "glm_ocr": "GlmOcrForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -83,6 +84,7 @@ PROCESSORS = {
     "minicpmv4_6": "MiniCPMV4_6Processor",
     "glm_ocr": "Glm46VProcessor",
     "lfm3_vl": "Lfm3VlProcessor",
+    "paddleocr_vl": "PaddleOCRVLProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -109,11 +111,11 @@ class Tiny:
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
-        "minicpmv4_6", "glm_ocr", "lfm3_vl",
+        "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
-        "qwen3_5", "glm_ocr_text", "lfm3",
+        "qwen3_5", "glm_ocr_text", "lfm3", "paddleocr_vl_text",
     ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
@@ -215,6 +217,8 @@ class Tiny:
             return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
+        if self.family == "paddleocr_vl":
+            return ["<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"]
         if self.family == "lfm3_vl":
             return ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
         if self.family == "glm_ocr":
@@ -270,6 +274,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         from tests.support.families.minicpm import make_minicpm
 
         return make_minicpm(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "paddleocr_vl":
+        from tests.support.families.paddleocr_vl import make_paddle
+
+        return make_paddle(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm3_vl":
         from tests.support.families.lfm3_vl import make_lfm3
 
@@ -586,7 +594,7 @@ def hub_name(name: str, tiny: Tiny) -> str:
     """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
-        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr", "lfm3_vl")
+        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl")
         or tiny.family.startswith("qwen")
     ):
         return name

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.drawn import any_text, glm_ocr, lfm3_vl, minicpm, paligemma, qwen3_5, qwen_vl, smolvlm
+from tests.support.drawn import any_text, glm_ocr, lfm3_vl, minicpm, paddleocr_vl, paligemma, qwen3_5, qwen_vl, smolvlm
 from tests.support.exact import ExactReference
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
@@ -92,7 +92,21 @@ def of_qwen(draw: random.Random) -> tuple[Method, ...]:
     return Method(fastv=(draw.randint(1, 4), 0.5)), Method(cdpruner=(6, "embedding")), before
 
 
-FAMILIES = [granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm, paligemma, qwen_vl, glm_ocr, lfm3_vl]
+FAMILIES = [
+    granite,
+    fast_vlm,
+    lfm2_vl,
+    qwen3_5,
+    minicpm,
+    gemma3,
+    gemma4,
+    smolvlm,
+    paligemma,
+    qwen_vl,
+    glm_ocr,
+    lfm3_vl,
+    paddleocr_vl,
+]
 
 
 @pytest.mark.slow
