@@ -24,6 +24,7 @@ from vtx.runtime.errors import VtxError
 from vtx.runtime.modules import modules_of
 from vtx.runtime.vision.layouts import spec_of
 from vtx.runtime.vision.layouts.budget import TokenBudget
+from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.layouts.sliced_frames import SlicedFrames
 from vtx_tune.options import check_tunable
@@ -41,7 +42,7 @@ the kinds of layers and images, [checkpoints in their authors' layout](../how-to
 
 Text models: {", ".join(TEXT_FAMILIES)}, gemma2 (in PaliGemma 2), gemma3, gemma4.
 Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-those of InternVL, Qwen-VL and Gemma 4, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
+those of InternVL, Qwen-VL, Gemma 4 and Pixtral, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
 registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
 
 **Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
@@ -137,6 +138,15 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
     },
     "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
+    "mistral3": {
+        "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "num_hidden_layers": 40},
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    },
+    "lighton_ocr": {
+        "image_token_id": 151655,
+        "text_config": {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28},
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    },
     "minicpmv4_6": {
         "image_token_id": 248056, "video_token_id": 248057, "text_config": {"model_type": "qwen3_5_text"},
         "vision_config": {"model_type": "minicpmv4_6_vision", "image_size": 448, "patch_size": 16},
@@ -154,7 +164,7 @@ def _config(family: Family) -> ModelConfig:
         "text_config": _TEXT, "vision_config": _TOWER, **_OWN.get(family.model_type, {}),
     }  # fmt: skip
     config = family.read(settings)
-    if not config.vision.native or family.adjust is None:
+    if not isinstance(config.layout, Native) or family.adjust is None:
         return config
     return family.adjust(config, _QWEN_PIXELS if config.vision.patch == 14 else _QWEN3_PIXELS)
 

@@ -75,9 +75,9 @@ def choose(options: ExportOptions, source: SourceModel) -> Choices:
     checkpoint = source.checkpoint
     config = source.config
     gates, ks = _gates_and_ks(options, checkpoint, config)
+    reductions = plan_reductions(options.reductions, config)
     if source.family.reader:
         _check_reader(options, ks)
-    reductions = plan_reductions(options.reductions, config)
     text_tower = _text_tower(options, checkpoint, config, reductions)
     if options.retain is not None:
         options.retain.check(options.reductions)

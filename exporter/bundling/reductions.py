@@ -109,10 +109,11 @@ def _check_tower(part: Reduction, config: ModelConfig) -> None:
     blocks = max(config.feature_layers)
     side = max(vision.square, vision.pool)
     check_patches(part, side, class_token=vision.class_token, two_towers=vision.several)
-    if vision.stage_blocks and (needs.tower_layers or needs.merging):
+    if (vision.stage_blocks or vision.native) and (needs.tower_layers or needs.merging):
+        form = "is convolutional" if vision.stage_blocks else "sees images at native resolution"
         raise UnsupportedModelError(
-            f"{part.name} reads a transformer tower's blocks, but this model's tower is "
-            "convolutional; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
+            f"{part.name} reads the blocks of a transformer tower for images of one size, but this model's tower "
+            f"{form}; use fastv, cdpruner, divprune, dart, or mustdrop:...,tau=off,key=0"
         )
     if needs.tower_layers and max(needs.tower_layers) > blocks:
         raise UnsupportedModelError(

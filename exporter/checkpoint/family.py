@@ -134,10 +134,11 @@ class Family:
     `processor_config.json`. `seg_token` marks a segment of the image, whose state answers give out, `boxes`
     the form of boxes in answers, as the authors state it. `check` raises
     CheckpointError if tokenizer and template do not make prompts as in training. `reader`: it reads documents, whose
-    image tokens leave only if the user accepts other answers. `transposed` are canonical names of matrices that its
-    checkpoints hold as [in, out]; `arrange` makes the weights of graphs of its tensors, of which some hold several, or
-    rows in another order. `downsampling`: the values of `downsample_mode` in its files, among which an export may
-    choose. A family with an `original` layout is recognised by its `architecture` alone.
+    image tokens leave only if the user accepts other answers. `spellings`: further pairs of model_type and architecture
+    in published files. `transposed` are canonical names of matrices that its checkpoints hold as [in, out]; `arrange`
+    makes the weights of graphs of its tensors, of which some hold several, or rows in another order. `downsampling`:
+    the values of `downsample_mode` in its files, among which an export may choose. A family with an `original` layout
+    is recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -160,6 +161,7 @@ class Family:
     arrange: Callable[[ModelConfig, Mapping[str, TensorInfo]], Iterable[tuple[str, TensorInfo]]] | None = None
     downsampling: tuple[str, ...] = ()
     reader: bool = False
+    spellings: tuple[tuple[str, str], ...] = ()
 
 
 def read_llava_like(

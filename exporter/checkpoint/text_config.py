@@ -12,7 +12,7 @@ from vtx.runtime.strict import optional
 from vtx.tools.model.decoder import Decoder
 
 MAX_POSITIONS = (1 << 24) - 1
-TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5")
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "lfm2", "qwen3_5", "ministral3")
 # text models whose positions have three parts, qwen3 and qwen3_5 rotate by interleaved ones
 THREE_PART = {
     "qwen2_vl_text": "qwen2",
@@ -164,6 +164,9 @@ def _positions(config: Any, family: str) -> int:
         )
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)
+    if family == "ministral3":  # beyond which queries grow with their position
+        parameters = dict(config.rope_parameters or {})
+        positions = min(positions, int(number(parameters, "original_max_position_embeddings")))
     return min(positions, original_positions(config) or positions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
@@ -44,7 +45,9 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
         )
     x = b.op("Add", b.op("Transpose", b.op("Squeeze", grid, b.constant([0])), perm=[1, 2, 0]), b.op("Add", *along))
     x = b.reshape(x, -1, v.hidden)
-    turns = [_rotation(b, v, sizes, axis) for axis in (1, 0)]  # of the halves of a head: by column, by row
+    quarter = np.arange(width // 4, dtype=np.float32) / np.float32(width // 4)
+    rates = (1.0 / np.float32(THETA) ** quarter).astype(np.float32)
+    turns = [rotation(b, rates, sizes, axis) for axis in (1, 0)]  # of the halves of a head: by column, by row
     for layer in range(v.layers):
         name = f"vision.encoder.layers.{layer}"
         y = b.dialect.norm(b, x, f"{name}.{NORMS[0]}.weight", v.eps)
@@ -92,15 +95,13 @@ def _linear(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
     return b.op("Clip", y, least, most) if v.clipped else y
 
 
-def _rotation(b: Builder, v: VisionConfig, sizes: list[ir.Value], axis: int) -> tuple[ir.Value, ir.Value]:
-    """Cos and sin [patches, 1, head_dim / 4] by a patch's row (axis 0) or column."""
-    quarter = v.hidden // v.heads // 4
-    rates = (1.0 / np.float32(THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+def rotation(b: Builder, rates: NDArray[np.float32], sizes: list[ir.Value], axis: int) -> tuple[ir.Value, ir.Value]:
+    """Cos and sin [patches, 1, rates] by a patch's row (axis 0) or column, in a grid of `sizes` rows and columns."""
     numbers = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", sizes[axis]), b.constant(np.array(1)))
     angles = b.op("Mul", b.op("Unsqueeze", b.op("Cast", numbers, to=FLOAT.value), b.constant([1])), b.constant(rates))
     spread = b.op("Unsqueeze", angles, b.constant([1 - axis]))
-    every = b.op("Expand", spread, b.op("Concat", *sizes, b.constant([quarter]), axis=0))
-    flat = b.reshape(every, -1, 1, quarter)
+    every = b.op("Expand", spread, b.op("Concat", *sizes, b.constant([len(rates)]), axis=0))
+    flat = b.reshape(every, -1, 1, len(rates))
     return b.from_float32(b.op("Cos", flat)), b.from_float32(b.op("Sin", flat))
 
 

@@ -18,6 +18,7 @@ from vtx.exporter.graphs.merge import Merged, class_attention, merge_windows, re
 from vtx.exporter.graphs.naflex import merge_squares, naflex_embeddings, naflex_squares
 from vtx.exporter.graphs.native import build_native
 from vtx.exporter.graphs.native_blocks import Grid
+from vtx.exporter.graphs.pixtral import build_pixtral
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.tools.model.tensors import Shapes
@@ -68,6 +69,7 @@ class Extras:
 
 
 NO_EXTRAS = Extras()
+_BUILD = {"axial": build_axial, "native": build_native, "pixtral": build_pixtral}  # of towers at native resolution
 
 
 @dataclass(slots=True)
@@ -95,13 +97,12 @@ class _TowerGraph:
 def build_vision(b: Builder, c: ModelConfig, extras: Extras = NO_EXTRAS) -> None:
     """[images, 3, side, side] float32 to [images, view_tokens, hidden] float32.
 
-    Images at native resolution: `build_native`, `build_axial`.
+    Images at native resolution: `build_native`, `build_axial`, `build_pixtral`.
     """
     v = c.vision
     if v.native:
         assert extras == NO_EXTRAS, "refused for these towers"
-        build = build_native if v.axis_positions is None else build_axial
-        build(b, c)
+        _BUILD[v.kind](b, c)
         return
     images = 1 if extras.merges or v.naflex else "images"
     sides = ("height", "width") if v.naflex else (v.image, v.image)

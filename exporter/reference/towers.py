@@ -16,6 +16,7 @@ from vtx.exporter.reference.joined import JoinedTowers
 from vtx.exporter.reference.layers import activate
 from vtx.exporter.reference.native import NativeReference
 from vtx.exporter.reference.parts import Read, TowerWeights
+from vtx.exporter.reference.pixtral import PixtralReference
 from vtx.tools.model.towers import vision_shapes
 from vtx.tools.model.towers.encoder import POST_NORM, TOWER
 from vtx.tools.model.towers.paired import BESIDE
@@ -47,6 +48,11 @@ def _native(c: ModelConfig, parts: TowerWeights) -> See:
         return [*map(torch.cat, zip(*map(tower.tokens, pixels), strict=True))]
 
     return see
+
+
+def _pixtral(c: ModelConfig, parts: TowerWeights) -> See:
+    tower = PixtralReference(c, parts)
+    return lambda pixels: [torch.cat([tower.tokens(image) for image in pixels])]
 
 
 def _convolutional(c: ModelConfig, parts: TowerWeights) -> See:
@@ -116,4 +122,5 @@ _MAKE: Mapping[str, Callable[[ModelConfig, TowerWeights], See]] = {
     "naflex": _encoder,
     "native": _native,
     "paired": _encoder,
+    "pixtral": _pixtral,
 }

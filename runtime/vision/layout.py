@@ -34,7 +34,11 @@ class Layout(ABC):
 
     __slots__ = ()
     newline = False  # a learned newline is among the tokens
-    has_text = False  # the prompt has text among the tokens of an image
+
+    @property
+    def has_text(self) -> bool:
+        """True if the prompt has text among the tokens of an image."""
+        return False
 
     @property
     @abstractmethod

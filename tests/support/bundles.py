@@ -52,10 +52,20 @@ def export(
     return export_with(
         ExportOptions(
             str(checkpoint), ks, precision, max_context,
-            reductions=reductions, allow_pickle=allow_pickle, dialects=dialects, allow_changed_answers=True,
+            reductions=reductions, allow_pickle=allow_pickle, dialects=dialects,
+            allow_changed_answers=reads_documents(checkpoint),
         ),
         out,
     )  # fmt: skip
+
+
+def reads_documents(checkpoint: Path) -> bool:
+    """True for a checkpoint whose K and reductions are exported with the user's word alone."""
+    from vtx.exporter.checkpoint.families.registry import FAMILIES
+
+    config = checkpoint / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    return kind in {family.model_type for family in FAMILIES if family.reader}
 
 
 def export_with(options: ExportOptions, out: Path) -> Bundle:

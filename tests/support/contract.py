@@ -23,6 +23,7 @@ from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
+from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
@@ -132,6 +133,21 @@ FAMILIES = {
     "llava, qwen2": Family(Tiny(text="qwen2", select="full"), (3, 5), NEAR, WITHIN[::2] + OF_TOWERS[1:2]),
     "llava, mistral": Family(
         Tiny(text="mistral", head_dim=24, tied=True, rope="longrope"), (3, 5), NEAR, WITHIN[1::2] + OF_TOWERS[::2]
+    ),
+    "llava, pixtral": Family(
+        PIXTRAL, (3, 5), NEAR, WITHIN[:2], {**OF_MARKED, "lsm": "images at native resolution", "cls": "no class token"},
+        GOLDEN, {"tied": True}, pictures=2, extreme=(*EXTREME[:5], EXTREME[-1]), dialects=True, traced=("fastv:k=4",),
+        variants=(replace(PIXTRAL, names="saved", feature_layer=(1, -2), projector_bias=False, vision_act="silu"),),
+    ),
+    "mistral3": Family(
+        MISTRAL3, (3, 5), NEAR, WITHIN[:1], OF_MARKED | OF_TWO_BY_TWO, GOLDEN_OF_OTHERS, {"tied": True}, pictures=2,
+        extreme=EXTREME[:5], dialects=True, traced=("fastv:k=4",),
+        variants=(MINISTRAL3, replace(MISTRAL3, names="new", projector_bias=True, kv_heads=1, shards=2)),
+    ),
+    "lighton_ocr": Family(
+        LIGHTON, (3, 5), NEAR, WITHIN[:2], OF_TWO_BY_TWO, GOLDEN, {"tied": False}, pictures=2,
+        extreme=((64, 64), (65, 64), (199, 201), (17, 30)),
+        variants=(replace(LIGHTON, names="saved", patch=7, image=99, tied=False),),
     ),
     "vipllava": Family(
         Tiny(family="vipllava", feature_layer=(-2, -1, 1)), (3, 5), NEAR, WITHIN[1::3] + OF_TOWERS,

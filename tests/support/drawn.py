@@ -10,6 +10,7 @@ from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.families.pixtral import LIGHTON, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny
@@ -107,3 +108,27 @@ def paligemma(draw: random.Random) -> Tiny:
         image=patch * draw.randint(2, 5), vision_hidden=draw.choice([16, 32]), vision_layers=draw.randint(1, 4),
         projector_bias=PALIGEMMA.projector_bias, tokenizer=draw.choice(["bytes", "metaspace"]),
     )  # fmt: skip
+
+
+def pixtral(draw: random.Random, family: Tiny = PIXTRAL) -> Tiny:
+    tiny, layers, patch = any_text(draw, family), draw.randint(1, 4), draw.choice([7, 8, 14])
+    layer = draw.choice([-1, -2, tuple(draw.randint(-layers - 1, layers) for _ in range(draw.randint(1, 3)))])
+    return replace(
+        tiny, context=1024, patch=patch, image=draw.randint(2 * patch, 12 * patch), vision_layers=layers,
+        vision_hidden=draw.choice([32, 48]), vision_heads=draw.choice([2, 4]), feature_layer=layer,
+        vision_act=draw.choice([None, "silu"]), projector_act=draw.choice(["gelu", "silu"]),
+        text=draw.choice(["mistral", "mistral", "llama", "qwen2"]),
+    )  # fmt: skip
+
+
+def mistral3(draw: random.Random) -> Tiny:
+    tiny = pixtral(draw, MISTRAL3)
+    tiny = replace(tiny, feature_layer=draw.choice([-1, -2, 0]), text="mistral")
+    if draw.random() < 0.5:
+        return tiny
+    return replace(tiny, text="ministral3", rope="yarn", names=draw.choice(["saved", "new"]))
+
+
+def lighton_ocr(draw: random.Random) -> Tiny:
+    tiny = pixtral(draw, LIGHTON)
+    return replace(tiny, feature_layer=-1, text="qwen3", image=draw.randint(150, 250), projector_act="gelu")

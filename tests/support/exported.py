@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.bundles import export_anew, shared
+from tests.support.bundles import export_anew, reads_documents, shared
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -53,9 +53,10 @@ class Models:
         reductions: tuple[str, ...] = (),
     ) -> Path:
         """That bundle, not loaded."""
+        checkpoint = self._checkpoints(tiny)
         options = ExportOptions(
-            str(self._checkpoints(tiny)), ks, precision,
-            reductions=reductions, dialects=self._dialects, allow_pickle=tiny.pickled, allow_changed_answers=True,
+            str(checkpoint), ks, precision, reductions=reductions, dialects=self._dialects, allow_pickle=tiny.pickled,
+            allow_changed_answers=reads_documents(checkpoint),
         )  # fmt: skip
         return shared(options) or export_anew(options, Path(mkdtemp(dir=self._folder)) / "bundle").folder
 

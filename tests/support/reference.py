@@ -15,6 +15,7 @@ from tests.support.families.gemma import gemma3_logits, gemma4_logits, with_laye
 from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
 from tests.support.families.lfm3_vl import lfm3_mask
 from tests.support.families.minicpm import processor_of, video_inputs
+from tests.support.families.pixtral import processor_of as pixtral_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -138,6 +139,8 @@ class Reference:
             return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)
         if config.model_type == "minicpmv4_6":
             return processor_of(folder)
+        if config.vision_config.model_type == "pixtral":
+            return pixtral_processor(folder)
         if config.model_type not in processors:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])

@@ -86,7 +86,7 @@ class Statement:
             "glm_ocr",
             "paddleocr_vl",
             *MARKED,
-        ):
+        ) or (self._config.vision_config.model_type == "pixtral"):
             return self._given(inputs)
         if sizes is None:
             images, counts = [self.image(image, method) for image in pixels], method.visionzip

@@ -60,6 +60,8 @@ ARCHITECTURES = {
     "glm_ocr": "GlmOcrForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "lighton_ocr": "LightOnOcrForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -85,8 +87,11 @@ PROCESSORS = {
     "glm_ocr": "Glm46VProcessor",
     "lfm3_vl": "Lfm3VlProcessor",
     "paddleocr_vl": "PaddleOCRVLProcessor",
+    "mistral3": "PixtralProcessor",
+    "lighton_ocr": "LightOnOcrProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
+OF_ID = (*MARKED, "lighton_ocr")  # whose files call the image token's id so
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 MARKS = ["<fake_token_around_image>", *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))]
 PINPOINTS = ("llava_next", "llava_next_video", "llava_onevision")
@@ -111,11 +116,12 @@ class Tiny:
         "llava", "llava_next", "llava_next_video", "llava_onevision", "video_llava", "vipllava", "internvl",
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
-        "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl",
+        "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl", "mistral3",
+        "lighton_ocr",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
-        "qwen3_5", "glm_ocr_text", "lfm3", "paddleocr_vl_text",
+        "qwen3_5", "glm_ocr_text", "lfm3", "paddleocr_vl_text", "ministral3",
     ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
@@ -132,7 +138,7 @@ class Tiny:
     theta: float = 10_000.0
     context: int = 256
     multipliers: tuple[float, float, float, float] = (12.0, 0.11, 0.22, 4.0)  # of granite
-    vision: Literal["clip", "siglip", "siglip2", "internvl", "fastvit"] = "clip"
+    vision: Literal["clip", "siglip", "siglip2", "internvl", "fastvit", "pixtral"] = "clip"
     vision_layers: int = 4
     stage_blocks: tuple[int, ...] = (1, 2, 1, 2, 1)  # of fastvit
     stage_widths: tuple[int, ...] = (8, 16, 32, 32, 64)
@@ -181,6 +187,8 @@ class Tiny:
     @property
     def image_token(self) -> str:
         """What stands for an image in a prompt."""
+        if self.vision == "pixtral":
+            return "[IMG]"
         if self.family.startswith("gemma"):
             return "<|image|>" if self.family == "gemma4" else "<image_soft_token>"
         if self.family in ("minicpmv4_6", "lfm3_vl"):
@@ -194,8 +202,8 @@ class Tiny:
         """The tower's model_type."""
         if self.family in MARKED:
             return f"{self.family}_vision"
-        if self.vision == "fastvit":
-            return "timm_wrapper"
+        if self.vision in ("fastvit", "pixtral"):
+            return "timm_wrapper" if self.vision == "fastvit" else "pixtral"
         return "internvl_vision" if self.vision == "internvl" else f"{self.vision}_vision_model"
 
     @property
@@ -213,6 +221,8 @@ class Tiny:
     @property
     def around(self) -> list[str]:
         """Further special tokens, which stand before the image token in the vocabulary."""
+        if self.vision == "pixtral":
+            return ["[IMG_BREAK]", "[IMG_END]"]
         if self.family == "gemma3":
             return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
@@ -270,6 +280,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         return _make_qwen(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm2_vl":
         return _make_lfm2(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.vision == "pixtral":
+        from tests.support.families.pixtral import make_pixtral
+
+        return make_pixtral(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "minicpmv4_6":
         from tests.support.families.minicpm import make_minicpm
 
@@ -406,6 +420,9 @@ def _rope(tiny: Tiny) -> dict[str, Any]:
         "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
         "dynamic": {"factor": 2.0},
     }
+    if tiny.text == "ministral3":  # whose queries grow beyond those positions
+        scaled = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        more["yarn"] = {"factor": 4.0, "original_max_position_embeddings": tiny.context, **scaled}
     return {"rope_type": tiny.rope, **more[tiny.rope]}
 
 
@@ -423,7 +440,7 @@ def _text_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.head_dim is not None:
         fields["head_dim"] = tiny.head_dim
-    if tiny.text in ("qwen3", "gemma"):  # their heads are 128 and 256 wide whatever the model is, unless told otherwise
+    if tiny.text in ("qwen3", "gemma", "ministral3"):  # whose heads are 128 and 256 wide unless told otherwise
         fields["head_dim"] = tiny.head_dim or tiny.hidden // tiny.heads
     if tiny.text in ("llama", "qwen3", "granite", "gemma"):
         fields |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
@@ -472,6 +489,11 @@ def _llava_fields(tiny: Tiny) -> dict[str, Any]:
     }
     if tiny.family == "internvl":
         return fields | {"downsample_ratio": 0.5}
+    if tiny.family == "lighton_ocr":
+        return {"spatial_merge_size": 2}
+    if tiny.family == "mistral3":
+        del fields["image_seq_length"]
+        return fields | {"multimodal_projector_bias": tiny.projector_bias, "spatial_merge_size": 2}
     if tiny.family == "vipllava":  # whose published checkpoints, and every release of transformers, have the plural
         fields["vision_feature_layers"] = fields.pop("vision_feature_layer")
         return fields | {"projector_layernorm_eps": 1e-5}
@@ -491,7 +513,11 @@ def _config(tiny: Tiny, image_token: int) -> Any:
         tiny.family,
         text_config=AutoConfig.for_model(tiny.text, **_text_fields(tiny), rope_parameters=rope),
         vision_config=AutoConfig.for_model(tiny.tower, **_vision_fields(tiny)),
-        **{"image_token_id" if tiny.family in ("internvl", *MARKED) else "image_token_index": image_token},
+        **{
+            "image_token_id"
+            if tiny.family in ("internvl", "lighton_ocr", *MARKED)
+            else "image_token_index": image_token
+        },
         tie_word_embeddings=tiny.tied,
         **_llava_fields(tiny),
     )
@@ -518,7 +544,7 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
     return _llava_fields(tiny) | {
         "architectures": [ARCHITECTURES[tiny.family]],
         "ignore_index": -100,
-        "image_token_id" if tiny.family in MARKED else "image_token_index": image_token,
+        "image_token_id" if tiny.family in OF_ID else "image_token_index": image_token,
         "model_type": tiny.family,
         "text_config": text,
         "tie_word_embeddings": tiny.tied,
@@ -594,7 +620,8 @@ def hub_name(name: str, tiny: Tiny) -> str:
     """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
-        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl")
+        or tiny.family
+        in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl", "lighton_ocr")
         or tiny.family.startswith("qwen")
     ):
         return name
@@ -603,7 +630,7 @@ def hub_name(name: str, tiny: Tiny) -> str:
         return name.replace("language_model.", "language_model.model.", 1)
     if name.startswith("lm_head."):
         return f"language_model.{name}"
-    renamed = tiny.names == "hub" and tiny.family != "fast_vlm"
+    renamed = tiny.names == "hub" and tiny.family != "fast_vlm" and tiny.vision != "pixtral"
     for tower in ("vision_tower.", "image_tower.", "video_tower.") if renamed else ():
         name = name.replace(tower, f"{tower}vision_model.", 1)
     return name

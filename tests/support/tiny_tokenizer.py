@@ -84,6 +84,10 @@ def write_tokenizer(folder: Path, tiny: Tiny) -> int:
 
         pairs = zip((*MARKS, "image"), (*tiny.around, tiny.image_token), strict=True)
         settings["extra_special_tokens"] = {f"{name}_token": token for name, token in pairs}
+    if tiny.family == "lighton_ocr":
+        row, image = tiny.around
+        settings["extra_special_tokens"] = {"image_token": tiny.image_token, "image_break_token": row}
+        settings["extra_special_tokens"] |= {"image_end_token": image}
     if tiny.family == "internvl":
         settings["extra_special_tokens"] = AROUND | {"context_image_token": tiny.image_token}
     if tiny.template_place == "tokenizer_config":

@@ -397,6 +397,8 @@ def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
         return model.vision.stretched(reserved * model.layout.max_pixels // vision.patch**2)
     if isinstance(model.layout, TokenBudget):
         return model.vision.stretched(reserved * model.layout.max_tokens * vision.square**2)
+    if vision.projected:
+        return model.vision
     return model.vision.stretched(WIDEST_VIEW * model.vision.patches) if vision.naflex else None
 
 

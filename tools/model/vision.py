@@ -42,8 +42,9 @@ class VisionConfig:
     which counts as one layer.
 
     `axis_positions`: a native tower without mergers, with a table of that many positions for rows and one for columns,
-    whose tokens are means of squares of `shuffle` x `shuffle` patches. `clipped`: the inputs and outputs of its
-    matrices are clipped to bounds among the weights; `standardised`: means have a bias and a scale.
+    whose tokens are means of squares of `shuffle` x `shuffle` patches. `projected`: a native tower without mergers,
+    behind which one matrix makes one of the patches of a square, and a projector follows. `clipped`: the inputs and
+    outputs of its matrices are clipped to bounds among the weights; `standardised`: means have a bias and a scale.
 
     `registers`: tokens between the class token and the patches, without positions; the class token then has none
     either. `beside`: a second tower over the same patches, whose features follow those of this one; it has the pixel
@@ -92,6 +93,7 @@ class VisionConfig:
     nearest: bool = optional(False)
     merged_after: int | None = optional(None)
     axis_positions: int | None = optional(None)
+    projected: bool = optional(False)
     clipped: bool = optional(False)
     standardised: bool = optional(False)
     registers: int | None = optional(None)
@@ -104,6 +106,8 @@ class VisionConfig:
     @property
     def kind(self) -> str:
         """The kind of tower, a name in `TOWERS`."""
+        if self.projected:
+            return "pixtral"
         if self.native:
             return "native" if self.axis_positions is None else "axial"
         if self.towers:

@@ -9,7 +9,7 @@ stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds t
 vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images of any size, any
          sides up to those of an image of the most pixels that is twice as wide as high, or as high as wide, and of one
          that sees videos too, a pair of frames; of one with tiles or slices of any shape, up to the sides of a view
-         that is four times as wide as high
+         that is four times as wide as high; of one that limits the longest edge, a square of that
 head     a few tokens: only the last one is sampled; one step of an expert, over any prompt in each layer
 gate     the tokens of a question
 text_tower   a question in the tower's own ids
@@ -107,6 +107,9 @@ def _own_size(m: Manifest) -> Profile:
     widest = WIDEST if m.layout.name in ("native", "budget") else WIDEST_VIEW
     usual = _usual_tokens(m) * unit**2 if m.layout.name == "budget" else most
     likely, longest = (max(1, math.floor(math.sqrt(area) / unit)) * unit for area in (usual, widest * most))
+    if "longest" in sizes:  # the edge of a square, beyond which no image goes
+        step = int(sizes["step"])
+        longest = -(-int(sizes["longest"]) // step) * step
     sides: Range = (unit, likely, max(longest, int(sizes.get("tile", 0))))
     return {IMAGES: (1, 1, 1 if m.video is None else 2), HEIGHT: sides, WIDTH: sides}
 

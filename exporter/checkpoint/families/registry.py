@@ -17,6 +17,8 @@ from vtx.runtime.modules import modules_of
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
 REFUSED: Mapping[str, str] = {
+    "gemma4_unified": "it has no vision tower, and the tokens of an image see each other only in layers with a "
+    "window; use Gemma 4 E2B or E4B",
     "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
     "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
@@ -34,6 +36,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
             "PI0Processor with save_pretrained"
         )
     for family in FAMILIES:
+        if (kind, *names) in family.spellings:
+            return family
         of_kind = kind == family.model_type or (family.original is not None and names)
         if of_kind and (not names or names == [family.architecture]):
             return family

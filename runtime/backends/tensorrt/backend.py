@@ -72,7 +72,7 @@ NO_FRAMES = "TensorRT has no engine for the frames of videos of this model"
 
 def has_engines(m: Manifest) -> bool:
     """True if vtx-build makes engines of the vision graph: of those of images of any size, for some layouts alone."""
-    return not m.image.own_size or m.layout.name in ("native", "budget", "native_tiles", "slices")
+    return not m.image.own_size or m.layout.name in ("native", "budget", "native_tiles", "slices", "longest")
 
 
 def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:

@@ -23,13 +23,10 @@ PUBLISHED, RESAVED = "published", "saved by transformers 5"
 END = {"internvl2-8b": 92542, "llava-v1.5-7b": 2, "vila1.5-3b": 2}  # at which the released code ends an answer
 AUTHORS = tuple(END)  # whose layout transformers does not read
 OPENVLA = "openvla-7b"  # nor this one, which is of its own kind
-REFUSED = {  # and the words of the reason
-    "pixtral-12b": "pixtral",
-}
 # Of jinja2, for "\\s" in the published template of llava-v1.6-mistral.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
 # The small ones first, of which `make test` takes the first.
-NAMES = sorted({*models()} - {*AUTHORS, *REFUSED, OPENVLA}, reverse=True) or ["none"]
+NAMES = sorted({*models()} - {*AUTHORS, OPENVLA}, reverse=True) or ["none"]
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +86,6 @@ def exported(row: Row, checkpoint: Path, folder: Path) -> Path:
         row.export = f"refused: {reason}"
         row.record()
         raise
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REFUSED if name in models()] or ["none"])
-def test_a_published_model_of_another_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(name, PUBLISHED, tmp_path)
-    with pytest.raises(VtxError, match=REFUSED[name]):
-        exported(Row(name, PUBLISHED), checkpoint, tmp_path / "bundle")
-    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.slow

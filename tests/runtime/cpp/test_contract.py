@@ -36,6 +36,7 @@ from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.original import ANYRES, PAD
+from tests.support.families.pixtral import MISTRAL3
 from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.vila import VILA
 from tests.support.old_pillow import needs_pillow_13
@@ -82,6 +83,7 @@ LIMITS = [
     (LLAVA_NEXT, "--max-tiles", (1, 3), -1),
     (MINICPM, "--max-tiles", (1, 2, 3, 4), -1),
     (replace(GEMMA4, budget=140), "--max-pixels", (140 * 48**2, 70 * 48**2), 70 * 48**2 - 1),
+    (MISTRAL3, "--max-pixels", (96**2, 64**2, 40**2), 16**2 - 1),
 ]
 
 
@@ -231,7 +233,9 @@ def test_a_fork_answers_as_the_conversation_that_it_was_made_of(models: Models, 
 @needs_pillow_13
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tiny", "option", "limits", "too_few"), LIMITS, ids=["gemma3", "lfm2_vl", "llava_next", "minicpm", "gemma4"]
+    ("tiny", "option", "limits", "too_few"),
+    LIMITS,
+    ids=["gemma3", "lfm2_vl", "llava_next", "minicpm", "gemma4", "mistral3"],
 )
 def test_less_of_a_picture_is_that_of_python(
     models: Models, pictures: list[Path], tiny: Tiny, option: str, limits: tuple[int, ...], too_few: int

@@ -15,7 +15,20 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.drawn import any_text, glm_ocr, lfm3_vl, minicpm, paddleocr_vl, paligemma, qwen3_5, qwen_vl, smolvlm
+from tests.support.drawn import (
+    any_text,
+    glm_ocr,
+    lfm3_vl,
+    lighton_ocr,
+    minicpm,
+    mistral3,
+    paddleocr_vl,
+    paligemma,
+    pixtral,
+    qwen3_5,
+    qwen_vl,
+    smolvlm,
+)
 from tests.support.exact import ExactReference
 from tests.support.exported import greedy, prompt
 from tests.support.families.fast_vlm import FAST_VLM
@@ -93,20 +106,9 @@ def of_qwen(draw: random.Random) -> tuple[Method, ...]:
 
 
 FAMILIES = [
-    granite,
-    fast_vlm,
-    lfm2_vl,
-    qwen3_5,
-    minicpm,
-    gemma3,
-    gemma4,
-    smolvlm,
-    paligemma,
-    qwen_vl,
-    glm_ocr,
-    lfm3_vl,
-    paddleocr_vl,
-]
+    granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm, paligemma, qwen_vl, pixtral, mistral3,
+    lighton_ocr, glm_ocr, lfm3_vl, paddleocr_vl,
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.families import gemma, qwen
+from tests.support.families import gemma, pixtral, qwen
 from tests.support.published import originals
 from tests.support.published.places import published, read
 from tests.support.published.sizes import TEXTS, part, shrunk
@@ -26,7 +26,6 @@ SIBLINGS = {
     "llava-next-video-7b": ("llava-v1.6-mistral-7b-hf", _PROCESSOR),
     "video-llava-7b": ("llava-1.5-7b-hf", _PROCESSOR),
     "paligemma2-3b": ("paligemma-mix-224", ("preprocessor_config.json", "tokenizer_config.json")),
-    "pixtral-12b": ("llava-1.5-7b-hf", _PROCESSOR),
 }
 _SIDE = {"height": 224, "width": 224}
 CHANGED = {  # what those say of the sibling alone
@@ -76,6 +75,10 @@ def build(model: Path, folder: Path, seed: int = 0, *, plain: bool = False) -> P
             settings["chat_template"] = re.sub(IMAGES, lambda found: found[0] + found[0].replace("image", "video"),
                                                settings["chat_template"])  # fmt: skip
         write_json(folder / name, settings)
+    if model.name == "pixtral-12b":  # of which there is the configuration alone
+        write_json(folder / "preprocessor_config.json", pixtral.image_settings(pixtral.PUBLISHED))
+        write_json(folder / "processor_config.json", pixtral.processor_settings(pixtral.PUBLISHED))
+        (folder / "chat_template.jinja").write_text(pixtral.TEMPLATE, encoding="utf-8")
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     config = shrunk(read(model / "config.json"))

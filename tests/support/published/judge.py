@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.support.families.lfm2_vl import PillowProcessor
 from tests.support.families.minicpm import processor_of
+from tests.support.families.pixtral import processor_of as pixtral_processor
 from tests.support.published.places import read
 from tests.support.reference import Reference
 
@@ -82,7 +83,10 @@ def load_processor(folder: Path) -> Any:
     from transformers import AutoProcessor, processing_utils
     from transformers.models.smolvlm import processing_smolvlm
 
-    kind = read(folder / "config.json")["model_type"]
+    config = read(folder / "config.json")
+    if config.get("vision_config", {}).get("model_type") == "pixtral":
+        return pixtral_processor(folder)
+    kind = config["model_type"]
     if kind in ("minicpmv4_6", "lfm2_vl"):
         return processor_of(folder) if kind == "minicpmv4_6" else _lfm2_processor(folder)
     mixin = processing_utils.ProcessorMixin

@@ -42,7 +42,8 @@ ADDED: dict[str, dict[str, int]] = {
     "llava_next": {"<|end_of_text|>": 0, "<image>": 49155, "<|user|>": 49152, "<|system|>": 49153, "<|pad|>": 49154},
     "llava_next_video": {"<unk>": 0, "<s>": 1, "</s>": 2, "<video>": 32000, "<image>": 32001, "<pad>": 32002},
     "video_llava": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<video>": 32001, "<pad>": 32002},
-    "pixtral": {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 3, "[/INST]": 4, "[IMG]": 10, "<pad>": 11, "[IMG_END]": 13},
+    "pixtral": {"<unk>": 0, "<s>": 1, "</s>": 2, "[INST]": 3, "[/INST]": 4, "[IMG]": 10, "<pad>": 11,
+                "[IMG_BREAK]": 12, "[IMG_END]": 13},
     "minicpmv4_6": {**_QWEN3_5, **{token: 248077 + n for n, token in enumerate(_MINICPM)}},
     "gemma4": {
         "<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "<mask>": 4, "<|turn>": 105, "<turn|>": 106,

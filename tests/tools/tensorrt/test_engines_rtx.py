@@ -22,6 +22,7 @@ from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.pi0 import TinyPi0, make_pi0
+from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import Tiny, make
@@ -132,6 +133,20 @@ def test_towers_of_images_at_their_own_resolution_become_engines(
     area = bundle.manifest.layout.parameters["max_pixels"]
     assert least == unit
     assert likely**2 <= area < 2 * area < (most + unit) ** 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "precision"), [("trt", "fp16"), ("trt10", "int4")])
+@pytest.mark.parametrize(
+    "tiny", [PIXTRAL, MISTRAL3, MINISTRAL3, LIGHTON], ids=("pixtral", "mistral3", "ministral3", "lighton")
+)
+def test_towers_of_images_up_to_a_longest_edge_become_engines(
+    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), precision)
+    assert_all_built(bundle, dialect)
+    vision = fingerprint.read_engines(bundle, "sm89").engines[bundle.manifest.dialects[dialect].vision]
+    assert vision.profiles[0]["height"] == (tiny.patch * bundle.manifest.model.tower.square, tiny.image, tiny.image)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from vtx.tools.model.towers.joined.parts import JoinedTower
 from vtx.tools.model.towers.naflex import NaflexTower
 from vtx.tools.model.towers.native import NativeTower
 from vtx.tools.model.towers.paired import PairedTower
+from vtx.tools.model.towers.pixtral import PixtralTower
 from vtx.tools.model.towers.tower import Tower
 from vtx.tools.model.vision import VisionModel
 
@@ -23,6 +24,7 @@ TOWERS: Mapping[str, type[Tower]] = {
     "naflex": NaflexTower,
     "native": NativeTower,
     "paired": PairedTower,
+    "pixtral": PixtralTower,
 }
 
 

@@ -355,7 +355,7 @@ Manifest read_manifest(const Json& root) {
     fail(Kind::bundle,
          "vtx.json: bins: they go beyond the model's vocabulary, or the model has an expert, too; export again");
   m.image = read_image(fields.get("image"));
-  static const std::set<std::string> kResizing{"native", "native_tiles", "budget", "slices"};
+  static const std::set<std::string> kResizing{"native", "native_tiles", "budget", "slices", "longest"};
   bool own = m.image.own_size();
   if (own != (kResizing.count(m.layout.name) > 0))
     fail(Kind::bundle, "image setting ", "crop", " is ", own ? "null" : "not null", "; it must be ",

@@ -103,5 +103,6 @@ LayoutPtr make_native_tiles(Fields& parameters);
 LayoutPtr make_crops(Fields& parameters);
 LayoutPtr make_budget(Fields& parameters);
 LayoutPtr make_slices(Fields& parameters);
+LayoutPtr make_longest(Fields& parameters);
 
 }  // namespace vtxcore

@@ -8,6 +8,7 @@ from tests.support.tiny import random_image
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.layouts.longest import LongestEdge
 from vtx.runtime.vision.layouts.marked import MarkedTiles
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.single import Single
@@ -30,6 +31,7 @@ ANYRES = Anyres(28, 2, ((28, 56), (56, 28), (56, 56), (84, 28), (28, 84)), round
         (MarkedTiles(28, 4, 3, 7), TILE),
         (MarkedTiles(28, 4, 1, 1), TILE),
         (Native(7, 2, 196, 19600), OWN_SIZE),
+        (LongestEdge(7, 2, 70, 7, marks=True), OWN_SIZE),
     ],
 )
 def test_passes_are_the_number_of_views(layout: Layout, settings: ImageSettings, size: tuple[int, int]) -> None:

@@ -182,7 +182,8 @@ int merit(const Bundle& bundle) { return engine_targets(bundle).empty() ? 0 : 3;
 void check(const Bundle& bundle, const BackendOptions& options) {
   const Manifest& m = bundle.manifest();
   if (m.action) fail(Kind::device, names::kNoActions, "; run the bundle with --device cpu or openvino");
-  static const std::set<std::string> kBuilt{"native", "budget", "native_tiles", "slices"};  // whose images have any size
+  // whose images have any size
+  static const std::set<std::string> kBuilt{"native", "budget", "native_tiles", "slices", "longest"};
   if (m.image.own_size() && kBuilt.count(m.layout.name) == 0)
     fail(Kind::device, names::kNotBuilt, "; use --device cpu or openvino");
   find_engines(bundle, options);

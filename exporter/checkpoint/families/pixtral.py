@@ -1,0 +1,98 @@
+"""The reading of families with Pixtral's tower: images in their own shape up to a longest edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts
+from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, ImageProcessor
+from vtx.exporter.checkpoint.fields import size
+from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
+from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
+from vtx.runtime.vision.layouts.longest import LongestEdge
+from vtx.tools.model.vision import VisionConfig
+
+NORM_EPS = 1e-5  # of the tower's norms: no setting
+THETA = 10_000.0
+LONGEST = 1024  # pixels by default
+PROCESSOR = ImageProcessor(
+    "PixtralImageProcessor", {**CLIP_DEFAULTS, "do_center_crop": False, "do_pad": True}, own_size=True
+)
+
+
+def read_pixtral(config: Mapping[str, Any], kind: str, *, marks: bool = True) -> ModelConfig:
+    """Read `config.json` with transformers' class `kind`; `marks`: a token ends each row of an image's tokens."""
+    parsed = parse_parts(kind, config, TEXT_FAMILIES, ("pixtral",))
+    text = text_config_of(parsed)
+    merge = size(parsed, "spatial_merge_size", 64) if hasattr(parsed, "spatial_merge_size") else 1
+    vision = _tower(parsed.vision_config, merge)
+    select = getattr(parsed, "vision_feature_select_strategy", "full")
+    layers = feature_layers_of(getattr(parsed, "vision_feature_layer", -1), vision.layers)
+    if select != "full" or (merge > 1 and len(layers) > 1):
+        raise UnsupportedModelError(
+            f"vision_feature_select_strategy {select!r} with {len(layers)} layers of a Pixtral tower is not supported; "
+            "vtx supports 'full', and one layer where patches are merged"
+        )
+    return ModelConfig(
+        text=text,
+        vision=vision,
+        feature_layers=layers,
+        select="full",
+        projector_activation=getattr(parsed, "projector_hidden_act", "gelu"),
+        projector_bias=bool(getattr(parsed, "multimodal_projector_bias", False)),
+        image_token_id=image_token_of(parsed, text),
+        layout=LongestEdge(vision.patch, merge, vision.image, vision.patch * merge, marks),
+        projector_norm_eps=text.eps if merge > 1 else None,
+    )
+
+
+def _tower(config: Any, merge: int) -> VisionConfig:
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    theta = dict(config.rope_parameters or {}).get("rope_theta", THETA)
+    if theta != THETA or config.num_channels != 3:
+        raise UnsupportedModelError(
+            f"rope_theta {theta!r:.40} with {config.num_channels!r:.20} channels is not supported in a Pixtral tower; "
+            f"vtx supports {THETA:g} and 3"
+        )
+    if hidden % heads or hidden // heads % 4:
+        raise CheckpointError(
+            f"config.json: a tower of hidden size {hidden} with {heads} heads has none of a multiple of 4; correct it"
+        )
+    return VisionConfig(
+        family="pixtral",
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=hidden,
+        ffn=size(config, "intermediate_size"),
+        heads=heads,
+        image=size(config, "image_size", 1 << 14),
+        patch=size(config, "patch_size", 1 << 10),
+        eps=NORM_EPS,
+        activation=str(config.hidden_act),
+        native=True,
+        projected=True,
+        shuffle=merge,
+    )
+
+
+def adjust_pixtral(config: ModelConfig, processor: Mapping[str, Any], step: int | None = None) -> ModelConfig:
+    """Set the image processor's longest edge; `step`: pixels of which an image's sides are multiples."""
+    name = processor.get("image_processor_type")
+    sizes = processor.get("size", {"longest_edge": LONGEST})
+    if not str(name).startswith(PROCESSOR.name) or not isinstance(sizes, Mapping) or "longest_edge" not in sizes:
+        raise UnsupportedModelError(
+            f"image processor {name!r:.40} with size {sizes!r:.60} is not supported with a Pixtral tower; vtx supports "
+            f"{PROCESSOR.name} with longest_edge"
+        )
+    edge = sizes["longest_edge"]
+    if type(edge) is not int:
+        raise CheckpointError(f"the image processor's longest_edge is {edge!r:.40}, not a number of pixels; correct it")
+    assert isinstance(config.layout, LongestEdge)
+    try:
+        layout = replace(config.layout, longest=edge, step=step or config.layout.step)
+    except BundleError as e:
+        raise CheckpointError(f"the image processor's longest_edge: {e}") from e
+    return replace(config, layout=layout, vision=replace(config.vision, image=edge))

@@ -1,0 +1,73 @@
+"""Families with Pixtral's tower: settings that change what is computed, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.families.pixtral import MINISTRAL3, MISTRAL3, PIXTRAL
+from tests.support.tiny import edited
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
+from vtx.runtime.vision.layouts.longest import LongestEdge
+
+
+@pytest.fixture
+def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Plan]:
+    """The plan of a checkpoint with other settings in one of its files."""
+
+    def plan(tiny: Any, name: str, changes: dict[str, Any], part: str | None = None) -> Plan:
+        return plan_export(ExportOptions(str(edited(tiny_checkpoint(tiny), tmp_path / "edited", name, changes, part))))
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("tiny", "changes", "part", "error", "reason"),
+    [
+        (PIXTRAL, {"vision_feature_select_strategy": "default"}, None, UnsupportedModelError, "'default' with 1 layer"),
+        (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
+        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 with 3 channels"),
+        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", CheckpointError, "none of a multiple of 4"),
+        (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
+    ],
+)
+def test_a_configuration_that_vtx_does_not_compute_is_refused(
+    planned: Callable[..., Plan], tiny: Any, changes: Any, part: str | None, error: type[VtxError], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        planned(tiny, "config.json", changes, part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        ({"image_processor_type": "CLIPImageProcessor"}, UnsupportedModelError, "supports PixtralImageProcessor"),
+        ({"size": {"height": 64, "width": 64}}, UnsupportedModelError, "PixtralImageProcessor with longest_edge"),
+        ({"size": {"longest_edge": "64"}}, CheckpointError, "longest_edge is '64', not a number"),
+        ({"size": {"longest_edge": 4}}, CheckpointError, "at least one token must fit"),
+        ({"do_center_crop": True}, UnsupportedModelError, "only resizes its images"),
+    ],
+)
+def test_another_image_processor_is_refused(
+    planned: Callable[..., Plan], changes: Any, error: type[VtxError], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
+        planned(PIXTRAL, "preprocessor_config.json", changes)
+
+
+def test_the_image_processor_states_the_longest_edge(planned: Callable[..., Plan]) -> None:
+    plan = planned(MISTRAL3, "preprocessor_config.json", {"size": {"longest_edge": 50}})
+    assert plan.config.layout == LongestEdge(8, 2, 50, 16, marks=True)
+    assert plan.config.layout.max_tokens == 16
+
+
+def test_ministral_s_context_ends_where_its_queries_begin_to_grow(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = str(tiny_checkpoint(MINISTRAL3))
+    assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == MINISTRAL3.context
+    with pytest.raises(RequestError, match="the model has 512 positions"):
+        plan_export(ExportOptions(checkpoint, max_context=513))
