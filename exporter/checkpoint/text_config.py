@@ -23,13 +23,14 @@ THREE_PART = {
     "qwen3_5_text": "qwen3_5",
     "glm_ocr_text": "glm",
     "qwen3_5_moe_text": "qwen3_5",
+    "paddleocr_vl_text": "ernie",
 }
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of a decoder's layers
 STATE_KINDS = {"lfm2": "conv", "lfm3": "conv", "qwen3_5": "linear_attention"}  # of layers that keep a state, by family
 GEMMA_NORMS = r"^text\.(.*norm)\.weight$"  # whose weights are differences from 1
 QWEN_NORMS = r"^text\.(?!.*linear_attn)(.*norm)\.weight$"  # the same of Qwen3.5
 SHIFTS = {"gemma": ((GEMMA_NORMS, 1.0),), "gemma2": ((GEMMA_NORMS, 1.0),), "qwen3_5": ((QWEN_NORMS, 1.0),)}
-MLP_BIASED = ("llama", "granite", "gemma")  # families whose settings may state biases of the MLP
+MLP_BIASED = ("llama", "granite", "gemma", "ernie")  # families whose settings may state biases of the MLP
 O_BIASED = (*MLP_BIASED, "gemma2", "qwen3", "qwen3_5")  # and of attention's output
 MAX_EXPERTS = 1 << 12  # of a layer
 MAX_HEADS = 1 << 12  # of layers with the delta rule, and numbers of one
@@ -112,7 +113,9 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         fields = _gemma2(config)
     if family == "glm":
         fields = {"post_norms": True}
-    biased = family != "glm" and bool(getattr(config, "attention_bias", False))
+    biases = ("use_bias", "use_bias") if family == "ernie" else ("attention_bias", "mlp_bias")
+    biased, mlp_biased = (bool(getattr(config, name, False)) for name in biases)
+    biased = biased and family != "glm"
     return TextConfig(
         family=family,
         layers=layers,
@@ -126,7 +129,7 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
         activation=_activation(config, family),
         qkv_bias=family == "qwen2" or biased,
         o_bias=family in O_BIASED and biased,
-        mlp_bias=family in MLP_BIASED and bool(getattr(config, "mlp_bias", False)),
+        mlp_bias=family in MLP_BIASED and mlp_biased,
         tied=bool(parsed.tie_word_embeddings),
         rope=read_rope(
             config,

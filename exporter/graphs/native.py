@@ -15,7 +15,7 @@ from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import norm
 from vtx.exporter.graphs.native_blocks import END, Grid, Windows, attend, convolve, downsample, merge
 from vtx.runtime.bundle.spec import names
-from vtx.tools.model.towers.native import FIRST_NORM, LAST_NORM, MERGER, POSITIONS, NativeTower, map_merger
+from vtx.tools.model.towers.native import FIRST_NORM, LAST_NORM, MERGER, MOMENTS, PATCHES, POSITIONS, map_merger
 from vtx.tools.model.vision import VisionConfig
 
 
@@ -26,7 +26,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     decoder are further outputs, [tokens, hidden] each.
     """
     v = c.vision
-    kernel = b.weight("vision.patch_embed.proj.weight")
+    kernel = b.weight(PATCHES)
     pictures = 1 if c.video is None else "images"
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [pictures, 3, "height", "width"]))
     if c.video is None:  # both moments are alike, so their kernels add up
@@ -37,7 +37,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
         ]
         pixels = b.op("Concat", *ends, axis=1)
         kernel = b.op("Transpose", kernel, perm=[0, 2, 1, 3, 4])
-        kernel = b.reshape(kernel, v.hidden, NativeTower.moments * 3, v.patch, v.patch)
+        kernel = b.reshape(kernel, v.hidden, MOMENTS * 3, v.patch, v.patch)
     # embedded patches [patches, hidden]
     bias = [b.weight("vision.patch_embed.proj.bias")] if v.patch_bias else []
     patches = b.op("Conv", pixels, kernel, *bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)

@@ -36,8 +36,8 @@ def attend(
     width = v.hidden // v.heads
     kv_heads = v.kv_heads or v.heads
     q, k, w = _projected(b, v, x, name)
-    q = _turned(b, v, b.reshape(q, 1, -1, v.heads, width), f"{name}.q_norm.weight", turn)
-    k = _turned(b, v, b.reshape(k, 1, -1, kv_heads, width), f"{name}.k_norm.weight", turn)
+    q = rotated(b, v, q, turn, f"{name}.q_norm.weight")
+    k = rotated(b, v, k, turn, f"{name}.k_norm.weight")
     w = b.reshape(w, 1, -1, kv_heads, width)
     if kv_heads < v.heads:
         k, w = (_repeated(b, part, v.heads // kv_heads) for part in (k, w))
@@ -70,19 +70,18 @@ def _thirds(b: Builder, v: VisionConfig, together: ir.Value) -> list[ir.Value]:
     ]
 
 
-def _turned(b: Builder, v: VisionConfig, heads: ir.Value, norm: str, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Queries or keys [1, patches, heads, size] rotated; their heads have the `norm` first if the tower has one."""
+def rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.Value], norm: str = "") -> ir.Value:
+    """Queries or keys [patches, heads * size] with the halves of each head turned by cos and sin.
+
+    [1, patches, heads, size]; heads have the `norm` first if the tower has one.
+    """
+    cos, sin = turn
+    half = v.hidden // v.heads // 2
+    heads = b.reshape(x, 0, -1, 2 * half)
     if v.head_norms:
         heads = b.dialect.norm(b, heads, norm, v.eps)
-    return rotated(b, heads, v.hidden // v.heads, turn)
-
-
-def rotated(b: Builder, heads: ir.Value, size: int, turn: tuple[ir.Value, ir.Value]) -> ir.Value:
-    """Heads [1, patches, heads, size], the halves of each turned by cos and sin [patches, 1, size / 2]."""
-    cos, sin = turn
-    half = size // 2
-    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([3]))
-    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([3]))
+    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([2]))
+    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([2]))
     turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
     return b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
 

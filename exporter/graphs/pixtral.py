@@ -12,6 +12,7 @@ from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.native_blocks import rotated
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.towers.pixtral import FIRST_NORM, MERGER, MERGER_NORM, PATCHES, block_name
+from vtx.tools.model.vision import VisionConfig
 
 
 def build_pixtral(b: Builder, c: ModelConfig) -> None:
@@ -24,16 +25,14 @@ def build_pixtral(b: Builder, c: ModelConfig) -> None:
     grid = b.op("Conv", pixels, b.weight(PATCHES), kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
     sizes = [b.op("Shape", grid, start=axis, end=axis + 1) for axis in (2, 3)]  # rows, columns
     x = b.dialect.norm(b, b.reshape(b.op("Transpose", grid, perm=[0, 2, 3, 1]), -1, v.hidden), FIRST_NORM, v.eps)
-    width = v.hidden // v.heads
-    turn = _rotation(b, width, v.theta, sizes)
+    turn = _rotation(b, v, sizes)
     states = [x]
     for layer in range(max(c.feature_layers)):
         name = block_name(layer)
         y = b.dialect.norm(b, x, f"{name}.attention_norm.weight", v.eps)
         q, k, w = (b.linear(y, f"{name}.attention.{part}_proj", bias=False) for part in "qkv")
-        q, k = (rotated(b, b.reshape(part, 1, -1, v.heads, width), width, turn) for part in (q, k))
-        q, k, w = (b.reshape(part, 1, -1, v.hidden) for part in (q, k, w))
-        y = b.dialect.tower_attention(b, q, k, w, Heads(v.heads, width))
+        parts = [b.reshape(part, 1, -1, v.hidden) for part in (rotated(b, v, q, turn), rotated(b, v, k, turn), w)]
+        y = b.dialect.tower_attention(b, parts[0], parts[1], parts[2], Heads(v.heads, v.hidden // v.heads))
         x = b.op("Add", x, b.linear(b.reshape(y, -1, v.hidden), f"{name}.attention.o_proj", bias=False))
         y = b.dialect.norm(b, x, f"{name}.ffn_norm.weight", v.eps)
         mlp = f"{name}.feed_forward"
@@ -51,10 +50,11 @@ def build_pixtral(b: Builder, c: ModelConfig) -> None:
     b.output(b.reshape(out, 1, -1, c.text.hidden), names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
 
 
-def _rotation(b: Builder, width: int, theta: float, sizes: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
-    """Cos and sin [patches, 1, width / 2] of heads of `width`: every other rate by the row, the rest by the column."""
+def _rotation(b: Builder, v: VisionConfig, sizes: list[ir.Value]) -> tuple[ir.Value, ir.Value]:
+    """Cos and sin [patches, 1, width / 2] of heads: every other rate by the row, the rest by the column."""
+    width = v.hidden // v.heads
     powers = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    rates = (1.0 / np.float32(theta) ** powers).astype(np.float32)
+    rates = (1.0 / np.float32(v.theta) ** powers).astype(np.float32)
     pairs = zip(rotation(b, rates[::2], sizes, 0), rotation(b, rates[1::2], sizes, 1), strict=True)
     cos, sin = (b.op("Concat", *pair, axis=-1) for pair in pairs)
     return cos, sin

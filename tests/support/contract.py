@@ -21,6 +21,7 @@ from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_next import GRANITE, LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
+from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
@@ -238,7 +239,8 @@ FAMILIES = {
             "fastv:k=3": "layer 3, which is a convolution in this model; use a layer with attention: 4, 7",
             "mustdrop:gamma=0.1,alpha=1,layers=4/7,tau=off,key=0": STATE.format("a convolution"), "lsm": OF_PATCHES,
         },
-        GOLDEN, stated=False, sizes=((150, 120), (40, 90), (40, 40)),
+        GOLDEN | GOLDEN_OF_OTHERS, stated=False, sizes=((150, 120), (40, 90), (40, 40)),
+        traced=("fastv:k=4,ratio=0.5", DART.format(4)),
         variants=(
             replace(LFM3, tied=False, names="saved", post_norms=False, gates=False, attention_bias=True, mlp_bias=True),
         ),
@@ -263,9 +265,14 @@ FAMILIES = {
         variants=(replace(GEMMA4, clipped=True),),
     ),
     "glm_ocr": Family(
-        GLM_OCR, (3, 5), NEAR, OF_QWEN[:3], OF_TWO_BY_TWO, GOLDEN, pictures=2,
+        GLM_OCR, (3, 5), NEAR, OF_QWEN[:3], OF_TWO_BY_TWO, GOLDEN | GOLDEN_OF_OTHERS, pictures=2,
         sizes=((150, 120), (40, 90), (40, 40)), dialects=True, traced=TRACES_OF_QWEN,
         variants=(replace(GLM_OCR, tied=True, names="saved", partial=1.0, attention_bias=True, shards=2),),
+    ),
+    "paddleocr_vl": Family(
+        PADDLE, (3, 5), NEAR, OF_QWEN[:2], OF_TWO_BY_TWO, GOLDEN | GOLDEN_OF_OTHERS, pictures=2,
+        sizes=((150, 120), (40, 90), (40, 40)), dialects=True, traced=TRACES_OF_QWEN,
+        variants=(replace(PADDLE, tied=True, names="saved", attention_bias=True, shards=2),),
     ),
     "paligemma": Family(
         PALIGEMMA, (3, 5, 8), NEAR, (), {"fastv:k=3": "fastv ranks tokens by the question's attention"},

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
+from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.pixtral import LIGHTON, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN3_EXPERTS, QWEN25, QWEN35, QWEN35_EXPERTS
@@ -82,6 +83,14 @@ def lfm3_vl(draw: random.Random) -> Tiny:
         post_norms=draw.random() < 0.7, gates=draw.random() < 0.7, attention_bias=draw.random() < 0.4,
         mlp_bias=draw.random() < 0.4, vision_layers=draw.randint(1, 4), vision_hidden=draw.choice([32, 48]),
         names=draw.choice(["hub", "saved"]), partial=draw.choice([0.5, 1.0]),
+    )  # fmt: skip
+
+
+def paddleocr_vl(draw: random.Random) -> Tiny:
+    return replace(
+        any_text(draw, PADDLE), rope="default", head_dim=draw.choice([16, 32]), vision_layers=draw.randint(1, 4),
+        vision_hidden=draw.choice([32, 48]), attention_bias=draw.random() < 0.5, image=14 * draw.randint(2, 6),
+        names=draw.choice(["hub", "saved"]),
     )  # fmt: skip
 
 

@@ -125,6 +125,7 @@ class Reference:
             "smolvlm": ("SmolVLMImageProcessorPil", "Idefics3Processor"),
             "gemma4": ("Gemma4ImageProcessorPil", "Gemma4Processor"),
             "glm_ocr": ("Glm46VImageProcessorPil", "Glm46VProcessor"),
+            "paddleocr_vl": ("PaddleOCRVLImageProcessorPil", "PaddleOCRVLProcessor"),
             "lfm3_vl": ("Qwen2VLImageProcessorPil", "Lfm3VlProcessor"),
         }
         if config.model_type == "lfm2_vl":
@@ -146,7 +147,7 @@ class Reference:
             return AutoProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # type: ignore[no-untyped-call]
         of_images, of_all = (getattr(transformers, name) for name in processors[config.model_type])
         settings: dict[str, Any] = {"image_seq_length": getattr(config, "image_seq_length", None)}
-        if config.model_type.startswith(("qwen", "glm", "lfm3")):
+        if config.model_type.startswith(("qwen", "glm", "lfm3", "paddleocr")):
             settings = {}
         if config.model_type == "gemma4":
             settings = {"feature_extractor": None, "video_processor": None}

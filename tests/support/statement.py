@@ -86,6 +86,7 @@ class Statement:
             "lfm2_vl",
             "minicpmv4_6",
             "glm_ocr",
+            "paddleocr_vl",
             *MARKED,
         ) or (self._config.vision_config.model_type == "pixtral"):
             return self._given(inputs)

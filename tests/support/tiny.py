@@ -59,10 +59,11 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "lighton_ocr": "LightOnOcrForConditionalGeneration",
     "glm_ocr": "GlmOcrForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "lighton_ocr": "LightOnOcrForConditionalGeneration",
 }
 PROCESSORS = {
     "llava": "LlavaProcessor",
@@ -87,10 +88,11 @@ PROCESSORS = {
     "gemma3": "Gemma3Processor",
     "gemma4": "Gemma4Processor",
     "minicpmv4_6": "MiniCPMV4_6Processor",
-    "mistral3": "PixtralProcessor",
-    "lighton_ocr": "LightOnOcrProcessor",
     "glm_ocr": "Glm46VProcessor",
     "lfm3_vl": "Lfm3VlProcessor",
+    "paddleocr_vl": "PaddleOCRVLProcessor",
+    "mistral3": "PixtralProcessor",
+    "lighton_ocr": "LightOnOcrProcessor",
 }
 MARKED = ("smolvlm", "idefics3")
 OF_ID = (*MARKED, "lighton_ocr")  # whose files call the image token's id so
@@ -119,11 +121,12 @@ class Tiny:
         "llava_llama", "llava_mistral", "vila", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5",
         "qwen3_vl_moe", "qwen3_5_moe", "lisa",
         "internvl_chat", "smolvlm", "idefics3", "fast_vlm", "paligemma", "lfm2_vl", "gemma3", "gemma4",
-        "minicpmv4_6", "mistral3", "lighton_ocr", "glm_ocr", "lfm3_vl",
+        "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl", "mistral3",
+        "lighton_ocr",
     ] = "llava"  # fmt: skip
     text: Literal[
         "llama", "mistral", "qwen2", "qwen3", "granite", "gemma", "gemma2", "lfm2", "gemma3_text", "gemma4_text",
-        "qwen3_5", "ministral3", "glm_ocr_text", "lfm3",
+        "qwen3_5", "glm_ocr_text", "lfm3", "paddleocr_vl_text", "ministral3",
     ] = "llama"  # fmt: skip
     layers: int = 8
     hidden: int = 64
@@ -232,6 +235,8 @@ class Tiny:
             return ["<start_of_image>", "<end_of_image>"]
         if self.family == "gemma4":
             return ["<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"]
+        if self.family == "paddleocr_vl":
+            return ["<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"]
         if self.family == "lfm3_vl":
             return ["<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
         if self.family == "glm_ocr":
@@ -291,6 +296,10 @@ def make(folder: Path, tiny: Tiny, seed: int = 0) -> Path:
         from tests.support.families.minicpm import make_minicpm
 
         return make_minicpm(folder, tiny, seed, write_tokenizer(folder, tiny))
+    if tiny.family == "paddleocr_vl":
+        from tests.support.families.paddleocr_vl import make_paddle
+
+        return make_paddle(folder, tiny, seed, write_tokenizer(folder, tiny))
     if tiny.family == "lfm3_vl":
         from tests.support.families.lfm3_vl import make_lfm3
 
@@ -623,7 +632,8 @@ def hub_name(name: str, tiny: Tiny) -> str:
     """A tensor's name in the files of this variant."""
     if (
         tiny.names == "new"
-        or tiny.family in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "lighton_ocr", "glm_ocr", "lfm3_vl")
+        or tiny.family
+        in (*MARKED, "lfm2_vl", "gemma4", "minicpmv4_6", "glm_ocr", "lfm3_vl", "paddleocr_vl", "lighton_ocr")
         or tiny.family.startswith("qwen")
     ):
         return name

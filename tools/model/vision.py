@@ -30,8 +30,8 @@ class VisionConfig:
     rotation. `kv_heads`: queries, keys and values have a matrix each, the last two of so many heads. `convolved`:
     blocks, counted from 0, with a gated convolution of `conv_kernel` x `conv_kernel` patches in place of attention.
     `first_norm`: a norm precedes the first block. `half_pixel`: the table is stretched from the middle of a patch to
-    that of another, and not from corner to corner. `downsampled`: a convolution makes one state of a square, behind
-    which the merger is a gated MLP.
+    that of another, and not from corner to corner. `one_frame`: kernels of patches have no second frame.
+    `downsampled`: a convolution makes one state of a square, behind which the merger is a gated MLP.
 
     `naflex`: images keep native resolution, and the table of positions is stretched to each image's patches,
     bilinear, or with `nearest` each patch has the entry at its place; `image` is then the side of a tile.
@@ -84,6 +84,7 @@ class VisionConfig:
     conv_kernel: int = optional(1)
     first_norm: bool = optional(False)
     half_pixel: bool = optional(False)
+    one_frame: bool = optional(False)
     downsampled: bool = optional(False)
     post_norm: bool = optional(False)
     stage_blocks: tuple[int, ...] = optional(())

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, check_known, image_token_of, parse_parts
-from vtx.exporter.checkpoint.families.qwen.qwen2_vl import PROCESSOR, adjust, largest_side
-from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import FEWEST, MOST, PROCESSOR, adjust, largest_side
+from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.fields import number, read_rope, size
 from vtx.exporter.checkpoint.text_config import (
     ATTENTION_KINDS,
@@ -22,13 +22,10 @@ from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
-from vtx.tools.model.towers.native import FIRST_NORM, NativeTower
+from vtx.tools.model.towers.native import FIRST_NORM, MOMENTS, PATCHES
 from vtx.tools.model.vision import VisionConfig
 
 NORM_EPS = 1e-6  # of the projector's norm: no setting
-FEWEST = 256**2  # pixels of an image by default
-MOST = 4096**2
-PATCHES = "vision.patch_embed.proj.weight"
 KERNELS = 7  # the largest side of the tower's convolutions
 # A block's parts by the names of Qwen-VL's; its MLP has LFM2's.
 _BLOCK = r"^model\.vision_tower\.layers\.(\d+)\."
@@ -132,7 +129,7 @@ def _tower(config: Any) -> VisionConfig:
         )
     for kind in kinds:
         check_known("kind of the tower's layers", kind, ("conv", "full_attention"))
-    stated = {"temporal_patch_size": NativeTower.moments, "in_channels": 3}
+    stated = {"temporal_patch_size": MOMENTS, "in_channels": 3}
     for name, value in stated.items():
         if getattr(config, name) != value:
             raise UnsupportedModelError(f"{name} {getattr(config, name)!r:.40} is not supported; vtx supports {value}")
@@ -165,9 +162,9 @@ def _tower(config: Any) -> VisionConfig:
 def _arrange(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     """Patches' matrix as a kernel, the projector as a merger, and norms behind attention and MLP in Gemma's names."""
     v = config.vision
-    pixels = (3, NativeTower.moments, v.patch, v.patch)
+    pixels = (3, MOMENTS, v.patch, v.patch)
     for name, info in tensors.items():
-        if name == PATCHES and info.shape == (v.hidden, 3 * NativeTower.moments * v.patch**2):
+        if name == PATCHES and info.shape == (v.hidden, 3 * MOMENTS * v.patch**2):
             yield name, replace(info, shape=(v.hidden, *pixels))
         elif config.text.post_norms and name.startswith("text.layers."):
             renamed = name.replace(".post_attention_layernorm.", ".pre_feedforward_layernorm.")
@@ -181,7 +178,7 @@ FAMILY = Family(
     model_type="lfm3_vl",
     architecture="Lfm3VlForConditionalGeneration",
     read=_read,
-    processors=(replace(PROCESSOR, defaults={**PROCESSOR.defaults, **SIGLIP_DEFAULTS, "patch_size": 16}),),
+    processors=(PROCESSOR,),
     tensors=(*_TOWER, *_DECODER),
     adjust=adjust,
     arrange=_arrange,

@@ -22,6 +22,7 @@ from tests.support.drawn import (
     lighton_ocr,
     minicpm,
     mistral3,
+    paddleocr_vl,
     paligemma,
     pixtral,
     qwen3_5,
@@ -108,7 +109,7 @@ def of_qwen(draw: random.Random) -> tuple[Method, ...]:
 
 FAMILIES = [
     granite, fast_vlm, lfm2_vl, qwen3_5, minicpm, gemma3, gemma4, smolvlm, paligemma, qwen_vl, pixtral, mistral3,
-    lighton_ocr, glm_ocr, lfm3_vl, qwen3_vl_moe, qwen3_5_moe,
+    lighton_ocr, glm_ocr, lfm3_vl, paddleocr_vl, qwen3_vl_moe, qwen3_5_moe,
 ]  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
 from vtx.tools.model.towers.tower import Tower, block_macs
 from vtx.tools.model.vision import VisionConfig
 
+PATCHES = "vision.patch_embed.proj.weight"
 POSITIONS = "vision.pos_embed.weight"
 FIRST_NORM = "vision.embedding_norm"
 LAST_NORM = "vision.post_layernorm"
 MERGER = "vision.merger"
 DOWNSAMPLE = "vision.downsample"
+MOMENTS = 2
 WIDER = 3  # times a token, the width of the gated MLP behind a convolution
 
 
@@ -18,11 +20,15 @@ class NativeTower(Tower):
     """The patches of a square become one token; some blocks attend within windows."""
 
     __slots__ = ()
-    moments = 2  # of a video; an image fills both
+
+    @property
+    def moments(self) -> int:
+        """Of a video two in a patch, and an image fills both; of a tower without videos it may be one."""
+        return 1 if self.vision.one_frame else MOMENTS
 
     def tensors(self, *, last_attention: bool = False) -> Shapes:
         v = self.vision
-        yield "vision.patch_embed.proj.weight", (v.hidden, 3, self.moments, v.patch, v.patch)
+        yield PATCHES, (v.hidden, 3, self.moments, v.patch, v.patch)
         if v.patch_bias:
             yield "vision.patch_embed.proj.bias", (v.hidden,)
         if v.position_grid is not None:
@@ -64,6 +70,7 @@ class NativeTower(Tower):
         if v.window is not None:
             full = max(1, len(v.full_blocks))
             visible = (full * tokens + (v.layers - full) * min(tokens, v.window**2)) // v.layers
+        visible = visible * (v.layers - len(v.convolved)) // v.layers
         return block_macs(v, tokens, visible, matrices=3 if v.gated else 2)
 
 

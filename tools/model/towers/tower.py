@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
 from vtx.tools.model.vision import VisionConfig, VisionModel
@@ -20,7 +19,6 @@ class Tower(ABC):
     """
 
     model: VisionModel
-    moments: ClassVar[int] = 1  # pictures that a patch's kernel covers
 
     @abstractmethod
     def tensors(self, *, last_attention: bool = False) -> Shapes:
@@ -43,6 +41,11 @@ class Tower(ABC):
     @property
     def vision(self) -> VisionConfig:
         return self.model.vision
+
+    @property
+    def moments(self) -> int:
+        """Pictures that a patch's kernel covers."""
+        return 1
 
     @property
     def used(self) -> int:

@@ -17,6 +17,7 @@ from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelErr
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.pairs import Pairs
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.tools.model.towers.native import MOMENTS
 from vtx.tools.model.vision import VisionConfig
 
 NORM_EPS = 1e-6  # of the tower's norms: no setting
@@ -117,7 +118,8 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 def adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's limits of pixels; its patches must be the tower's."""
     vision = config.vision
-    check_patches(processor, {"patch_size": vision.patch, "merge_size": vision.shuffle, "temporal_patch_size": 2})
+    moments = 1 if vision.one_frame else MOMENTS
+    check_patches(processor, {"patch_size": vision.patch, "merge_size": vision.shuffle, "temporal_patch_size": moments})
     least, most = (_pixels(processor, *names) for names in (("min", "shortest", FEWEST), ("max", "longest", MOST)))
     assert isinstance(config.layout, Native)
     try:
