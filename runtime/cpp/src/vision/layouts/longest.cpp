@@ -42,10 +42,14 @@ class LongestEdge : public Layout {
 
   std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>& sizes, int64_t tokens) const override {
     std::optional<int64_t> pixels;
-    choices(tokens, [&](const LayoutPtr& layout) {
+    choices(tokens, [&](const LayoutPtr& choice) {
+      const auto& layout = static_cast<const LongestEdge&>(*choice);
       int64_t total = 0;
-      for (auto [width, height] : sizes) total += layout->count(width, height);
-      const int64_t side = multiple(static_cast<const LongestEdge&>(*layout).longest_);
+      for (auto [width, height] : sizes) {
+        auto [across, down] = layout.size(width, height);
+        total += (across / unit_ + (marks_ ? 1 : 0)) * (down / unit_);
+      }
+      const int64_t side = multiple(layout.longest_);
       if (total <= tokens) pixels = side * side;
       return total <= tokens;
     });
