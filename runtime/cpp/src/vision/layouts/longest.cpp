@@ -8,7 +8,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kRowEnd[] = "[IMG_BREAK]", kImageEnd[] = "[IMG_END]";
+constexpr char kEndOfRow[] = "[IMG_BREAK]", kEndOfImage[] = "[IMG_END]";
 
 // A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images whose longest edge is above `longest`
 // pixels are shrunk to it, and all are stretched to whole multiples of `step` pixels; pixels beyond the last whole square give
@@ -73,8 +73,8 @@ class LongestEdge : public Layout {
     auto [across, down] = size(width, height);
     const auto rows = static_cast<size_t>(down / unit_);
     MarkedImage out{Ids(rows, across / unit_), {""}};
-    for (size_t row = 1; row < rows; ++row) out.marks.push_back(kRowEnd);
-    out.marks.push_back(kImageEnd);
+    for (size_t row = 1; row < rows; ++row) out.marks.push_back(kEndOfRow);
+    out.marks.push_back(kEndOfImage);
     return out;
   }
 
