@@ -32,8 +32,8 @@ def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
     [
         (PIXTRAL, {"vision_feature_select_strategy": "default"}, None, UnsupportedModelError, "'default' with 1 layer"),
         (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
-        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 with 3 channels"),
-        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", CheckpointError, "none of a multiple of 4"),
+        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 and heads of 16"),
+        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", UnsupportedModelError, "heads of 2 is not"),
         (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
     ],
 )
