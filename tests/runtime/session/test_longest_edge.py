@@ -21,7 +21,7 @@ from vtx.runtime.vision.layout import sized_layout
 
 BUDGETS = (20, 9, 4)
 SIZES = ((100, 60), (17, 19), (64, 64), (300, 200), (40, 130), (90, 91))
-FEW = replace(PIXTRAL, context=150)
+FEW = replace(PIXTRAL, context=130)
 
 
 @pytest.mark.parametrize("tiny", [PIXTRAL, MISTRAL3], ids=["pixtral", "mistral3"])
@@ -65,7 +65,7 @@ def test_libvtx_sees_each_number_of_tokens_as_python_does(models: Models, tmp_pa
 def test_the_edge_that_a_long_prompt_needs_counts_the_ends_of_rows_in_both_runtimes(
     models: Models, tmp_path: Path
 ) -> None:
-    """Four images of 64 tokens and 8 ends of rows are too many for 150 slots."""
+    """Four images of 64 tokens and 8 ends of rows are too many for 130 slots."""
     model, paths = models(FEW, (3,)), write_pictures(tmp_path, [(64, 64), (64, 63), (63, 64), (63, 63)])
     with pytest.raises(ContextError) as refused, model.open(paths) as conversation:
         conversation.ask("red?", max_new_tokens=1)
