@@ -74,7 +74,8 @@ class LongestEdge(Layout):
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         for layout in self._smaller():
-            if sum(layout.count(*size) for size in sizes) <= tokens:
+            grids = [layout._grid(*size) for size in sizes]
+            if sum((columns + self.marks) * rows for columns, rows in grids) <= tokens:
                 return self._multiple(layout.longest) ** 2
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
     [
         (PIXTRAL, {"vision_feature_select_strategy": "default"}, None, UnsupportedModelError, "'default' with 1 layer"),
         (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
-        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 with 3 channels"),
-        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", CheckpointError, "none of a multiple of 4"),
+        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 and heads of 16"),
+        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", UnsupportedModelError, "heads of 2 is not"),
         (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
     ],
 )
@@ -66,8 +67,14 @@ def test_the_image_processor_states_the_longest_edge(planned: Callable[..., Plan
     assert plan.config.layout.max_tokens == 16
 
 
-def test_ministral_s_context_ends_where_its_queries_begin_to_grow(tiny_checkpoint: Callable[..., Path]) -> None:
-    checkpoint = str(tiny_checkpoint(MINISTRAL3))
-    assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == MINISTRAL3.context
-    with pytest.raises(RequestError, match="the model has 512 positions"):
-        plan_export(ExportOptions(checkpoint, max_context=513))
+@pytest.mark.parametrize(("beta", "positions"), [(0.1, MINISTRAL3.context), (0.0, 4096)])
+def test_ministral_s_context_ends_where_its_queries_begin_to_grow(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, beta: float, positions: int
+) -> None:
+    source = tiny_checkpoint(MINISTRAL3)
+    rope = json.loads((source / "config.json").read_text(encoding="utf-8"))["text_config"]["rope_parameters"]
+    settings = {"max_position_embeddings": 4096, "rope_parameters": rope | {"llama_4_scaling_beta": beta}}
+    checkpoint = str(edited(source, tmp_path / "edited", "config.json", settings, "text_config"))
+    assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == positions
+    with pytest.raises(RequestError, match=f"the model has {positions} positions"):
+        plan_export(ExportOptions(checkpoint, max_context=positions + 1))
