@@ -26,7 +26,7 @@ from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.decoder import build_embed, build_head, build_score, build_stage
 from vtx.exporter.graphs.dialects import make_dialect
 from vtx.exporter.graphs.encoder import build_text_tower
-from vtx.exporter.graphs.expert import build_expert
+from vtx.exporter.graphs.expert import STATE_PROJECTION, build_expert
 from vtx.exporter.graphs.gates import FEATURES, build_gate, gate_tensors
 from vtx.exporter.graphs.vision import IMAGES, VIDEO, Extras, build_projector, build_vision
 from vtx.exporter.graphs.vision import NEWLINE as IMAGE_NEWLINE
@@ -100,6 +100,10 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     if plan.config.layout.newline:
         newline = BundleWeights(folder, plan.weights.stored).read(IMAGE_NEWLINE).numpy()
         write_safetensors(folder / spec.NEWLINE, {NEWLINE_TENSOR: newline}, None)
+    if plan.config.action is not None and plan.config.action.state_in == "prompt":
+        projection = BundleWeights(folder, plan.weights.stored)
+        parts = {name: projection.read(f"{STATE_PROJECTION}.{name}").numpy() for name in ("weight", "bias")}
+        write_safetensors(folder / spec.STATE, parts, None)
     if "golden" not in journal.parts:
         with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
             _write_golden(folder, plan, report)

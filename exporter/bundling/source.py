@@ -115,7 +115,14 @@ def _acting(config: ModelConfig, options: ExportOptions) -> ModelConfig:
             "models that answer with actions take --k and --precision alone: gates, calibration and "
             "activation-aware scaling are for answers in words; leave them out"
         )
-    return replace(config, action=replace(config.action, cameras=options.cameras))
+    if not config.action.cameras:
+        return replace(config, action=replace(config.action, cameras=options.cameras))
+    if options.cameras:
+        raise RequestError(
+            f"--cameras is for checkpoints that name none, this one names {', '.join(config.action.cameras)}; leave "
+            "it out"
+        )
+    return config
 
 
 def _downsampling(options: ExportOptions, family: Family) -> dict[str, str]:

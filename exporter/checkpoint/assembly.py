@@ -33,12 +33,15 @@ from vtx.exporter.checkpoint.original.known_towers import (
     internvit_processor,
     thirds,
 )
+from vtx.exporter.checkpoint.original.lerobot import policy_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 
 TOWER = "vision."
+TABLE = "table.weight"  # an output matrix that a checkpoint may hold in place of the embeddings
 
 
 def open_checkpoint(
@@ -64,11 +67,14 @@ def open_checkpoint(
     )
     family = find_family(checkpoint.config)
     turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
-    checkpoint = replace(checkpoint, tensors=stack_experts({**checkpoint.tensors, **turned}))
+    tables = {EMBEDDING: checkpoint.tensors[TABLE]} if TABLE in checkpoint.tensors else {}
+    checkpoint = replace(checkpoint, tensors=stack_experts({**tables, **checkpoint.tensors, **turned}))
     if family.arrange is not None:
         arranged = family.arrange(family.read(checkpoint.config), checkpoint.tensors)
         checkpoint = replace(checkpoint, tensors=dict(arranged))
     layout = family.original
+    if layout is not None and layout.base is not None:
+        return _with_base(checkpoint, layout, layout.base(checkpoint.config), tower)
     if layout is not None and layout.tower is not None:
         return complete(checkpoint, layout, tower, allow_pickle=allow_pickle)
     if tower is not None:
@@ -94,6 +100,23 @@ def open_checkpoint(
     return replace(
         checkpoint, config=config, tensors=dict(whole_layout.tensors(config, checkpoint.tensors)), original=parts
     )
+
+
+def _with_base(checkpoint: Checkpoint, layout: OriginalLayout, name: str, given: str | None) -> Checkpoint:
+    """A policy of LeRobot with the settings and the tokenizer of the checkpoint it names, or of the one `given`."""
+    address = given or _folder_inside(checkpoint, name) or name
+    try:
+        base = open_model(address, lambda _: None, canonical_name, weights=False)
+    except CheckpointError as cause:
+        raise CheckpointError(
+            f"the checkpoint has no tokenizer, it names {shown(name)}, which cannot be opened ({cause}); give the "
+            "directory of that model's tokenizer and config.json with --tower PATH"
+        ) from cause
+    policy = policy_settings(checkpoint.folder, checkpoint.config)
+    config = {**checkpoint.config, "base": dict(base.config), "policy": policy}
+    parts = OriginalParts(layout.processor(config, {}), layout.template(config), base.folder)
+    notes = (*checkpoint.notes, f"the tokenizer is from {base.folder}")
+    return replace(checkpoint, config=config, original=parts, notes=notes)
 
 
 def _added_id(folder: Path, token: str) -> int:

@@ -55,7 +55,7 @@ class ImageProcessor:
     `own_size`: images keep native resolution, which the image layout rounds. `tiled`: its size is the size of a
     tile, which neither resizing nor cropping may change. `pads`: `do_pad` makes each image square with the mean colour,
     instead of padding a batch to one size. `within`: images keep their shape in a square of its size, at the top left.
-    `size` is the key of the size.
+    `size` is the key of the size; `placed` are further fields of ImageSettings, of images that are `within`.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ImageProcessor:
     own_size: bool = False
     within: bool = False
     size: str = "size"
+    placed: Mapping[str, bool] = field(default_factory=dict)
 
 
 CLIP = ImageProcessor("CLIPImageProcessor", CLIP_DEFAULTS)
@@ -98,7 +99,8 @@ class OriginalLayout:
     `whole`, it gets what is in that one's own file. `template` is the chat
     template if the user gives none. `tower` names the checkpoint of a separate vision tower; `own_tower` is true if
     tower weights in the checkpoint itself are used. `folders` are the parts of a checkpoint in several folders, by the
-    key of the part's configuration in `config.json`. `whole` is for a checkpoint with all of its parts.
+    key of the part's configuration in `config.json`. `whole` is for a checkpoint with all of its parts. `base` names
+    the checkpoint whose settings, as `base`, and tokenizer a policy of LeRobot uses.
     """
 
     processor: Callable[[Config, Config], Config]
@@ -107,6 +109,7 @@ class OriginalLayout:
     own_tower: Callable[[Config], bool] = lambda _: False
     folders: Mapping[str, str] = field(default_factory=dict)
     whole: WholeLayout | None = None
+    base: Callable[[Config], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class Family:
     in published files. `transposed` are canonical names of matrices that its checkpoints hold as [in, out]; `arrange`
     makes the weights of graphs of its tensors, of which some hold several, or rows in another order. `downsampling`:
     the values of `downsample_mode` in its files, among which an export may choose. A family with an `original` layout
-    is recognised by its `architecture` alone.
+    is recognised by its `architecture` alone, one with a `policy` by that `type` of LeRobot.
     """
 
     model_type: str
@@ -162,6 +165,7 @@ class Family:
     downsampling: tuple[str, ...] = ()
     reader: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
+    policy: str | None = None
 
 
 def read_llava_like(

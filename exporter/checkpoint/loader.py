@@ -45,7 +45,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
-_SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "policy_*.safetensors"]
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")

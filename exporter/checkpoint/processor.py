@@ -98,6 +98,7 @@ def image_settings(config: Mapping[str, Any], known: Sequence[ImageProcessor] = 
             mean=mean if normalize else (0.0, 0.0, 0.0),
             std=std if normalize else (1.0, 1.0, 1.0),
             within=kind.within,
+            **kind.placed,
         )
     except BundleError as error:
         raise CheckpointError(f"{kind.name}: {error}") from error

@@ -1,8 +1,8 @@
 """One step of an expert that makes actions: their change, from a state, the actions so far and the time.
 
-Its rows are the state, then the actions. In each layer they attend to the K and V of the prompt in the decoder's layer
-of that number, and to each other; only the state's row does not see the actions. Operators are those that every dialect
-has.
+Its rows are the actions, of pi0 behind the state, which does not see them. In each layer they attend to the K and V of
+the prompt in the decoder's layer of that number, and to each other; in some of SmolVLA's layers only to projections of
+these K and V. Operators are those that every dialect has.
 """
 
 from __future__ import annotations
@@ -23,23 +23,39 @@ from vtx.tools.model.tensors import Shapes, linear_tensors
 
 MASKED = -65504.0  # a masked product, 0 after the softmax; float16 holds it
 END = 1 << 30
+STATE_PROJECTION = "head.state_proj"  # a weight that no graph reads if the state is a token of the prompt
+KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
 
 
 def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
     """Canonical names and shapes of all weights of the expert."""
     for name, out, into in (
-        ("state_proj", a.hidden, a.state),
+        *((("state_proj", a.hidden, a.state),) if a.state_in == "expert" else ()),
+        *((("state_proj", c.hidden, a.state),) if a.state_in == "prompt" else ()),
         ("action_in_proj", a.hidden, a.width),
-        ("action_time_mlp_in", a.hidden, 2 * a.hidden),
+        ("action_time_mlp_in", a.hidden, a.hidden if a.adaptive else 2 * a.hidden),
         ("action_time_mlp_out", a.hidden, a.hidden),
         ("action_out_proj", a.width, a.hidden),
     ):
         yield from linear_tensors(f"head.{name}", out, into)
     expert = ActionSize.of(a).beside(c)
+    cross = (c.kv_heads * c.head_dim,) * 2
     for layer in expert.every:
         for name, shape in expert.layer_tensors(layer):
-            yield name.replace("text.", "head.", 1), shape
-    yield "head.norm.weight", (a.hidden,)
+            own = name.replace("text.", "head.", 1)
+            if a.adaptive and own.endswith("norm.weight"):
+                yield from linear_tensors(own.removesuffix(".weight") + ".dense", 3 * a.hidden, a.hidden)
+            else:
+                yield own, cross if own.endswith(KEYS_AND_VALUES) and not sees_itself(a, layer) else shape
+    if a.adaptive:
+        yield from linear_tensors("head.norm.dense", 3 * a.hidden, a.hidden)
+    else:
+        yield "head.norm.weight", (a.hidden,)
+
+
+def sees_itself(a: ActionSpec, layer: int) -> bool:
+    """Whether in a layer, from 1, the expert's tokens attend to each other."""
+    return (layer - 1) % a.self_every == 0
 
 
 def time_rates(a: ActionSpec) -> NDArray[np.float32]:
@@ -58,61 +74,137 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
     """The change of the actions [horizon, width] at a time, by the prompt's K and V of each layer, which may differ in
     their numbers of slots.
     """
-    rows = a.horizon + 1
-    state = b.from_float32(b.input(names.ROBOT_STATE, FLOAT, [1, a.state]))
     actions = b.from_float32(b.input(names.ACTIONS, FLOAT, [a.horizon, a.width]))
     angles = b.op("Mul", b.input(names.TIME, FLOAT, [1, 1]), b.constant(time_rates(a)[None]))
     time = b.from_float32(b.op("Concat", b.op("Sin", angles), b.op("Cos", angles), axis=1))
-    moment = b.op("Expand", time, b.constant([a.horizon, a.hidden]))
-    y = b.op("Concat", b.linear(actions, "head.action_in_proj", bias=True), moment, axis=1)
-    y = activate(b, b.linear(y, "head.action_time_mlp_in", bias=True), "silu")
-    projected = b.linear(y, "head.action_time_mlp_out", bias=True)
-    x = b.op("Concat", b.linear(state, "head.state_proj", bias=True), projected, axis=0)
-
-    positions = b.input(names.POSITIONS, ir.DataType.INT64, [rows])
-    tables = [
-        b.from_float32(b.op("Gather", b.input(name, FLOAT, ["max_context", c.head_dim // 2]), positions))
-        for name in (names.COS, names.SIN)
-    ]
-    cos, sin = (b.op("Concat", table, table, axis=1) for table in tables)  # [rows, head_dim]
-    hidden_from = b.constant(np.array([[a.horizon], *[[0]] * a.horizon], np.int64))  # of the last slots, by row
+    x = b.linear(actions, "head.action_in_proj", bias=True)
+    if a.adaptive:
+        moment = activate(b, _mixed(b, time), "silu")
+    else:
+        beside = b.op("Expand", time, b.constant([a.horizon, a.hidden]))
+        x = _mixed(b, b.op("Concat", x, beside, axis=1))
+        moment = None
+    if a.state_in == "expert":
+        state = b.from_float32(b.input(names.ROBOT_STATE, FLOAT, [1, a.state]))
+        x = b.op("Concat", b.linear(state, STATE_PROJECTION, bias=True), x, axis=0)
+    expert = _Expert(b, c, a, moment)
     for layer in range(1, c.layers + 1):
         p = f"head.layers.{layer - 1}"
-        y = b.dialect.norm(b, x, f"{p}.input_layernorm.weight", a.eps)
-        q, k, v = (
-            b.op(
-                "Transpose",
-                b.reshape(b.linear(y, f"{p}.self_attn.{part}_proj", bias=False), rows, heads, c.head_dim),
-                perm=[1, 0, 2],
-            )
-            for part, heads in (("q", a.heads), ("k", c.kv_heads), ("v", c.kv_heads))
-        )  # [heads, rows, head_dim]
-        q, k = (_rotated(b, part, cos, sin, c.head_dim) for part in (q, k))
-        shape: Shape = [c.kv_heads, f"slots.{layer}", c.head_dim]
-        past = [b.from_float32(b.input(name(layer), FLOAT, shape)) for name in (names.past_key, names.past_value)]
-        keys, values = (b.op("Concat", old, new, axis=1) for old, new in zip(past, (k, v), strict=True))
-        slots = b.op("Shape", keys, start=1, end=2)
-        every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
-        visible = b.op("Less", every, b.op("Sub", slots, hidden_from))  # [rows, slots]
-        mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
-        shared = b.reshape(b.op("Mul", q, b.scalar(c.head_dim**-0.5)), c.kv_heads, -1, c.head_dim)
-        products = b.op("MatMul", shared, b.op("Transpose", keys, perm=[0, 2, 1]))
-        products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, rows]), slots, axis=0))
-        weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
-        weights = b.op("Reshape", weights, b.op("Concat", b.constant([c.kv_heads, -1]), slots, axis=0))
-        attended = b.reshape(b.op("MatMul", weights, values), a.heads, rows, c.head_dim)
-        attended = b.reshape(b.op("Transpose", attended, perm=[1, 0, 2]), rows, a.heads * c.head_dim)
-        x = b.op("Add", x, b.linear(attended, f"{p}.self_attn.o_proj", bias=False))
-        y = b.dialect.norm(b, x, f"{p}.post_attention_layernorm.weight", a.eps)
-        x = b.op("Add", x, gated_mlp(b, y, f"{p}.mlp", a.activation))
-    of_actions = b.op("Slice", x, b.constant([1]), b.constant([END]), b.constant([0]))
-    y = b.dialect.norm(b, of_actions, "head.norm.weight", a.eps)
+        y, gate = expert.normed(x, f"{p}.input_layernorm")
+        x = b.op("Add", x, _gated(b, expert.attended(y, layer), gate))
+        y, gate = expert.normed(x, f"{p}.post_attention_layernorm")
+        x = b.op("Add", x, _gated(b, gated_mlp(b, y, f"{p}.mlp", a.activation), gate))
+    if a.state_in == "expert":
+        x = b.op("Slice", x, b.constant([1]), b.constant([END]), b.constant([0]))
+    y, _ = expert.normed(x, "head.norm")
     change = b.to_float32(b.linear(y, "head.action_out_proj", bias=True))
     b.output(change, names.CHANGE, FLOAT, [a.horizon, a.width])
 
 
-def _rotated(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, width: int) -> ir.Value:
-    first = b.op("Slice", x, b.constant([0]), b.constant([width // 2]), b.constant([2]))
-    second = b.op("Slice", x, b.constant([width // 2]), b.constant([END]), b.constant([2]))
-    turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
-    return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
+def _mixed(b: Builder, x: ir.Value) -> ir.Value:
+    """What enters the expert of time, with the actions beside it or alone."""
+    inner = activate(b, b.linear(x, "head.action_time_mlp_in", bias=True), "silu")
+    return b.linear(inner, "head.action_time_mlp_out", bias=True)
+
+
+def _gated(b: Builder, x: ir.Value, gate: ir.Value | None) -> ir.Value:
+    return x if gate is None else b.op("Mul", x, gate)
+
+
+class _Expert:
+    """The parts of a layer; `moment` [1, hidden] is the time that enters by the norms, None if it does not."""
+
+    def __init__(self, b: Builder, c: TextConfig, a: ActionSpec, moment: ir.Value | None) -> None:
+        self._b = b
+        self._c = c
+        self._a = a
+        self._moment = moment
+        positions = b.input(names.POSITIONS, ir.DataType.INT64, [a.rows])
+        tables = [b.input(name, FLOAT, ["max_context", c.head_dim // 2]) for name in (names.COS, names.SIN)]
+        self._turn = self._waves(tables, positions)
+        crosses = a.self_every > 1  # there the first action is at position 0
+        self._turn_from_0 = self._waves(tables, b.constant(np.arange(a.rows))) if crosses else self._turn
+        # of the last slots, the number that each row does not see
+        state = a.state_in == "expert"
+        hidden = np.arange(a.rows)[::-1] if a.causal else np.array([a.horizon] * state + [0] * a.horizon)
+        self._hidden = b.constant(hidden.astype(np.int64)[:, None])
+
+    def _waves(self, tables: list[ir.Value], positions: ir.Value) -> list[ir.Value]:
+        """Cosines and sines [rows, head_dim] at positions [rows]."""
+        b = self._b
+        rows = [b.from_float32(b.op("Gather", table, positions)) for table in tables]
+        return [b.op("Concat", part, part, axis=1) for part in rows]
+
+    def normed(self, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value | None]:
+        """The normed rows, and the factor of what is added to `x` then, if time decides it."""
+        b = self._b
+        if self._moment is None:
+            return b.dialect.norm(b, x, f"{name}.weight", self._a.eps), None
+        modulation = b.linear(self._moment, f"{name}.dense", bias=True)
+        width = self._a.hidden
+        y = b.dialect.norm(b, x, width, self._a.eps)
+        scale, shift, gate = (
+            b.op("Slice", modulation, b.constant([part * width]), b.constant([(part + 1) * width]), b.constant([1]))
+            for part in range(3)
+        )
+        return b.op("Add", b.op("Mul", y, b.op("Add", scale, b.scalar(1))), shift), gate
+
+    def attended(self, y: ir.Value, layer: int) -> ir.Value:
+        """What attention adds in a layer to rows that are normed."""
+        b = self._b
+        c = self._c
+        a = self._a
+        p = f"head.layers.{layer - 1}.self_attn"
+        shape: Shape = [c.kv_heads, f"slots.{layer}", c.head_dim]
+        keys, values = (
+            b.from_float32(b.input(name(layer), FLOAT, shape)) for name in (names.past_key, names.past_value)
+        )
+        q = self._heads(b.linear(y, f"{p}.q_proj", bias=False), a.heads)
+        mask = None
+        if sees_itself(a, layer):
+            q = self._rotated(q, self._turn)
+            k = self._rotated(self._heads(b.linear(y, f"{p}.k_proj", bias=False), c.kv_heads), self._turn)
+            v = self._heads(b.linear(y, f"{p}.v_proj", bias=False), c.kv_heads)
+            keys = b.op("Concat", keys, k, axis=1)
+            values = b.op("Concat", values, v, axis=1)
+        else:
+            q = self._rotated(q, self._turn_from_0)
+            keys, values = (
+                self._heads(b.linear(self._flat(part), f"{p}.{name}_proj", bias=False), c.kv_heads)
+                for part, name in ((keys, "k"), (values, "v"))
+            )
+        slots = b.op("Shape", keys, start=1, end=2)
+        if sees_itself(a, layer):
+            every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
+            visible = b.op("Less", every, b.op("Sub", slots, self._hidden))  # [rows, slots]
+            mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
+        shared = b.reshape(b.op("Mul", q, b.scalar(c.head_dim**-0.5)), c.kv_heads, -1, c.head_dim)
+        products = b.op("MatMul", shared, b.op("Transpose", keys, perm=[0, 2, 1]))
+        if mask is not None:
+            products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, a.rows]), slots, axis=0))
+            products = b.op("Add", products, mask)
+        weights = b.op("Softmax", products, axis=-1)
+        if mask is not None:
+            weights = b.op("Reshape", weights, b.op("Concat", b.constant([c.kv_heads, -1]), slots, axis=0))
+        attended = b.reshape(b.op("MatMul", weights, values), a.heads, a.rows, c.head_dim)
+        attended = b.reshape(b.op("Transpose", attended, perm=[1, 0, 2]), a.rows, a.heads * c.head_dim)
+        return b.linear(attended, f"{p}.o_proj", bias=False)
+
+    def _heads(self, x: ir.Value, heads: int) -> ir.Value:
+        """Rows [rows, heads * head_dim] as [heads, rows, head_dim]."""
+        split = self._b.reshape(x, -1, heads, self._c.head_dim)
+        return self._b.op("Transpose", split, perm=[1, 0, 2])
+
+    def _flat(self, x: ir.Value) -> ir.Value:
+        """[kv_heads, slots, head_dim] as [slots, kv_heads * head_dim]."""
+        turned = self._b.op("Transpose", x, perm=[1, 0, 2])
+        return self._b.reshape(turned, -1, self._c.kv_heads * self._c.head_dim)
+
+    def _rotated(self, x: ir.Value, waves: list[ir.Value]) -> ir.Value:
+        b = self._b
+        cos, sin = waves
+        middle = self._c.head_dim // 2
+        first = b.op("Slice", x, b.constant([0]), b.constant([middle]), b.constant([2]))
+        second = b.op("Slice", x, b.constant([middle]), b.constant([END]), b.constant([2]))
+        turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
+        return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))

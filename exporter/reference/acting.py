@@ -33,9 +33,13 @@ def actions_of(
     """The actions [horizon, width] at each K, for a normalised state [state] and noise [horizon, width]."""
     spec = reference.config.action
     assert spec is not None
-    by_k = reference.prefix_keys_values(sample, ks, report)
+    last = None
+    if spec.state_in == "prompt":
+        weight, bias = (reference.weight(f"head.state_proj.{part}") for part in ("weight", "bias"))
+        last = F.linear(state[None], weight, bias)
+    by_k = reference.prefix_keys_values(sample, ks, report, last)
     prompts = [by_k[k] for k in ks]
-    count = len(sample.ids)
+    count = len(sample.ids) + (last is not None)
     actions = noise.expand(len(ks), -1, -1)
     for step in range(spec.steps):
         time = 1 - step / spec.steps
@@ -64,9 +68,6 @@ def _velocity(
     def linear(x: Tensor, name: str, bias: str | None = None) -> Tensor:
         return F.linear(x, weight(f"head.{name}.weight"), None if bias is None else weight(f"head.{name}.bias"))
 
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight(f"head.{name}.weight"), spec.eps)
-
     def heads(x: Tensor, name: str) -> Tensor:
         return linear(x, name).reshape(*x.shape[:2], -1, text.head_dim).transpose(1, 2)
 
@@ -74,31 +75,53 @@ def _velocity(
     horizon = actions.shape[1]
     periods = spec.min_period * (spec.max_period / spec.min_period) ** torch.linspace(0, 1, half)
     angles = 1 / periods * 2 * math.pi * time
-    moment = torch.cat((angles.sin(), angles.cos())).expand(len(actions), horizon, -1)
-    y = torch.cat((linear(actions, "action_in_proj", "bias"), moment), -1)
-    y = linear(F.silu(linear(y, "action_time_mlp_in", "bias")), "action_time_mlp_out", "bias")
-    x = torch.cat((linear(state[None], "state_proj", "bias").expand(len(actions), -1, -1), y), 1)
-    positions = torch.arange(count, count + horizon + 1)
+    moment = torch.cat((angles.sin(), angles.cos()))
+    x = linear(actions, "action_in_proj", "bias")
+    mixed = moment if spec.adaptive else torch.cat((x, moment.expand(len(actions), horizon, -1)), -1)
+    mixed = linear(F.silu(linear(mixed, "action_time_mlp_in", "bias")), "action_time_mlp_out", "bias")
+    x = x if spec.adaptive else mixed
+    if spec.state_in == "expert":
+        x = torch.cat((linear(state[None], "state_proj", "bias").expand(len(actions), -1, -1), x), 1)
+    rows = spec.rows
+
+    def norm(x: Tensor, name: str) -> tuple[Tensor, Tensor | float]:
+        """The normed rows, and the factor of what is added to `x` then."""
+        if not spec.adaptive:
+            return F.rms_norm(x, x.shape[-1:], weight(f"head.{name}.weight"), spec.eps), 1.0
+        scale, shift, gate = linear(F.silu(mixed), f"{name}.dense", "bias").chunk(3)
+        return F.rms_norm(x, x.shape[-1:], None, spec.eps) * (1 + scale) + shift, gate
+
+    visible = torch.ones(rows, rows, dtype=torch.bool)  # among the expert's own rows
+    visible[: rows - horizon, rows - horizon :] = False
+    if spec.causal:
+        visible = visible.tril()
     for layer in range(text.layers):
         p = f"layers.{layer}"
-        y = norm(x, f"{p}.input_layernorm")
-        q, k, v = (heads(y, f"{p}.self_attn.{part}_proj") for part in "qkv")
-        q, k = (reference.rotated(part, positions) for part in (q, k))
+        own = layer % spec.self_every == 0
+        start = count if own else 0
+        positions = torch.arange(start, start + rows)
+        y, gate = norm(x, f"{p}.input_layernorm")
+        q = reference.rotated(heads(y, f"{p}.self_attn.q_proj"), positions)
         attended = list[Tensor]()
         for number, prompt in enumerate(prompts):
-            keys, values = (torch.cat((old, new[number]), 1) for old, new in zip(prompt[layer], (k, v), strict=True))
-            sharing = q.shape[1] // len(keys)
-            visible = torch.ones(horizon + 1, keys.shape[1], dtype=torch.bool)
-            visible[0, -horizon:] = False
-            keys = keys.repeat_interleave(sharing, 0)
-            values = values.repeat_interleave(sharing, 0)
-            y = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=visible)
-            attended.append(y.transpose(0, 1).flatten(1))
-        x = x + linear(torch.stack(attended), f"{p}.self_attn.o_proj")
-        y = norm(x, f"{p}.post_attention_layernorm")
-        gate = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
-        x = x + linear(gate * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
-    return linear(norm(x[:, 1:], "norm"), "action_out_proj", "bias")
+            pair = prompt[layer]
+            if own:
+                k, v = (heads(y, f"{p}.self_attn.{part}_proj")[number] for part in "kv")
+                pair = torch.cat((pair[0], reference.rotated(k, positions)), 1), torch.cat((pair[1], v), 1)
+            else:
+                flat = [part.transpose(0, 1).flatten(1)[None] for part in pair]
+                k, v = (heads(part, f"{p}.self_attn.{name}_proj")[0] for part, name in zip(flat, "kv", strict=True))
+                pair = k, v
+            sharing = q.shape[1] // text.kv_heads
+            keys, values = (part.repeat_interleave(sharing, 0) for part in pair)
+            mask = F.pad(visible, (keys.shape[1] - rows, 0), value=True) if own else None
+            y_of_prompt = F.scaled_dot_product_attention(q[number], keys, values, attn_mask=mask)
+            attended.append(y_of_prompt.transpose(0, 1).flatten(1))
+        x = x + gate * linear(torch.stack(attended), f"{p}.self_attn.o_proj")
+        y, gate = norm(x, f"{p}.post_attention_layernorm")
+        inner = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
+        x = x + gate * linear(inner * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
+    return linear(norm(x[:, rows - horizon :], "norm")[0], "action_out_proj", "bias")
 
 
 def record_golden_actions(

@@ -286,10 +286,23 @@ class Reference:
             report(1)
 
     def prefix_keys_values(
-        self, sample: Sample, ks: Sequence[int | None], report: Callable[[int], None] = lambda _: None
+        self,
+        sample: Sample,
+        ks: Sequence[int | None],
+        report: Callable[[int], None] = lambda _: None,
+        last: Tensor | None = None,
     ) -> dict[int | None, list[tuple[Tensor, Tensor]]]:
-        """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim]."""
+        """By K, each layer's rotated K and V of the tokens that are there, [kv_heads, tokens, head_dim].
+
+        `last` [1, hidden] is one more token behind the sample's, which do not see it.
+        """
         (stream,) = self._enter([sample])
+        if last is not None:
+            stream.full = torch.cat((stream.full, last))
+            stream.is_vision = F.pad(stream.is_vision, (0, 1))
+            stream.positions = torch.cat((stream.positions, stream.positions[-1:] + 1))
+            stream.groups = F.pad(stream.groups, (0, 1), value=-1)
+            stream.withdrawn = F.pad(stream.withdrawn, (0, 0, 0, 1))
         depths = sorted(k for k in ks if k is not None)
         results: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]

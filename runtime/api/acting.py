@@ -13,13 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
 from vtx.runtime.api.options import DEFAULT, K
+from vtx.runtime.api.robot_units import as_text, normalised, restored, width_of
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import DeadlineError, RequestError
 from vtx.runtime.session.acting import Acting, ActionSeconds, checked
+from vtx.runtime.vision.tokens import Ids
 
 Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
-SMALLEST = 1e-8  # is added to each deviation, as the checkpoint's processor does
 
 
 def check_instruction(instruction: object) -> None:
@@ -76,7 +77,7 @@ class Actor:
             raise RequestError(f"{loaded.manifest.model.name} answers in words, not with actions; use ask")
         self._loaded = loaded
         self._spec = loaded.manifest.action
-        self._acting = Acting(loaded.backend, loaded.manifest)
+        self._acting = Acting(loaded.backend, loaded.bundle)
         self._lock = threading.Lock()
 
     @property
@@ -112,21 +113,32 @@ class Actor:
         steps = spec.steps if request.steps is None else request.steps
         check_whole("steps", steps, 1, MAX_STEPS)
         depth = loaded.policy(request.k, reduce=None).exit
-        if not request.normalized and spec.actions_mean is None:
+        width = width_of(spec, "actions")
+        if not request.normalized and width is None:
             raise self._without_statistics("actions")
         prepared = loaded.prepare_all(pictures)
         if loaded.fit == "released":  # as openpi's tokenizer has it
             instruction = instruction.strip().replace("_", " ").replace("\n", " ")
         content = opening_parts(prepared, instruction)
+        if spec.state_in == "text":
+            content.append({"type": "text", "text": as_text(state)})
         ids = loaded.text.prompt([{"role": "user", "content": content}], [image.in_prompt for image in prepared])
+        self._check_length(ids)
         with self._lock:
             views = [image.pixels for image in prepared]
             actions = self._acting.act(ids, views, state, noise, depth, steps, deadline.left)
         if request.normalized:
             return actions
-        mean, std = (np.array(values, np.float32) for values in (spec.actions_mean, spec.actions_std))
-        with np.errstate(over="ignore", invalid="ignore"):
-            return checked(actions[:, : len(mean)] * (std + np.float32(SMALLEST)) + mean)
+        return checked(restored(spec, "actions", actions[:, :width]))
+
+    def _check_length(self, ids: Ids) -> None:
+        """Raise RequestError if the prompt's text is longer than what the model was trained with."""
+        most = self._spec.instruction_tokens
+        count = int((ids != self._loaded.manifest.text.image_token_id).sum())
+        if most is not None and count > most:
+            raise RequestError(
+                f"the instruction takes {count} tokens, and the model was trained with {most} at most; shorten it"
+            )
 
     def _ordered(self, images: Cameras) -> Sequence[Picture]:
         """The pictures in the order of the bundle's cameras."""
@@ -136,12 +148,13 @@ class Actor:
                 raise RequestError(
                     "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME"
                 )
-            missing = [n for n in names if n not in images]
+            absent = self._spec.absent_cameras and any(n in images for n in names)
+            missing = [] if absent else [n for n in names if n not in images]
             unknown = [n for n in images if n not in names]
             if missing or unknown:
                 wrong = f"lack {', '.join(missing)}" if missing else f"hold {', '.join(map(str, unknown))}"
                 raise RequestError(f"the pictures {wrong}; this bundle's cameras are {', '.join(names)}")
-            return [images[name] for name in names]
+            return [images[name] for name in names if name in images]
         pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
         if not pictures or (names and len(pictures) != len(names)):
             cameras = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
@@ -151,13 +164,13 @@ class Actor:
     def _state(self, state: ArrayLike, *, normalized: bool) -> NDArray[np.float32]:
         """The state [size] as the expert takes it."""
         spec = self._spec
-        width = spec.state if normalized or spec.state_mean is None else len(spec.state_mean)
+        stated = width_of(spec, "state")
+        width = spec.state if normalized or stated is None else stated
         numbers = self._numbers("state", state, (width,))
         if not normalized:
-            if spec.state_mean is None:
+            if stated is None:
                 raise self._without_statistics("states")
-            mean, std = (np.array(values, np.float32) for values in (spec.state_mean, spec.state_std))
-            numbers = (numbers - mean) / (std + np.float32(SMALLEST))
+            numbers = normalised(spec, "state", numbers)
         return np.pad(numbers, (0, spec.state - width))
 
     def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
@@ -183,6 +196,7 @@ class Actor:
 
     def _without_statistics(self, what: str) -> RequestError:
         return RequestError(
-            f"this bundle has no means and deviations of {what}, as the checkpoint's processor_config.json has none; "
-            "add them there and export again, or give a normalised state and take normalised actions (normalized)"
+            f"this bundle has no means and deviations of {what}, as the checkpoint's processor_config.json has none "
+            "(of LeRobot: its processor's files); add them there and export again, or give a normalised state and take "
+            "normalised actions (normalized)"
         )

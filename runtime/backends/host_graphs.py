@@ -100,7 +100,9 @@ class HostBackend(ABC):
         m = self._manifest
         scales = read_kv_scales(self._bundle) if KV_DTYPES[names.kv_type(self.dialect, m.kv_dtype)].scaled else {}
         inputs: dict[str, NDArray[Any]] = dict(read_rope(self._bundle))
-        inputs |= {names.ROBOT_STATE: state[None], names.POSITIONS: positions}
+        inputs[names.POSITIONS] = positions
+        if m.action is not None and m.action.state_in == "expert":
+            inputs[names.ROBOT_STATE] = state[None]
         for stage, kv in zip(m.stages, prompt, strict=True):
             for layer, keys_and_values in zip(stage.cached, kv, strict=True):
                 pair = keys_and_values.reshape(2, m.model.kv_heads, -1, m.model.head_dim).astype(np.float32)

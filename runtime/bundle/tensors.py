@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import FINAL_NORM, KV_SCALES, NEWLINE
+from vtx.runtime.bundle.spec.manifest import FINAL_NORM, KV_SCALES, NEWLINE, STATE
 from vtx.runtime.errors import BundleError
 from vtx.runtime.precision import PRECISIONS
 
@@ -18,6 +18,7 @@ Floats = NDArray[np.float32]
 RopeTables = tuple[Floats, Floats]
 NEWLINE_TENSOR = "newline"
 WEIGHT = "weight"
+BIAS = "bias"
 MAX_HEADER = 1 << 18  # of two tensors a layer
 MAX_GOLDEN = 1 << 28  # bytes: logits of 500 variants over a vocabulary of 128,000
 LARGEST = "largest"  # [layers] float32: the largest magnitude in each layer on the golden prompt
@@ -62,6 +63,15 @@ def read_newline(bundle: Bundle) -> Floats:
     if NEWLINE not in bundle.manifest.files:
         raise BundleError(f"the bundle's image layout needs {NEWLINE}, which is not there; export again")
     return _read(bundle, NEWLINE, {NEWLINE_TENSOR: (bundle.manifest.model.hidden,)})[NEWLINE_TENSOR][None]
+
+
+def read_state_projection(bundle: Bundle) -> tuple[Floats, Floats]:
+    """The weight [hidden, state] and bias [hidden] that make a robot's state a token of the prompt."""
+    m = bundle.manifest
+    assert m.action is not None
+    hidden = m.model.hidden
+    tensors = _read(bundle, STATE, {WEIGHT: (hidden, m.action.state), BIAS: (hidden,)})
+    return tensors[WEIGHT], tensors[BIAS]
 
 
 def read_final_norm(bundle: Bundle) -> Floats:

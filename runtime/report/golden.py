@@ -155,8 +155,9 @@ def check_golden(model: Model) -> Iterator[Check]:
     limit = logits_limit(manifest, model.backend.compute)
     if manifest.action is not None:
         for k in (None, *manifest.variants):
-            acting = Acting(model.backend, manifest)
+            acting = Acting(model.backend, model.bundle)
             slots = acting.prompt(prompt.ids, encoded.hidden[:DECODED_TOKENS], k, "golden", no_check)
+            slots = acting.with_state(slots, len(prompt.ids), stored[STATE])
             actions = acting.steps(slots, len(prompt.ids), stored[STATE], stored[NOISE], manifest.action.steps)
             yield Check(f"actions at K = {k or 'none'}", _distance(actions, stored[actions_key(k)]), limit)
         return

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend, StageCache
+from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
-from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.bundle.tensors import read_state_projection
 from vtx.runtime.errors import BundleError, ContextError
 from vtx.runtime.session.prefix import Check, no_check
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -27,7 +28,7 @@ class ActingBackend(Protocol):
     """A `Backend` that runs an expert."""
 
     def expert(self, prompt: Sequence[Any], state: Numbers, positions: Ids) -> Step:
-        """The steps of the expert for a state [size] at `positions` [1 + horizon].
+        """The steps of the expert for a state [size] at `positions` [rows].
 
         `prompt` is what `StageCache.read` returned of each stage's slots.
         """
@@ -49,15 +50,18 @@ class Acting:
     its K and V. `seconds` are of the last answer, and `encoded` the pictures that ran through the tower for it.
     """
 
-    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+    def __init__(self, backend: Backend, bundle: Bundle) -> None:
+        manifest = bundle.manifest
         assert manifest.action is not None, "models that answer in words are refused before"
         self.backend = backend
         self.manifest = manifest
         self._spec = manifest.action
+        self._state_token = read_state_projection(bundle) if self._spec.state_in == "prompt" else None
         self.seconds = ActionSeconds(0, 0, 0)
         self.encoded = 0
         self._pictures: Mapping[bytes, HiddenStates] = {}
         self._stages: dict[int, StageCache] = {}
+        self._counts: dict[int, int] = {}  # of a stage's slots, of text and pictures
         self._prompt: tuple[Any, list[Any]] | None = None
 
     def features(self, views: Sequence[Numbers]) -> tuple[list[bytes], HiddenStates]:
@@ -78,7 +82,7 @@ class Acting:
         Equal keys mean equal images.
         """
         room = self.manifest.max_context
-        count = len(ids) + self._spec.horizon + 1
+        count = len(ids) + self._spec.horizon + (self._spec.state_in != "text")
         if count > room:
             raise ContextError(
                 f"the prompt and the actions take {count} tokens, {len(features)} of them for images, and {room} fit "
@@ -104,8 +108,25 @@ class Acting:
             group = np.zeros((len(hidden), 1), np.float32)
             cache.keep(0)
             hidden = cache.append(TokenStates(hidden, {names.GROUP: group}), positions)
+            self._counts[number] = len(positions)
             slots.append(cache.read(np.arange(len(positions))))
         self._prompt = key, slots
+        return slots
+
+    def with_state(self, prompt: list[Any], length: int, state: Numbers) -> list[Any]:
+        """K and V of a prompt of `length` positions, with the state as its last token if the model reads it there."""
+        if self._state_token is None:
+            return prompt
+        weight, bias = self._state_token
+        hidden = (weight @ state + bias)[None]
+        slots = list[Any]()
+        for number in range(len(prompt)):
+            cache = self._stages[number]
+            count = self._counts[number]
+            cache.keep(count)
+            inputs = {names.GROUP: np.zeros((1, 1), np.float32)}
+            hidden = cache.append(TokenStates(hidden, inputs), np.array([length]))
+            slots.append(cache.read(np.arange(count + 1)))
         return slots
 
     def act(
@@ -128,6 +149,7 @@ class Acting:
         keys, features = self.features(views)
         times.append(perf_counter())
         prompt = self.prompt(ids, features, k, tuple(keys), check)
+        prompt = self.with_state(prompt, len(ids), state)
         times.append(perf_counter())
         actions = self.steps(prompt, len(ids), state, noise, steps, check)
         self.seconds = ActionSeconds(*np.diff([*times, perf_counter()]).tolist())
@@ -136,9 +158,12 @@ class Acting:
     def steps(
         self, prompt: Sequence[Any], length: int, state: Numbers, noise: Numbers, steps: int, check: Check = no_check
     ) -> Numbers:
-        """The actions after `steps` Euler steps of time from 1 to 0, behind a prompt of `length` positions."""
+        """The actions after `steps` Euler steps of time from 1 to 0, behind a prompt of `length` positions of text and
+        pictures.
+        """
         assert isinstance(self.backend, ActingBackend), "engines without an expert are refused when a bundle is loaded"
-        step = self.backend.expert(prompt, state, np.arange(length, length + self._spec.horizon + 1))
+        first = length + (self._state_token is not None)
+        step = self.backend.expert(prompt, state, np.arange(first, first + self._spec.rows))
         actions = noise
         change = np.float32(-1 / steps)
         for number in range(steps):

@@ -273,7 +273,7 @@ def check_image_tokens(layout: Layout, image_tokens: ImageDetail) -> None:
 
 def settings_for(layout: Layout, settings: ImageSettings, fit: str | None) -> ImageSettings:
     """`fit.fitted`. Raises RequestError for a fit that images seen in tiles or at native resolution do not have."""
-    if fit == "released" and settings.within:  # pi0's pictures, as openpi prepares them
+    if fit == "released" and settings.within and not settings.interpolated:  # pi0's pictures, as openpi prepares them
         return replace(settings, resample="bilinear", centred=True)
     if fit == "released":
         layout.released()

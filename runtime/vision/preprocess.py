@@ -20,6 +20,7 @@ from PIL import Image
 
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import ImageError, RequestError
+from vtx.runtime.vision.bilinear import resized
 from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.limits import MAX_PIXELS, MAX_RESIZED_PIXELS, MAX_RESIZED_SIDE
 
@@ -70,19 +71,26 @@ def preprocess(image: Image.Image, settings: ImageSettings) -> NDArray[np.float3
 
 def _within(image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
     height, width = settings.size
-    if settings.centred:  # with openpi's rounding
+    if settings.centred or settings.ended:  # with openpi's rounding
         ratio = max(image.width / width, image.height / height)
         sides = max(1, int(image.width / ratio)), max(1, int(image.height / ratio))
-        x0 = (width - sides[0]) // 2
-        top = (height - sides[1]) // 2
+        x0 = width - sides[0]
+        top = height - sides[1]
+        if settings.centred:
+            x0 //= 2
+            top //= 2
         out = normalised(Image.new("RGB", (width, height)), settings)
     else:
         scale = min(height / image.height, width / image.width)
         sides = max(1, int(image.width * scale)), max(1, int(image.height * scale))
         x0 = top = 0
         out = np.zeros((3, height, width), np.float32)
-    resized = image.resize(sides, Image.Resampling[settings.resample.upper()])
-    out[:, top : top + sides[1], x0 : x0 + sides[0]] = normalised(resized, settings)
+    if settings.interpolated and sides != image.size:
+        numbers = normalised(image, settings).transpose(1, 2, 0)
+        pixels = resized(numbers, sides[1], sides[0]).transpose(2, 0, 1)
+    else:
+        pixels = normalised(image.resize(sides, Image.Resampling[settings.resample.upper()]), settings)
+    out[:, top : top + sides[1], x0 : x0 + sides[0]] = pixels
     return out
 
 

@@ -15,8 +15,8 @@ from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, text_config_of
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
-_EXPERT_NORMS = GEMMA_NORMS.replace("text", "head")
-_HEADS = "state_proj|action_in_proj|action_time_mlp_in|action_time_mlp_out|action_out_proj"
+EXPERT_NORMS = GEMMA_NORMS.replace("text", "head")
+_HEADS = "state_proj|action_in_proj|action_out_proj"
 _PROCESSOR = {
     "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "resample": 3,
     "do_pad": True, "size": {"max_height": 224, "max_width": 224}, "pad_size": {"height": 224, "width": 224},
@@ -63,7 +63,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     except BundleError as e:
         raise CheckpointError(f"config.json: {str(e).removeprefix('vtx.json: ')}") from e
     # transformers keeps no output matrix; the table is there once, whatever the settings say
-    decoder = replace(text, tied=True, shifts=(*text.shifts, (_EXPERT_NORMS, 1.0)))
+    decoder = replace(text, tied=True, shifts=(*text.shifts, (EXPERT_NORMS, 1.0)))
     return replace(model, text=decoder, action=action)
 
 
@@ -94,8 +94,9 @@ FAMILY = Family(
     processors=(ImageProcessor("PI0ImageProcessor", _PROCESSOR, within=True),),
     tensors=(
         (rf"^(?:model\.)?(?:embed_action_time\.)?({_HEADS})\.", r"head.\1."),
+        (r"^(?:model\.)?(?:embed_action_time\.)?(?:action_)?time_mlp_(in|out)\.", r"head.action_time_mlp_\1."),
         (_DIT + r"(layers|norm)\.", r"head.\1."),
-        (r"^(?:model\.)?paligemma_with_expert\.paligemma\.lm_head\.", "text.embed_tokens."),
+        (r"^(?:model\.)?paligemma_with_expert\.paligemma\.lm_head\.", "table."),
         (_VLM + r"multi_modal_projector\.linear\.", "projector.linear_1."),
         (_VLM + r"vision_tower\.(?:vision_model\.)?", "vision."),
         (_VLM + r"language_model\.(?:model\.)?", "text."),

@@ -28,10 +28,11 @@ def find_family(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     names = _architectures(config)
     if kind is None and isinstance(config.get("type"), str) and "input_features" in config:
+        policies = {family.policy: family for family in FAMILIES if family.policy is not None}
+        if config["type"] in policies:
+            return policies[config["type"]]
         raise UnsupportedModelError(
-            f"config.json is of LeRobot's policy {shown(config['type'])}; vtx exports pi0 as transformers saves it: "
-            "load it with PI0ForConditionalGeneration.from_pretrained, and save it, PaliGemma's tokenizer and a "
-            "PI0Processor with save_pretrained"
+            f"config.json is of LeRobot's policy {shown(config['type'])}; vtx exports {', '.join(policies)}"
         )
     for family in FAMILIES:
         if (kind, *names) in family.spellings:

@@ -12,6 +12,8 @@ MAX_STEPS = 1000
 WIDEST = 1e30  # of a range of actions, which are float32
 MAX_BINS = 1 << 16
 MAX_NUMBERS = 256  # of an action, a token each
+STATE_BINS = 256  # of a number of a state that is text
+STATE_IN = ("expert", "prompt", "text")
 Statistics = tuple[float, ...] | None
 
 
@@ -21,8 +23,14 @@ class ActionSpec:
 
     It makes `horizon` actions of `width` numbers from a state of `state` numbers and noise, in `steps` steps of time
     from 1 to 0, which enters by waves with periods from `min_period` to `max_period`. `cameras` name the pictures of a
-    prompt in their order; empty: any number. The others are means and standard deviations of what a robot's states and
-    actions are, by which they are normalised; None if the checkpoint has none.
+    prompt in their order; empty: any number. `absent_cameras`: some of them may be missing. `instruction_tokens`: the
+    most tokens of the prompt's text.
+
+    `state_in`: the state is a token of the "expert", the last one of the "prompt", or bins in the prompt's "text".
+    `adaptive`: time enters by the expert's norms, else beside the actions. `causal`: an action sees no later ones.
+    `self_every`: in every n-th layer from the first, actions see each other and the decoder's K and V; in the others
+    only projections of these. `mean` and `std`, or `low` and `high`, which become -1 and 1, are the statistics by which
+    states and actions are normalised; None if the checkpoint has none.
     """
 
     hidden: int
@@ -41,6 +49,21 @@ class ActionSpec:
     state_std: Statistics = optional(None)
     actions_mean: Statistics = optional(None)
     actions_std: Statistics = optional(None)
+    state_low: Statistics = optional(None)
+    state_high: Statistics = optional(None)
+    actions_low: Statistics = optional(None)
+    actions_high: Statistics = optional(None)
+    state_in: str = optional("expert")
+    adaptive: bool = optional(False)
+    causal: bool = optional(False)
+    self_every: int = optional(1)
+    absent_cameras: bool = optional(False)
+    instruction_tokens: int | None = optional(None)
+
+    @property
+    def rows(self) -> int:
+        """The number of the expert's tokens."""
+        return self.horizon + (self.state_in == "expert")
 
     def __post_init__(self) -> None:
         sizes = (self.hidden, self.intermediate, self.heads, self.state, self.width, self.horizon, self.steps)
@@ -52,21 +75,31 @@ class ActionSpec:
         require(all(0 < x < math.inf for x in periods), f"action: {list(periods)!s:.60} are not positive numbers")
         named = [*self.cameras]
         require(len(set(named)) == len(named) and all(named), f"action: cameras {named!s:.80} hold a name twice")
+        require(self.state_in in STATE_IN, f"action: state_in is {self.state_in!r:.40}, not one of {STATE_IN}")
+        counts = (self.self_every, 1 if self.instruction_tokens is None else self.instruction_tokens)
+        require(all(1 <= x <= MAX_SIZE for x in counts), f"action: {list(counts)!s:.60} are not numbers from 1")
         for what, most in (("state", self.state), ("actions", self.width)):
-            mean = getattr(self, f"{what}_mean")
-            std = getattr(self, f"{what}_std")
-            require(
-                (mean is None and std is None)
-                or (
-                    mean is not None
-                    and std is not None
-                    and len(mean) == len(std)
-                    and 1 <= len(mean) <= most
-                    and all(map(math.isfinite, mean))
-                    and all(0 <= x < math.inf for x in std)
-                ),
-                f"action: the statistics of {what} are not up to {most} means and as many deviations",
-            )
+            stated = [name for name in ("mean", "low") if getattr(self, f"{what}_{name}") is not None]
+            require(len(stated) < 2, f"action: {what} have both deviations and ranges")
+            for first, second in (("mean", "std"), ("low", "high")):
+                self._check_statistics(what, most, first, second)
+
+    def _check_statistics(self, what: str, most: int, first: str, second: str) -> None:
+        """Raise BundleError unless both are there in as many numbers, or neither."""
+        low = getattr(self, f"{what}_{first}")
+        high = getattr(self, f"{what}_{second}")
+        require(
+            (low is None and high is None)
+            or (
+                low is not None
+                and high is not None
+                and len(low) == len(high)
+                and 1 <= len(low) <= most
+                and all(map(math.isfinite, low))
+                and all(abs(x) < math.inf and (second == "high" or x >= 0) for x in high)
+            ),
+            f"action: the statistics of {what} are not up to {most} {first} and as many {second} numbers",
+        )
 
 
 @dataclass(frozen=True, slots=True)

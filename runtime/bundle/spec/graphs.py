@@ -64,13 +64,14 @@ def _expert(m: Manifest, a: ActionSpec) -> GraphIO:
     table = Tensor("float32", ("max_context", m.model.head_dim // 2))
     change = Tensor("float32", (a.horizon, a.width))
     inputs = {
-        names.ROBOT_STATE: Tensor("float32", (1, a.state)),
         names.ACTIONS: change,
         names.TIME: Tensor("float32", (1, 1)),
-        names.POSITIONS: Tensor("int64", (a.horizon + 1,)),
+        names.POSITIONS: Tensor("int64", (a.rows,)),
         names.COS: table,
         names.SIN: table,
     }
+    if a.state_in == "expert":
+        inputs[names.ROBOT_STATE] = Tensor("float32", (1, a.state))
     for layer in range(1, m.model.layers + 1):
         kv = Tensor("float32", (m.model.kv_heads, f"slots.{layer}", m.model.head_dim))
         inputs |= {names.past_key(layer): kv, names.past_value(layer): kv}

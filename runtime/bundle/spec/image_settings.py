@@ -18,7 +18,8 @@ class ImageSettings:
     `pad` is the RGB background of a square around the picture, or None; `resize` the shortest edge, or (height, width),
     or None; `crop` the centre's (height, width), or None. With none of the three the image layout resizes pictures, and
     each has its own size. `within`: pictures keep their shape within `resize`, at the top left; the rest is 0.
-    `centred`, which no bundle has: in the middle of black instead. Raises BundleError.
+    `centred`: in the middle of black instead; `ended`: at its bottom right; `interpolated`: resized as PyTorch does it,
+    without antialiasing. Raises BundleError.
     """
 
     pad: tuple[int, int, int] | None
@@ -30,6 +31,8 @@ class ImageSettings:
     std: tuple[float, float, float]
     within: bool = optional(False)
     centred: bool = optional(False)
+    ended: bool = optional(False)
+    interpolated: bool = optional(False)
 
     def __post_init__(self) -> None:
         edge = (self.resize,) if isinstance(self.resize, int) else self.resize

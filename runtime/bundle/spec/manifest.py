@@ -25,6 +25,7 @@ TEMPLATE = "chat_template.jinja"
 ROPE = "rope.safetensors"
 GOLDEN = "golden.safetensors"
 FINAL_NORM = "final_norm.safetensors"  # for reductions that measure hidden states behind the last norm
+STATE = "state_projection.safetensors"  # for a robot's state as a token of the prompt
 NEWLINE = "image_newline.safetensors"  # for layouts with a learned newline among the tokens
 KV_SCALES = "kv_scales.safetensors"  # of int8 K and V
 PAIRS = "pairs"  # the layout of videos of whose frames two are a view

@@ -41,7 +41,8 @@ VIDEO_TEMPLATE = (
 _UNROUNDED = (26, 27, *(1 << power for power in range(11)))
 
 
-def _read(name: str, config: Mapping[str, Any]) -> ModelConfig:
+def read_marked(name: str, config: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a model whose classes in transformers begin with `name`."""
     parsed = parse_parts(f"{name}Config", config, TEXT_FAMILIES)
     text_config = text_config_of(parsed)
     side = size(parsed, "scale_factor", 64)
@@ -88,7 +89,7 @@ def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_videos(config: Mapping[str, Any]) -> ModelConfig:
-    model = _read("SmolVLM", config)
+    model = read_marked("SmolVLM", config)
     frames = Frames(MAX_SAMPLED_FRAMES, model.view_tokens, a_second=A_SECOND, longer=SIDE * model.vision.image)
     return replace(model, video=VideoConfig(model.image_token_id, frames, model.select))
 
@@ -123,7 +124,7 @@ def marked_family(name: str) -> Family:
     return Family(
         model_type=name.lower(),
         architecture=f"{name}ForConditionalGeneration",
-        read=partial(_read, name),
+        read=partial(read_marked, name),
         processors=(ImageProcessor(f"{name}ImageProcessor", _DEFAULTS, tiled=True, size="max_image_size"),),
         adjust=_adjust,
         tensors=(
