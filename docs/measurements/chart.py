@@ -7,7 +7,7 @@ from typing import Any
 
 KINDS = {"fp32": "fp32", "bf16": "bf16", "f16": "bf16", "int8": "int8", "q8_0": "int8", "int4": "int4", "q4_0": "int4"}
 PANELS = {  # columns of the results: where their bars begin, and what a stranger reads above them
-    "first token, s": (190, "a new picture: seconds until the answer begins"),
+    "first token, s": (190, "a new picture: seconds to the answer"),
     "second question, s": (540, "the next question about it"),
 }
 LENGTH, ROW, TOP = 270, 26, 40  # of a panel's longest bar; of a line; of the first line
