@@ -44,7 +44,8 @@ Text models: {", ".join(TEXT_FAMILIES)}, gemma2 (in PaliGemma 2), gemma3, gemma4
 PaddleOCR-VL), lfm3.
 Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
 those of InternVL, Qwen-VL, GLM-OCR, PaddleOCR-VL, LFM3-VL, Gemma 4 and Pixtral, FastViTHD, SigLIP 2 at native
-resolution, MiniCPM-V 4.6's, DINOv2 with registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
+resolution, MiniCPM-V 4.6's, DINOv2 with registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt,
+SAM, EVA-02 and Pix2Struct.
 
 **Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
 Gemma 4 within twice transformers' own distance from float64), or a plain PyTorch statement where transformers lacks
