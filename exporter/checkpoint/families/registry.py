@@ -21,6 +21,8 @@ REFUSED: Mapping[str, str] = {
     "window; use Gemma 4 E2B or E4B",
     "qwen3_vl_moe": "its mixture of experts is not supported; use a dense Qwen3-VL",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
+    "minicpmv4_7": "its images and the marks around their slices have places on a canvas, which vtx does not give "
+    "them; use MiniCPM-V 4.6",
     "qwen3_5_moe": "its mixture of experts is not supported; use a dense Qwen3.5",
 }
 
