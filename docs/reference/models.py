@@ -52,7 +52,8 @@ Gemma 4 within twice transformers' own distance from float64), or a plain PyTorc
 it, without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
 on a CPU)*. Engines of
 TensorRT-RTX were built from random models of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`,
-`lfm2_vl`, `qwen3_5`, `gemma3` and `gemma4` *(built without a GPU)*. "Real files tried" (`make published`): published
+`lfm2_vl`, `qwen3_5`, `mistral3`, `lighton_ocr`, Pixtral, `gemma3` and `gemma4` *(built without a GPU)*.
+"Real files tried" (`make published`): published
 configuration, processor, template and tensor names, a real tokenizer of that kind and small random weights; some of
 those files were written down from memory. Of a family with "none", compare answers with its authors' code first.
 """

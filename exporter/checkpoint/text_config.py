@@ -164,8 +164,8 @@ def _positions(config: Any, family: str) -> int:
         )
     if isinstance(window, int) and window > 0 and (not layer_types or "sliding_attention" in layer_types):
         positions = min(positions, window)
-    if family == "ministral3":  # beyond which queries grow with their position
-        parameters = dict(config.rope_parameters or {})
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if family == "ministral3" and parameters.get("llama_4_scaling_beta") != 0:  # beyond which queries grow
         positions = min(positions, int(number(parameters, "original_max_position_embeddings")))
     return min(positions, original_positions(config) or positions)
 

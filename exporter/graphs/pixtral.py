@@ -9,6 +9,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.axial import rotation
 from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
+from vtx.exporter.graphs.naflex import naflex_squares
 from vtx.exporter.graphs.native_blocks import rotated
 from vtx.runtime.bundle.spec import names
 from vtx.tools.model.towers.pixtral import FIRST_NORM, MERGER, MERGER_NORM, PATCHES, block_name
@@ -65,11 +66,9 @@ def _merged(b: Builder, c: ModelConfig, features: ir.Value, sizes: list[ir.Value
     v = c.vision
     assert c.projector_norm_eps is not None
     normed = b.dialect.norm(b, features, MERGER_NORM, c.projector_norm_eps)
-    side = b.constant([v.shuffle])
-    counts = [b.op("Div", size, side) for size in sizes]
-    whole = [b.op("Mul", count, side) for count in counts]
-    rows = b.op("Reshape", normed, b.op("Concat", *sizes, b.constant([v.hidden]), axis=0))
-    rows = b.op("Slice", rows, b.constant([0, 0]), b.op("Concat", *whole, axis=0), b.constant([0, 1]))
-    split = b.op("Concat", counts[0], side, counts[1], side, b.constant([v.hidden]), axis=0)
-    squares = b.op("Transpose", b.op("Reshape", rows, split), perm=[0, 2, 4, 1, 3])
-    return b.linear(b.reshape(squares, -1, v.hidden * v.shuffle**2), MERGER, bias=False)
+    whole = [b.op("Sub", size, b.op("Mod", size, b.constant([v.shuffle]))) for size in sizes]
+    grid = b.op("Reshape", normed, b.op("Concat", *sizes, b.constant([v.hidden]), axis=0))
+    grid = b.op("Slice", grid, b.constant([0, 0]), b.op("Concat", *whole, axis=0), b.constant([0, 1]))
+    squares, _ = naflex_squares(b, v.shuffle, v.hidden, grid, (whole[0], whole[1]))
+    channels = b.op("Transpose", squares, perm=[0, 1, 4, 2, 3])
+    return b.linear(b.reshape(channels, -1, v.hidden * v.shuffle**2), MERGER, bias=False)

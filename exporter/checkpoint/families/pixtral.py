@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts
+from vtx.exporter.checkpoint.config import ModelConfig, feature_layers_of, image_token_of, parse_parts, tower_of
 from vtx.exporter.checkpoint.family import CLIP_DEFAULTS, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES, text_config_of
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.longest import LongestEdge
 from vtx.tools.model.vision import VisionConfig
@@ -50,32 +49,15 @@ def read_pixtral(config: Mapping[str, Any], kind: str, *, marks: bool = True) ->
 
 
 def _tower(config: Any, merge: int) -> VisionConfig:
-    heads = size(config, "num_attention_heads")
-    hidden = size(config, "hidden_size")
+    config.layer_norm_eps = NORM_EPS
+    tower = tower_of(config, "pixtral")
     theta = dict(config.rope_parameters or {}).get("rope_theta", THETA)
-    if theta != THETA or config.num_channels != 3:
+    if theta != THETA or tower.hidden // tower.heads % 4:
         raise UnsupportedModelError(
-            f"rope_theta {theta!r:.40} with {config.num_channels!r:.20} channels is not supported in a Pixtral tower; "
-            f"vtx supports {THETA:g} and 3"
+            f"a Pixtral tower with rope_theta {theta!r:.40} and heads of {tower.hidden // tower.heads} is not "
+            f"supported; vtx supports {THETA:g} and multiples of 4"
         )
-    if hidden % heads or hidden // heads % 4:
-        raise CheckpointError(
-            f"config.json: a tower of hidden size {hidden} with {heads} heads has none of a multiple of 4; correct it"
-        )
-    return VisionConfig(
-        family="pixtral",
-        layers=size(config, "num_hidden_layers", MAX_LAYERS),
-        hidden=hidden,
-        ffn=size(config, "intermediate_size"),
-        heads=heads,
-        image=size(config, "image_size", 1 << 14),
-        patch=size(config, "patch_size", 1 << 10),
-        eps=NORM_EPS,
-        activation=str(config.hidden_act),
-        native=True,
-        projected=True,
-        shuffle=merge,
-    )
+    return replace(tower, native=True, projected=True, shuffle=merge)
 
 
 def adjust_pixtral(config: ModelConfig, processor: Mapping[str, Any], step: int | None = None) -> ModelConfig:

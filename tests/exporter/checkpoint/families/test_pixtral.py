@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.families.pixtral import MINISTRAL3, MISTRAL3, PIXTRAL
+from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
@@ -31,8 +32,8 @@ def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
     [
         (PIXTRAL, {"vision_feature_select_strategy": "default"}, None, UnsupportedModelError, "'default' with 1 layer"),
         (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
-        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 with 3 channels"),
-        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", CheckpointError, "none of a multiple of 4"),
+        (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 and heads of 16"),
+        (PIXTRAL, {"num_attention_heads": 16}, "vision_config", UnsupportedModelError, "heads of 2 is not"),
         (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
     ],
 )
@@ -66,8 +67,37 @@ def test_the_image_processor_states_the_longest_edge(planned: Callable[..., Plan
     assert plan.config.layout.max_tokens == 16
 
 
-def test_ministral_s_context_ends_where_its_queries_begin_to_grow(tiny_checkpoint: Callable[..., Path]) -> None:
-    checkpoint = str(tiny_checkpoint(MINISTRAL3))
-    assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == MINISTRAL3.context
-    with pytest.raises(RequestError, match="the model has 512 positions"):
-        plan_export(ExportOptions(checkpoint, max_context=513))
+@pytest.mark.parametrize(("beta", "positions"), [(0.1, MINISTRAL3.context), (0.0, 4096)])
+def test_ministral_s_context_ends_where_its_queries_begin_to_grow(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, beta: float, positions: int
+) -> None:
+    source = tiny_checkpoint(MINISTRAL3)
+    rope = json.loads((source / "config.json").read_text(encoding="utf-8"))["text_config"]["rope_parameters"]
+    settings = {"max_position_embeddings": 4096, "rope_parameters": rope | {"llama_4_scaling_beta": beta}}
+    checkpoint = str(edited(source, tmp_path / "edited", "config.json", settings, "text_config"))
+    assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == positions
+    with pytest.raises(RequestError, match=f"the model has {positions} positions"):
+        plan_export(ExportOptions(checkpoint, max_context=positions + 1))
+
+
+@pytest.mark.parametrize("architecture", ["LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration"])
+def test_lightonocr_is_known_by_the_names_of_its_published_files(
+    tiny_checkpoint: Callable[..., Path], planned: Callable[..., Plan], architecture: str
+) -> None:
+    """They say mistral3, and have settings of it that transformers' class does not read."""
+    token = json.loads((tiny_checkpoint(LIGHTON) / "config.json").read_text(encoding="utf-8"))["image_token_id"]
+    names = {"model_type": "mistral3", "architectures": [architecture], "image_token_id": None}
+    plan = planned(LIGHTON, "config.json", names | {"image_token_index": token, "vision_feature_layer": -2})
+    usual = plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON))))
+    assert plan.config == usual.config
+    assert plan.config.layout == LongestEdge(8, 2, 96, 8, marks=False)
+
+
+def test_lightonocr_s_pages_are_multiples_of_a_patch_or_of_a_token(planned: Callable[..., Plan]) -> None:
+    with pytest.raises(UnsupportedModelError, match="patch_size is 12; vtx supports the tower's, 8, and"):
+        planned(LIGHTON, "preprocessor_config.json", {"patch_size": 12})
+
+
+def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(RequestError, match="this model reads documents"):
+        plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON)), (3,)))

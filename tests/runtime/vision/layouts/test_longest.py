@@ -68,9 +68,24 @@ def test_a_request_gets_the_longest_edge_with_at_most_its_tokens(name: str) -> N
             if sized.longest < layout.longest:
                 longer = replace(sized, longest=min(sized.longest + layout.step, layout.longest))
                 assert longer.count(*size) > tokens
-            pixels = layout.fitting([size], tokens)
-            assert pixels is not None
-            assert layout.within(pixels).count(*size) == sized.count(*size)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_largest_edge_that_fits_leaves_room_for_the_ends_of_rows(name: str) -> None:
+    layout = LAYOUTS[name]
+    sizes = [(640, 480), (300, 900)]
+
+    def room(smaller: LongestEdge) -> int:
+        images = [smaller.prompt_image(*size) for size in sizes]
+        return sum(image.tokens + sum(map(bool, image.texts)) for image in images)
+
+    for tokens in (60, 500, 5000):
+        pixels = layout.fitting(sizes, tokens)
+        assert pixels is not None
+        fitting = layout.within(pixels)
+        assert room(fitting) <= tokens
+        if fitting.longest < layout.longest:
+            assert room(layout.within((fitting.longest + layout.step) ** 2)) > tokens
 
 
 def test_fewer_pixels_are_a_shorter_edge_and_never_a_longer_one() -> None:

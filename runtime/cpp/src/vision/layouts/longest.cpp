@@ -8,7 +8,7 @@
 namespace vtxcore {
 namespace {
 
-constexpr char kRowEnd[] = "[IMG_BREAK]", kImageEnd[] = "[IMG_END]";
+constexpr char kEndOfRow[] = "[IMG_BREAK]", kEndOfImage[] = "[IMG_END]";
 
 // A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images whose longest edge is above `longest`
 // pixels are shrunk to it, and all are stretched to whole multiples of `step` pixels; pixels beyond the last whole square give
@@ -42,10 +42,14 @@ class LongestEdge : public Layout {
 
   std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>& sizes, int64_t tokens) const override {
     std::optional<int64_t> pixels;
-    choices(tokens, [&](const LayoutPtr& layout) {
+    choices(tokens, [&](const LayoutPtr& choice) {
+      const auto& layout = static_cast<const LongestEdge&>(*choice);
       int64_t total = 0;
-      for (auto [width, height] : sizes) total += layout->count(width, height);
-      const int64_t side = multiple(static_cast<const LongestEdge&>(*layout).longest_);
+      for (auto [width, height] : sizes) {
+        auto [across, down] = layout.size(width, height);
+        total += (across / unit_ + (marks_ ? 1 : 0)) * (down / unit_);
+      }
+      const int64_t side = multiple(layout.longest_);
       if (total <= tokens) pixels = side * side;
       return total <= tokens;
     });
@@ -69,8 +73,8 @@ class LongestEdge : public Layout {
     auto [across, down] = size(width, height);
     const auto rows = static_cast<size_t>(down / unit_);
     MarkedImage out{Ids(rows, across / unit_), {""}};
-    for (size_t row = 1; row < rows; ++row) out.marks.push_back(kRowEnd);
-    out.marks.push_back(kImageEnd);
+    for (size_t row = 1; row < rows; ++row) out.marks.push_back(kEndOfRow);
+    out.marks.push_back(kEndOfImage);
     return out;
   }
 
