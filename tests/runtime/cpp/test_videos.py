@@ -48,10 +48,11 @@ from vtx.runtime.vision.video import Video, video
 pytestmark = [needs_cpp, needs_pillow_13, pytest.mark.dialects("ort", "plain")]
 
 TINY = {
-    "qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "lfm3": LFM3, "smolvlm": replace(SMOLVLM, context=1024),
+    "qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "lfm3": LFM3,
+    "smolvlm": replace(SMOLVLM, context=1024),
     "onevision": replace(ONEVISION, image=70), "next": NEXT_VIDEO, "video_llava": VIDEO_LLAVA, "vila": VILA,
 }  # fmt: skip
-PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5")
+PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5", "lfm3")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 STEPS = 4
