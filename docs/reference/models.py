@@ -40,17 +40,20 @@ The model families that vtx exports, by `architectures` and `model_type` of `con
 the kinds of layers and images, [checkpoints in their authors' layout](../how-to/original.md) how to export those, and
 [videos](../how-to/videos.md) how to ask about them.
 
-Text models: {", ".join(TEXT_FAMILIES)}, gemma2 (in PaliGemma 2), gemma3, gemma4.
+Text models: {", ".join(TEXT_FAMILIES)}, gemma2 (in PaliGemma 2), gemma3, gemma4, glm (in GLM-OCR), ernie (in
+PaddleOCR-VL), lfm3.
 Towers: {", ".join(sorted({*VISION_FAMILIES.values()}))},
-those of InternVL, Qwen-VL, Gemma 4 and Pixtral, FastViTHD, SigLIP 2 at native resolution, MiniCPM-V 4.6's, DINOv2 with
-registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SAM, EVA-02 and Pix2Struct.
+those of InternVL, Qwen-VL, GLM-OCR, PaddleOCR-VL, LFM3-VL, Gemma 4 and Pixtral, FastViTHD, SigLIP 2 at native
+resolution, MiniCPM-V 4.6's, DINOv2 with registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt,
+SAM, EVA-02 and Pix2Struct.
 
 **Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
 Gemma 4 within twice transformers' own distance from float64), or a plain PyTorch statement where transformers lacks
 it, without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
 on a CPU)*. Engines of
 TensorRT-RTX were built from random models of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`,
-`lfm2_vl`, `qwen3_5`, `gemma3` and `gemma4` *(built without a GPU)*. "Real files tried" (`make published`): published
+`lfm2_vl`, `qwen3_5`, `mistral3`, `lighton_ocr`, Pixtral, `gemma3` and `gemma4` *(built without a GPU)*.
+"Real files tried" (`make published`): published
 configuration, processor, template and tensor names, a real tokenizer of that kind and small random weights; some of
 those files were written down from memory. Of a family with "none", compare answers with its authors' code first.
 """
@@ -132,6 +135,20 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
             "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "layer_types": _GEMMA_4,
         },
     },
+    "lfm3_vl": {"image_token_id": 125030, "text_config": {"model_type": "lfm3"}, "vision_config": {}},
+    "glm_ocr": {
+        "text_config": {
+            "hidden_size": 1536, "intermediate_size": 4608, "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {},
+    },
+    "paddleocr_vl": {
+        "text_config": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {},
+    },
     "qwen2_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 3584}},
     "qwen2_5_vl": {"text_config": _QWEN_TEXT, "vision_config": {"hidden_size": 1280}},
     "qwen3_vl": {
@@ -154,6 +171,11 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 _QWEN_PIXELS = {"min_pixels": 3136, "max_pixels": 12_845_056}
 _QWEN3_PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}
+_PIXELS: Mapping[str, Mapping[str, Any]] = {
+    "glm_ocr": {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}},
+    "lfm3_vl": {},
+    "paddleocr_vl": {"min_pixels": 147_384, "max_pixels": 2_822_400},
+}
 _SPECS = ("fastv", "mustdrop:tau=off", "lsm", "cls", "cdpruner", "dart", "dart:k=0")
 Cell = Callable[[Family, ModelConfig], str]
 
@@ -166,7 +188,8 @@ def _config(family: Family) -> ModelConfig:
     config = family.read(settings)
     if not isinstance(config.layout, Native) or family.adjust is None:
         return config
-    return family.adjust(config, _QWEN_PIXELS if config.vision.patch == 14 else _QWEN3_PIXELS)
+    of_qwen = _QWEN_PIXELS if config.vision.patch == 14 else _QWEN3_PIXELS
+    return family.adjust(config, _PIXELS.get(family.model_type, of_qwen))
 
 
 def _tokens(_: Family, config: ModelConfig) -> str:

@@ -140,7 +140,7 @@ def pixtral(draw: random.Random, family: Tiny = PIXTRAL) -> Tiny:
 
 def mistral3(draw: random.Random) -> Tiny:
     tiny = pixtral(draw, MISTRAL3)
-    tiny = replace(tiny, feature_layer=draw.choice([-1, -2, 0]), text="mistral")
+    tiny = replace(tiny, feature_layer=draw.choice([-1, -2, 1]), text="mistral")
     if draw.random() < 0.5:
         return tiny
     return replace(tiny, text="ministral3", rope="yarn", names=draw.choice(["saved", "new"]))

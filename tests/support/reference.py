@@ -213,7 +213,7 @@ class Reference:
             return video_inputs(processor, text, images, videos)
         processor.video_processor = lambda given, **_: {"pixel_values_videos": torch.stack(given)}
         text = processor.apply_chat_template(messages, self.template, add_generation_prompt=True, tokenize=False)
-        if self.kind.startswith("qwen"):
+        if self.kind.startswith(("qwen", "lfm3")):
             clips = [clip for _, clip in videos]
             processor.video_processor = PairsOfFrames(self.model.config.vision_config.patch_size, clips)
             videos = [pairs.flatten(0, 1) for pairs, _ in videos]

@@ -6,8 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from vtx.exporter.checkpoint.config import ModelConfig, check_known, image_token_of, parse_parts
-from vtx.exporter.checkpoint.families.qwen.qwen2_vl import FEWEST, MOST, PROCESSOR, adjust, largest_side
+from vtx.exporter.checkpoint.config import ModelConfig, VideoConfig, check_known, image_token_of, parse_parts
+from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
+    FEWEST,
+    MOST,
+    PROCESSOR,
+    adjust,
+    adjust_video,
+    largest_side,
+    pairs_of,
+)
+from vtx.exporter.checkpoint.families.qwen.qwen3_vl import VIDEO_PROCESSOR, frames_in_time
 from vtx.exporter.checkpoint.family import Family
 from vtx.exporter.checkpoint.fields import number, read_rope, size
 from vtx.exporter.checkpoint.text_config import (
@@ -56,6 +65,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     parsed = parse_parts("Lfm3VlConfig", config, ("lfm3",), ("lfm3_vl_vision",))
     text = _text(parsed)
     tower = _tower(parsed.vision_config)
+    frames = replace(frames_in_time(pairs_of(tower), None), flat=True)
     return ModelConfig(
         text=text,
         vision=tower,
@@ -67,6 +77,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         layout=Native(tower.patch, tower.shuffle, FEWEST, MOST, flat=True),
         projector_norm_eps=NORM_EPS,
         projector_hidden=size(parsed, "projector_hidden_size"),
+        video=VideoConfig(image_token_of(parsed, text, "video"), frames, "full"),
     )
 
 
@@ -182,4 +193,6 @@ FAMILY = Family(
     tensors=(*_TOWER, *_DECODER),
     adjust=adjust,
     arrange=_arrange,
+    video_processor=VIDEO_PROCESSOR,
+    adjust_video=adjust_video,
 )

@@ -20,6 +20,8 @@ REFUSED: Mapping[str, str] = {
     "gemma4_unified": "it has no vision tower, and the tokens of an image see each other only in layers with a "
     "window; use Gemma 4 E2B or E4B",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
+    "minicpmv4_7": "its images and the marks around their slices have places on a canvas, which vtx does not give "
+    "them; use MiniCPM-V 4.6",
 }
 
 

@@ -215,5 +215,9 @@ def check_tunable(config: ModelConfig, name: str, *, original: bool) -> None:
             f"{name} has a text model ({config.text.family}) with its own multipliers or norms, which vtx-tune does "
             f"not support; {TUNED}"
         )
+    if config.text.post_norms:
+        raise UnsupportedModelError(
+            f"{name} has norms behind attention and the MLP, which vtx-tune does not support; {TUNED}"
+        )
     if config.text.conv_layers:
         raise UnsupportedModelError(f"{name} has layers that keep a state, which vtx-tune does not support; {TUNED}")

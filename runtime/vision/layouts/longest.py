@@ -74,8 +74,8 @@ class LongestEdge(Layout):
 
     def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
         for layout in self._smaller():
-            grids = [layout._grid(*size) for size in sizes]
-            if sum((columns + self.marks) * rows for columns, rows in grids) <= tokens:
+            images = [layout.prompt_image(*size) for size in sizes]
+            if sum(image.tokens + len(image.spans) * self.marks for image in images) <= tokens:
                 return self._multiple(layout.longest) ** 2
         return None
 

@@ -32,7 +32,8 @@ class Pairs(VideoLayout):
     twice. Frames are resized to whole squares, between `min_pixels` and `max_pixels` each, or with `of_clip` all of
     them together, but to at most `frame_pixels` each. `capped`: the most tokens of a frame, or, without
     `of_clip`, of which 90% are the most of all frames. `times`: the prompt tells the time of each pair before it, and
-    positions begin anew with each. Else all pairs follow each other, `ticks` positions a second apart in time, or one.
+    positions begin anew with each; with `flat` they are single numbers. Else all pairs follow each other, `ticks`
+    positions a second apart in time, or one.
     """
 
     patch: int
@@ -44,6 +45,7 @@ class Pairs(VideoLayout):
     fewest: int
     of_clip: bool = optional(False)
     times: bool = optional(False)
+    flat: bool = optional(False)
     ticks: float | None = optional(None)
     frame_pixels: int | None = optional(None)
     capped: int | None = optional(None)
@@ -54,6 +56,7 @@ class Pairs(VideoLayout):
         valid = valid and self.unit**2 <= min(self.max_pixels, self.frame_pixels or self.max_pixels)
         valid_frames = 1 <= self.fewest <= self.frames <= MAX_SAMPLED_FRAMES and 0 < self.a_second <= 1000
         valid = valid and (self.capped is None or 1 <= self.capped <= 1 << 24)
+        valid = valid and (self.times or not self.flat)
         if not valid or not valid_frames or (self.ticks is not None and (self.times or not 0 < self.ticks <= 1000)):
             raise BundleError(
                 f"layout 'pairs' has {self.fewest} to {self.frames} frames, {self.a_second} a second, of "
@@ -117,7 +120,11 @@ class Pairs(VideoLayout):
         offsets = np.concatenate([squares(columns, rows) for _ in views])
         patches = replace(tokens.patches, views=None, frames=np.repeat(np.arange(len(views)), columns * rows))
         if self.times:
-            runs = (columns * rows,) * len(views)
+            count = columns * rows
+            runs = (count,) * len(views)
+            if self.flat:
+                places = np.tile(np.arange(count, dtype=np.int64), len(views))
+                return replace(tokens, patches=patches, offsets=places, span=count, runs=runs)
             return replace(tokens, patches=patches, offsets=offsets, span=max(columns, rows), runs=runs)
         offsets[:, 0] = self._ticks(clip)[first : first + len(views)].repeat(columns * rows)
         return replace(tokens, patches=patches, offsets=offsets, span=self._span(clip, columns, rows))

@@ -30,6 +30,7 @@ from tests.support.cabi import (
 )
 from tests.support.cpp import ask, expected, failure, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
 from tests.support.exported import Models, greedy, prompt
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
@@ -47,10 +48,11 @@ from vtx.runtime.vision.video import Video, video
 pytestmark = [needs_cpp, needs_pillow_13, pytest.mark.dialects("ort", "plain")]
 
 TINY = {
-    "qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "smolvlm": replace(SMOLVLM, context=1024),
+    "qwen2": QWEN2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "lfm3": LFM3,
+    "smolvlm": replace(SMOLVLM, context=1024),
     "onevision": replace(ONEVISION, image=70), "next": NEXT_VIDEO, "video_llava": VIDEO_LLAVA, "vila": VILA,
 }  # fmt: skip
-PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5")
+PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5", "lfm3")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 STEPS = 4

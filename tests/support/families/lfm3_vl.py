@@ -76,8 +76,16 @@ def make_lfm3(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
     write_json(folder / "config.json", written)
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
     write_json(folder / "preprocessor_config.json", image_settings(tiny))
+    videos = {"size": {"shortest_edge": 8 * 1024, "longest_edge": 96 * 1024}, "fps": 2}
+    of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **videos}
+    of_images = image_settings(tiny)
+    del of_images["image_processor_type"]
+    write_json(folder / "video_preprocessor_config.json", {**of_images, **of_videos})
     marked = f"<|vision_start|>{tiny.image_token}<|vision_end|>"
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", marked), encoding="utf-8")
+    text = "{% for part in m['content'] if part['type'] == 'text' %}"
+    video = text.replace("'text'", "'video'") + "<|vision_start|><|video_pad|><|vision_end|>\n{% endfor %}"
+    template = TEMPLATE.replace("<image>", marked).replace(text, video + text)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     weights = _weights(config, tiny, seed)
     if tiny.names == "hub":
         weights = {published_name(name): tensor for name, tensor in weights.items()}

@@ -18,8 +18,11 @@ from tests.support.engine_graphs import Graph
 from tests.support.families.eagle import TINY as EAGLE
 from tests.support.families.eagle import make_eagle
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
+from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
@@ -121,7 +124,7 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["sm89", "sm120"])
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
-@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3, GLM_OCR, PADDLE], ids=lambda tiny: tiny.family)
 def test_towers_of_images_at_their_own_resolution_become_engines(
     tiny: Tiny, dialect: str, card: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -152,7 +155,7 @@ def test_towers_of_images_up_to_a_longest_edge_become_engines(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
-@pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
+@pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM, LFM3], ids=lambda tiny: tiny.family)
 def test_layers_with_states_and_views_of_any_shape_become_engines(
     tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -164,7 +167,7 @@ def test_layers_with_states_and_views_of_any_shape_become_engines(
     graphs = m.dialects[dialect]
     assert engines[graphs.stages[0]].profiles[0]["ends"] == (1, 1, 65)
     assert engines[graphs.stages[0]].longest("tokens") == (m.max_context if m.model.delta is None else 128)
-    if tiny is not QWEN35:
+    if tiny not in (QWEN35, LFM3):
         unit, likely, longest = engines[graphs.vision].profiles[0]["width"]
         assert unit == m.model.tower.patch * m.model.tower.square
         assert longest == 2 * likely >= m.model.tower.image

@@ -56,9 +56,7 @@ def read_qwen(
     parsed = parse_parts(kind, config)
     text = text_config_of(parsed)
     vision = tower(parsed.vision_config, text)
-    each = (vision.patch * vision.shuffle) ** 2
-    least, most = (count * each for count in FRAME_TOKENS)
-    frames = Pairs(vision.patch, vision.shuffle, least, most, MAX_SAMPLED_FRAMES, A_SECOND, FEWEST_FRAMES)
+    frames = pairs_of(vision)
     return ModelConfig(
         text=text,
         vision=vision,
@@ -72,6 +70,13 @@ def read_qwen(
         projector_rms=vision.rms_norm,
         video=VideoConfig(image_token_of(parsed, text, "video"), in_time(frames, parsed.vision_config), "full"),
     )
+
+
+def pairs_of(vision: VisionConfig) -> Pairs:
+    """The layout of videos before their own file is read."""
+    area = (vision.patch * vision.shuffle) ** 2
+    least, most = (count * area for count in FRAME_TOKENS)
+    return Pairs(vision.patch, vision.shuffle, least, most, MAX_SAMPLED_FRAMES, A_SECOND, FEWEST_FRAMES)
 
 
 def native_tower(config: Any, family: str, hidden: int, ffn: int, out: int, text: TextConfig) -> VisionConfig:

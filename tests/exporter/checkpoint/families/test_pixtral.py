@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.families.pixtral import MINISTRAL3, MISTRAL3, PIXTRAL
+from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
@@ -78,3 +78,26 @@ def test_ministral_s_context_ends_where_its_queries_begin_to_grow(
     assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == positions
     with pytest.raises(RequestError, match=f"the model has {positions} positions"):
         plan_export(ExportOptions(checkpoint, max_context=positions + 1))
+
+
+@pytest.mark.parametrize("architecture", ["LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration"])
+def test_lightonocr_is_known_by_the_names_of_its_published_files(
+    tiny_checkpoint: Callable[..., Path], planned: Callable[..., Plan], architecture: str
+) -> None:
+    """They say mistral3, and have settings of it that transformers' class does not read."""
+    token = json.loads((tiny_checkpoint(LIGHTON) / "config.json").read_text(encoding="utf-8"))["image_token_id"]
+    names = {"model_type": "mistral3", "architectures": [architecture], "image_token_id": None}
+    plan = planned(LIGHTON, "config.json", names | {"image_token_index": token, "vision_feature_layer": -2})
+    usual = plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON))))
+    assert plan.config == usual.config
+    assert plan.config.layout == LongestEdge(8, 2, 96, 8, marks=False)
+
+
+def test_lightonocr_s_pages_are_multiples_of_a_patch_or_of_a_token(planned: Callable[..., Plan]) -> None:
+    with pytest.raises(UnsupportedModelError, match="patch_size is 12; vtx supports the tower's, 8, and"):
+        planned(LIGHTON, "preprocessor_config.json", {"patch_size": 12})
+
+
+def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(RequestError, match="this model reads documents"):
+        plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON)), (3,)))

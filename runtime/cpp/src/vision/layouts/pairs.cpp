@@ -20,6 +20,7 @@ struct PairsForm {
   double a_second;
   int64_t fewest;
   bool of_clip = false;         // pixels are those of all frames together, not of each
+  bool flat = false;            // with `times`, positions are single numbers
   bool times = false;           // the prompt tells the time of each pair before it, and positions begin anew with each
   std::optional<double> ticks;  // positions a second between pairs; none: one between two pairs
   std::optional<int64_t> frame_pixels, capped;  // the most pixels of a frame; the most tokens, see grid()
@@ -33,6 +34,7 @@ class Pairs : public VideoLayout {
                  f_.max_pixels <= most && area_ <= std::min(f_.max_pixels, f_.frame_pixels.value_or(f_.max_pixels));
     sound = sound && f_.fewest >= 1 && f_.fewest <= f_.frames && f_.frames <= names::kMaxSampledFrames;
     sound = sound && f_.a_second > 0 && f_.a_second <= 1000 && !(f_.capped && (*f_.capped < 1 || *f_.capped > 1 << 24));
+    sound = sound && (f_.times || !f_.flat);
     if (!sound || (f_.ticks && (f_.times || !(*f_.ticks > 0 && *f_.ticks <= 1000))))
       fail(Kind::bundle, "layout 'pairs' has ", f_.fewest, " to ", f_.frames, " frames, ", python_repr(f_.a_second),
            " a second, of ", f_.min_pixels, " to ", f_.max_pixels, " pixels in tokens of ", unit_, " x ", unit_,
@@ -95,10 +97,17 @@ class Pairs : public VideoLayout {
            " tokens; export the bundle again");
     out->patches.views.reset();
     out->offsets.emplace();
+    const int64_t tokens = size.first * size.second;
+    if (f_.times) out->runs = Ids(views.size(), tokens);
+    if (f_.flat) {
+      for (int64_t token = 0; token < static_cast<int64_t>(count); ++token)
+        out->offsets->push_back({token % tokens, token % tokens, token % tokens});
+      out->span = tokens;
+      return out;
+    }
     for (size_t pair = 0; pair < views.size(); ++pair)
       add_squares(*out->offsets, size, f_.times ? 0 : tick(clip, static_cast<int64_t>(pair)));
     out->span = f_.times ? std::max(size.first, size.second) : span(clip, size);
-    if (f_.times) out->runs = Ids(views.size(), size.first * size.second);
     return out;
   }
 
@@ -156,7 +165,7 @@ VideoLayoutPtr make_pairs(Fields& parameters) {
   form.frames = parameters.whole("frames"), form.a_second = parameters.number("a_second");
   form.fewest = parameters.whole("fewest");
   auto flag = [&](const char* key) { return parameters.has(key) && parameters.flag(key); };
-  form.of_clip = flag("of_clip"), form.times = flag("times");
+  form.of_clip = flag("of_clip"), form.times = flag("times"), form.flat = flag("flat");
   if (parameters.has("ticks") && !parameters.get("ticks").is_null()) form.ticks = parameters.number("ticks");
   if (parameters.has("frame_pixels")) form.frame_pixels = parameters.whole_or_null("frame_pixels", 1);
   if (parameters.has("capped")) form.capped = parameters.whole_or_null("capped", 1);
