@@ -14,8 +14,8 @@ from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded, tiny_pi
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.runtime.api.load import load
 from vtx.runtime.api.chunks import SCHEDULES, Continuation
+from vtx.runtime.api.load import load
 from vtx.runtime.api.robot_units import restored
 from vtx.runtime.report.golden import check_golden
 
