@@ -42,7 +42,7 @@ TENSORS = (
     "TOWER_TOKENS", "TOWER_STATES", "SEEN_SLOTS", "GROUP", "ROBOT_STATE", "ACTIONS", "TIME", "CHANGE", "SLOTTED",
     "UNCACHED", "STATEFUL", "STATE", "STATE_ENDS", "STATE_OUT", "SLIDING_COS", "SLIDING_SIN", "FIRST_SLOT",
 )  # fmt: skip
-FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "KV_SCALES")
+FILES = ("TOKENIZER", "TEMPLATE", "ROPE", "FINAL_NORM", "NEWLINE", "STATE", "KV_SCALES")
 WIDTH = 125  # of a line, in .clang-format
 LIMITS = ("MAX_FILE_BYTES", "MAX_SIDE", "MAX_PIXELS", "MAX_RESIZED_SIDE", "MAX_RESIZED_PIXELS", "MAX_PARTS",
           "MAX_SCANS", "MAX_SCAN_BLOCKS", "MAX_FRAME_PIXELS", "MAX_SAMPLED_FRAMES")  # fmt: skip
@@ -53,6 +53,7 @@ def header() -> str:
     words = {name: getattr(names, name) for name in TENSORS}
     words |= {f"FILE_{name}": getattr(manifest, name) for name in FILES} | {
         "WEIGHT": tensors.WEIGHT,
+        "BIAS": tensors.BIAS,
         "TOKEN_INPUT": names.TOKEN_INPUT,
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }

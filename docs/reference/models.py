@@ -49,7 +49,7 @@ SAM, EVA-02 and Pix2Struct.
 
 **Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
 Gemma 4 within twice transformers' own distance from float64), or a plain PyTorch statement where transformers lacks
-it, without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
+it (actions of LeRobot's policies: its own code's), without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
 on a CPU)*. Engines of
 TensorRT-RTX were built from random models of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`,
 `lfm2_vl`, `qwen3_5`, `mistral3`, `lighton_ocr`, Pixtral, `gemma3` and `gemma4` *(built without a GPU)*.
@@ -115,6 +115,18 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "openvla": {
         "timm_model_ids": [*OPENVLA_TOWERS], "image_sizes": [224, 224], "text_config": {**_TEXT, "rms_norm_eps": 1e-6},
         "norm_stats": {"bridge_orig": {"action": {"q01": [-1.0] * 7, "q99": [1.0] * 7}}},
+    },
+    "lerobot.pi0": {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"},
+    "lerobot.pi05": {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"},
+    "lerobot.smolvla": {
+        "base": {
+            "image_token_id": 49190, "scale_factor": 4,
+            "text_config": {
+                "model_type": "llama", "vocab_size": 49280, "hidden_size": 960, "num_attention_heads": 15,
+                "num_key_value_heads": 5,
+            },
+            "vision_config": {"model_type": "smolvlm_vision", "image_size": 512, "patch_size": 16},
+        },
     },
     "lfm2_vl": {
         "image_token_id": 396,

@@ -24,7 +24,6 @@ from vtx.tools.model.tensors import Shapes, linear_tensors
 MASKED = -65504.0  # a masked product, 0 after the softmax; float16 holds it
 END = 1 << 30
 STATE_PROJECTION = "head.state_proj"  # a weight that no graph reads if the state is a token of the prompt
-KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
 
 
 def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
@@ -38,19 +37,7 @@ def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
         ("action_out_proj", a.width, a.hidden),
     ):
         yield from linear_tensors(f"head.{name}", out, into)
-    expert = ActionSize.of(a).beside(c)
-    cross = (c.kv_heads * c.head_dim,) * 2
-    for layer in expert.every:
-        for name, shape in expert.layer_tensors(layer):
-            own = name.replace("text.", "head.", 1)
-            if a.adaptive and own.endswith("norm.weight"):
-                yield from linear_tensors(own.removesuffix(".weight") + ".dense", 3 * a.hidden, a.hidden)
-            else:
-                yield own, cross if own.endswith(KEYS_AND_VALUES) and not sees_itself(a, layer) else shape
-    if a.adaptive:
-        yield from linear_tensors("head.norm.dense", 3 * a.hidden, a.hidden)
-    else:
-        yield "head.norm.weight", (a.hidden,)
+    yield from ActionSize.of(a).tensors(c)
 
 
 def sees_itself(a: ActionSpec, layer: int) -> bool:

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vtx.runtime.api.chunks import Continuation, Guide
 from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
 from vtx.runtime.api.options import DEFAULT, K
 from vtx.runtime.api.robot_units import as_text, normalised, restored, width_of
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import DeadlineError, RequestError
-from vtx.runtime.session.acting import Acting, ActionSeconds, checked
+from vtx.runtime.session.acting import Acting, ActionSeconds, Denoising, checked
 from vtx.runtime.vision.tokens import Ids
 
 Cameras: TypeAlias = "Picture | Sequence[Picture] | Mapping[str, Picture]"
@@ -44,6 +45,7 @@ class ActionRequest:
     deadline_ms: float | None
     unnorm_key: str | None
     reduce: str | None
+    after: Continuation | None
 
 
 class Deadline:
@@ -108,6 +110,9 @@ class Actor:
         pictures = self._ordered(request.images)
         state = self._state(request.state, normalized=request.normalized)
         noise = self._noise(request.noise, request.seed)
+        guide = None
+        if request.after is not None:
+            guide = self._guide(request.after, normalized=request.normalized)
         instruction = request.instruction
         check_instruction(instruction)
         steps = spec.steps if request.steps is None else request.steps
@@ -126,7 +131,7 @@ class Actor:
         self._check_length(ids)
         with self._lock:
             views = [image.pixels for image in prepared]
-            actions = self._acting.act(ids, views, state, noise, depth, steps, deadline.left)
+            actions = self._acting.act(ids, views, state, Denoising(noise, steps, guide), depth, deadline.left)
         if request.normalized:
             return actions
         return checked(restored(spec, "actions", actions[:, :width]))
@@ -172,6 +177,19 @@ class Actor:
                 raise self._without_statistics("states")
             numbers = normalised(spec, "state", numbers)
         return np.pad(numbers, (0, spec.state - width))
+
+    def _guide(self, after: Continuation, *, normalized: bool) -> Guide:
+        """The guidance towards actions that are left of the last chunk; numbers beyond the robot's are led to 0."""
+        spec = self._spec
+        width = spec.width if normalized else width_of(spec, "actions") or spec.width
+        left = self._numbers("the left actions", after.left, (len(np.asarray(after.left)), width))
+        if len(left) > spec.horizon:
+            raise RequestError(f"{len(left)} actions are left, and a chunk has {spec.horizon}; give its last ones")
+        weights = after.weights(len(left), spec.horizon)
+        if not normalized:
+            left = normalised(spec, "actions", left)
+        padded = np.pad(left, ((0, spec.horizon - len(left)), (0, spec.width - width)))
+        return Guide(padded, weights, after.strength)
 
     def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
         shape = self._spec.horizon, self._spec.width

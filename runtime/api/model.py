@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from vtx.runtime.api.acting import Actor, Cameras
+    from vtx.runtime.api.chunks import Continuation
     from vtx.runtime.api.token_acting import TokenActor
     from vtx.runtime.bundle.card import Card
     from vtx.runtime.vision.layout import ImageDetail
@@ -137,6 +138,7 @@ class Model:
         deadline_ms: float | None = None,
         unnorm_key: str | None = None,
         reduce: str | None = DEFAULT,
+        after: Continuation | None = None,
     ) -> NDArray[np.float32]:
         """Predict a robot's next actions, [horizon, action size] float32, with a model that outputs actions.
 
@@ -162,6 +164,8 @@ class Model:
             unnorm_key: for models with action tokens, the dataset whose statistics scale the actions; optional if the
                 checkpoint has only one.
             reduce: for models with action tokens, a reduction spec as in `ask`.
+            after: for models with an expert, the actions that are left of the last chunk, which the new one continues;
+                `ActionLoop` does this at a fixed rate.
 
         Raises:
             DeadlineError: the deadline has passed.
@@ -175,7 +179,7 @@ class Model:
 
         return self.actor.act(
             ActionRequest(
-                images, instruction, state, k, noise, seed, steps, normalized, deadline_ms, unnorm_key, reduce
+                images, instruction, state, k, noise, seed, steps, normalized, deadline_ms, unnorm_key, reduce, after
             )
         )
 

@@ -41,7 +41,7 @@ class TokenActor:
         deadline = Deadline(request.deadline_ms, "a smaller K")
         loaded = self._loaded
         loaded.check_open()
-        unread = [name for name in ("state", "noise", "seed", "steps") if getattr(request, name) is not None]
+        unread = [name for name in ("state", "noise", "seed", "steps", "after") if getattr(request, name) is not None]
         if unread:
             raise RequestError(
                 f"{' and '.join(unread)}: this model makes actions of a picture and an instruction alone; leave it out"

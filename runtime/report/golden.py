@@ -18,7 +18,7 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import ARITHMETIC, KV_DTYPES, PRECISIONS
 from vtx.runtime.prompt.messages import Part
-from vtx.runtime.session.acting import Acting
+from vtx.runtime.session.acting import Acting, Denoising
 from vtx.runtime.session.prefix import no_check
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.frame_file import FrameFile
@@ -158,7 +158,8 @@ def check_golden(model: Model) -> Iterator[Check]:
             acting = Acting(model.backend, model.bundle)
             slots = acting.prompt(prompt.ids, encoded.hidden[:DECODED_TOKENS], k, "golden", no_check)
             slots = acting.with_state(slots, len(prompt.ids), stored[STATE])
-            actions = acting.steps(slots, len(prompt.ids), stored[STATE], stored[NOISE], manifest.action.steps)
+            denoising = Denoising(stored[NOISE], manifest.action.steps)
+            actions = acting.steps(slots, len(prompt.ids), stored[STATE], denoising)
             yield Check(f"actions at K = {k or 'none'}", _distance(actions, stored[actions_key(k)]), limit)
         return
     for k in (None, *manifest.variants):

@@ -35,6 +35,15 @@ class ActingBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Denoising:
+    """The way from noise [horizon, width] to actions: `guide` turns the change of the actions at a time."""
+
+    noise: Numbers
+    steps: int
+    guide: Callable[[Numbers, Numbers, float], Numbers] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ActionSeconds:
     """Seconds of the parts of an answer: the tower, the prompt in the decoder, and the expert or the tokens."""
 
@@ -134,12 +143,11 @@ class Acting:
         ids: Ids,
         views: Sequence[Numbers],
         state: Numbers,
-        noise: Numbers,
+        denoising: Denoising,
         k: int | None,
-        steps: int,
         check: Check = no_check,
     ) -> Numbers:
-        """The actions [horizon, width] for a normalised state [size], from noise [horizon, width].
+        """The actions [horizon, width] for a normalised state [size].
 
         `check` is called before the tower, every stage and every step, and after the last one; it may raise, to stop
         there. Raises ContextError; BundleError: the actions are not numbers.
@@ -151,24 +159,26 @@ class Acting:
         prompt = self.prompt(ids, features, k, tuple(keys), check)
         prompt = self.with_state(prompt, len(ids), state)
         times.append(perf_counter())
-        actions = self.steps(prompt, len(ids), state, noise, steps, check)
+        actions = self.steps(prompt, len(ids), state, denoising, check)
         self.seconds = ActionSeconds(*np.diff([*times, perf_counter()]).tolist())
         return actions
 
     def steps(
-        self, prompt: Sequence[Any], length: int, state: Numbers, noise: Numbers, steps: int, check: Check = no_check
+        self, prompt: Sequence[Any], length: int, state: Numbers, denoising: Denoising, check: Check = no_check
     ) -> Numbers:
-        """The actions after `steps` Euler steps of time from 1 to 0, behind a prompt of `length` positions of text and
-        pictures.
-        """
+        """The actions after Euler steps of time from 1 to 0, behind a prompt of `length` text and image tokens."""
         assert isinstance(self.backend, ActingBackend), "engines without an expert are refused when a bundle is loaded"
         first = length + (self._state_token is not None)
         step = self.backend.expert(prompt, state, np.arange(first, first + self._spec.rows))
-        actions = noise
-        change = np.float32(-1 / steps)
-        for number in range(steps):
+        actions = denoising.noise
+        change = np.float32(-1 / denoising.steps)
+        for number in range(denoising.steps):
             check()
-            actions = actions + change * step(actions, 1 - number / steps)
+            time = 1 - number / denoising.steps
+            velocity = step(actions, time)
+            if denoising.guide is not None:
+                velocity = denoising.guide(actions, velocity, time)
+            actions = actions + change * velocity
         check()
         return checked(actions)
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vtx.exporter.python import export as export
     from vtx.runtime.api.answer import Answer as Answer
     from vtx.runtime.api.answer import Stats as Stats
+    from vtx.runtime.api.chunks import ActionLoop as ActionLoop
+    from vtx.runtime.api.chunks import Continuation as Continuation
     from vtx.runtime.api.conversation import Chat as Chat
     from vtx.runtime.api.conversation import Conversation as Conversation
     from vtx.runtime.api.load import load as load
@@ -57,10 +59,12 @@ _ERRORS = (
     "VtxError",
 )
 _HOMES = {
+    "ActionLoop": "runtime.api.chunks",
     "Answer": "runtime.api.answer",
     "AnswerStream": "runtime.api.stream",
     "AsyncAnswerStream": "runtime.api.stream",
     "Chat": "runtime.api.conversation",
+    "Continuation": "runtime.api.chunks",
     "Conversation": "runtime.api.conversation",
     "Guide": "runtime.prompt.guiding",
     "Model": "runtime.api.model",

@@ -10,21 +10,24 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.spec.action_spec import ActionBins, ActionSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
-from vtx.runtime.strict import Strict, json_value
+from vtx.runtime.strict import Strict, json_value, optional
 from vtx.runtime.vision.layout import Layout
 from vtx.runtime.vision.layouts import layouts, read_layout
 from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import Decoder
+from vtx.tools.model.tensors import Shapes, linear_tensors
 from vtx.tools.model.vision import VisionModel
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
+KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
 CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
 
 
@@ -33,7 +36,7 @@ class ActionSize:
     """An expert beside the decoder, of as many layers: `rows` tokens, a state and actions, in each of `steps` passes.
 
     Its matrices before and after the layers are some thousandths of it and do not count. A prompt is planned with the
-    pictures of `cameras` cameras.
+    pictures of `cameras` cameras. `adaptive` and `self_every` as in ActionSpec.
     """
 
     hidden: int
@@ -42,6 +45,25 @@ class ActionSize:
     rows: int
     steps: int
     cameras: int
+    adaptive: bool = optional(False)
+    self_every: int = optional(1)
+
+    def tensors(self, decoder: Decoder) -> Shapes:
+        """Canonical names and shapes of the weights of all layers, and of the last norm."""
+        expert = self.beside(decoder)
+        read = (decoder.kv_heads * decoder.head_dim,) * 2  # a projection of the decoder's K or V
+        for layer in expert.every:
+            for name, shape in expert.layer_tensors(layer):
+                crosses = name.endswith(KEYS_AND_VALUES) and (layer - 1) % self.self_every > 0
+                yield from self._own(name.replace("text.", "head.", 1), read if crosses else shape)
+        yield from self._own("head.norm.weight", (self.hidden,))
+
+    def _own(self, name: str, shape: tuple[int, ...]) -> Shapes:
+        """A weight, or what takes the place of a norm's if time enters by it."""
+        if self.adaptive and name.endswith("norm.weight"):
+            yield from linear_tensors(f"{name.removesuffix('.weight')}.dense", 3 * self.hidden, self.hidden)
+        else:
+            yield name, shape
 
     def beside(self, decoder: Decoder) -> Decoder:
         """Its layers as those of a decoder without a vocabulary."""
@@ -52,7 +74,16 @@ class ActionSize:
     def of(cls, spec: ActionSpec) -> ActionSize:
         """The expert of a bundle; `CAMERAS` cameras if it names none."""
         cameras = len(spec.cameras) or CAMERAS
-        return cls(spec.hidden, spec.intermediate, spec.heads, spec.horizon + 1, spec.steps, cameras)
+        return cls(
+            spec.hidden,
+            spec.intermediate,
+            spec.heads,
+            spec.rows,
+            spec.steps,
+            cameras,
+            spec.adaptive,
+            spec.self_every,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +114,8 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        expert = self.action.beside(self.decoder) if self.action else None
-        expert_macs = expert.macs_of(expert.every) + expert.small_parameters if expert else 0
-        return self.decoder.parameters + expert_macs + (0 if self.vision is None else self.vision.parameters)
+        shapes = [shape for _, shape in self.action.tensors(self.decoder)] if self.action else []
+        return self.decoder.parameters + sum(map(prod, shapes)) + (0 if self.vision is None else self.vision.parameters)
 
     def views(self, vision_tokens: int) -> int:
         """Passes of the tower that `vision_tokens` in the prompt need, counted in whole images."""
@@ -109,6 +139,8 @@ class ModelSize:
     def to_dict(self) -> dict[str, Any]:
         left_out = {"layout", "vision", *(name for name in ("action", "action_tokens") if not getattr(self, name))}
         values = {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
+        if self.action is not None:
+            values["action"] = json_value(self.action)
         return values | {"vision": json_value(self.vision)}
 
 

@@ -51,9 +51,13 @@ def all_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGrou
 
 def expert_weights(action: ActionSize, decoder: Decoder) -> Iterator[WeightGroup]:
     """The matrices of an expert's layers, which have the precision of the decoder's, and its norms together."""
-    expert = action.beside(decoder)
-    yield from layer_weights(expert)
-    yield WeightGroup("head.norm.weight", (expert.small_parameters,))
+    small = 0
+    for name, shape in action.tensors(decoder):
+        if len(shape) == 1:
+            small += shape[0]
+        else:
+            yield WeightGroup(name, shape)
+    yield WeightGroup("head.norm.weight", (small,))
 
 
 def layer_weights(decoder: Decoder) -> Iterator[WeightGroup]:

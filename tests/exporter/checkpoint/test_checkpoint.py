@@ -437,13 +437,13 @@ def test_a_folder_or_file_of_llama_cpp_is_told_as_such(tmp_path: Path, kept: tup
             open_checkpoint(str(address))
 
 
-LEROBOT = {"type": "pi0", "n_obs_steps": 1, "input_features": {}, "output_features": {}, "chunk_size": 50}
+LEROBOT = {"type": "act", "n_obs_steps": 1, "input_features": {}, "output_features": {}, "chunk_size": 50}
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (LEROBOT, "of LeRobot's policy 'pi0'; vtx exports pi0 as transformers saves it: load it with PI0For"),
+        (LEROBOT, "of LeRobot's policy 'act'; vtx exports pi0, pi05, smolvla"),
         (
             {**CONFIG, "model_type": "lfm2-vl", "architectures": ["Lfm2VlForConditionalGeneration"]},
             "of model_type lfm2_vl",

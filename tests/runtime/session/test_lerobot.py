@@ -14,7 +14,9 @@ from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded, tiny_pi
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.chunks import SCHEDULES, Continuation
 from vtx.runtime.api.load import load
+from vtx.runtime.api.robot_units import restored
 from vtx.runtime.report.golden import check_golden
 
 __all__ = ["tiny_pi"]
@@ -48,4 +50,11 @@ def test_actions_are_those_of_lerobot(policy: str, tmp_path: Path, tiny_pi: None
             images = {"wrist": pictures()["wrist"]} if name == "wrist" else pictures()
             found = model.act(images, WORDS, wanted["state"], k=k, noise=noise())
             np.testing.assert_allclose(found, actions, atol=TOLERANCE * WIDEST, rtol=0)
+        for schedule in SCHEDULES:
+            after = Continuation(wanted["previous"], 2, 5, schedule)
+            # LeRobot's own code takes what is left in normalised units
+            actor = model.actor
+            after = Continuation(restored(actor._spec, "actions", np.array(after.left, np.float32)), 2, 5, schedule)
+            found = model.act(pictures(), WORDS, wanted["state"], k=None, noise=noise(), after=after)
+            np.testing.assert_allclose(found, wanted["chunks"][schedule.upper()], atol=TOLERANCE * WIDEST, rtol=0)
         assert all(check.passed for check in check_golden(model)), list(check_golden(model))

@@ -140,7 +140,7 @@ def processors(policy: str, config: Any, base: Path) -> Any:
         "pi0": (processor_pi0, "make_pi0_pre_post_processors"),
     }[policy]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    with mock.patch("lerobot.processor.tokenizer_processor.AutoTokenizer.from_pretrained", lambda _: tokenizer):
+    with mock.patch("lerobot.processor.tokenizer_processor.AutoTokenizer.from_pretrained", return_value=tokenizer):
         return getattr(module, name)(config, statistics())
 
 
@@ -223,6 +223,7 @@ def record(policy: str) -> dict[str, Any]:
             **{str(k): act(policy, config, base, made, both, k) for k in KS},
         }
         chunk = torch.from_numpy(np.random.default_rng(6).standard_normal((PREVIOUS, WIDTH), np.float32))
+        chunk[:, 2] = -1  # the one number that is left of it in the units of a robot whose range is 0
         chunks = {}
         for schedule in RTCAttentionSchedule:
             rtc = RTCConfig(enabled=True, prefix_attention_schedule=schedule, execution_horizon=5)

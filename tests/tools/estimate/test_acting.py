@@ -13,6 +13,7 @@ from tests.support.families.pi0 import TinyPi0, make_pi0
 
 from vtx import cli
 from vtx.exporter.checkpoint.spec import config_size, find_size
+from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import load_profile
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN, ActionSize
@@ -30,6 +31,29 @@ def test_pi0_has_the_sizes_of_its_published_configuration() -> None:
     tables = model.model.dit.embed_tokens.weight.numel()  # that an expert does not read
     counted = sum(weight.numel() for weight in model.parameters()) - tables
     assert known.parameters == pytest.approx(counted, rel=0.005)
+
+
+@pytest.mark.parametrize("policy", ["pi0", "pi05"])
+def test_a_policy_of_lerobot_has_the_sizes_of_the_known_one(policy: str) -> None:
+    variants = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
+    found, known = config_size({"type": policy, "input_features": {}, **variants}, "x"), KNOWN[policy]
+    assert (found.decoder, found.vision, found.action) == (known.decoder, known.vision, known.action)
+
+
+def test_adaptive_norms_and_projected_keys_count() -> None:
+    """By the shapes in LeRobot's code: matrices of three times the width a norm, and keys of the decoder's width."""
+    pi0, pi05, smolvla = (KNOWN[name] for name in ("pi0", "pi05", "smolvla"))
+    norms = 2 * 18 + 1
+    assert pi05.parameters - pi0.parameters == norms * (3 * 1024 * 1024 + 3 * 1024) - norms * 1024
+    layers = 3 * 720 * 2048 + 2 * 720 * 960 + 2 * 720
+    keys = 8 * 2 * 320 * (720 + 320)
+    rest = smolvla.decoder.parameters + (smolvla.vision.parameters if smolvla.vision else 0)
+    assert smolvla.parameters - rest == 16 * layers + keys + 720
+
+
+def test_a_smolvla_without_its_base_is_planned_by_name() -> None:
+    with pytest.raises(RequestError, match="plan with --model smolvla"):
+        config_size({"type": "smolvla", "input_features": {}}, "x")
 
 
 def test_a_checkpoint_is_planned_with_its_expert(tmp_path: Path) -> None:
@@ -60,7 +84,7 @@ def test_the_expert_reads_its_weights_and_the_prompt_in_each_step() -> None:
 
 
 @pytest.mark.parametrize("device", ["agx-orin-64", "agx-thor"])
-@pytest.mark.parametrize(("model", "decoded"), [("pi0", 0), ("openvla-7b", 6)])
+@pytest.mark.parametrize(("model", "decoded"), [("pi0", 0), ("pi05", 0), ("smolvla", 0), ("openvla-7b", 6)])
 def test_hertz_by_k_are_in_the_json_and_rise_as_k_falls(model: str, decoded: int, device: str) -> None:
     words = ["--model", model, "--profile", device, "--k", "none,14,10", "--precision", "int8", "--json"]
     done = CliRunner().invoke(cli.plan, words)

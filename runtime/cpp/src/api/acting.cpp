@@ -12,7 +12,9 @@
 namespace vtxcore {
 namespace {
 
-constexpr float kSmallest = 1e-8f;  // is added to each deviation, as the checkpoint's processor does
+// Is added to each deviation, and stands for a range of 0, as in the checkpoint's processor.
+constexpr float kSmallest = 1e-8f;
+constexpr int kStateBins = 256;
 
 void check_numbers(const char* what, const Floats& given, const Ids& shape) {
   size_t count = 1;
@@ -30,16 +32,29 @@ std::string cleaned(const std::string& instruction) {
   return out;
 }
 
+float range_of(const Statistics& s, size_t i) { return s.second[i] == s.first[i] ? kSmallest : s.second[i] - s.first[i]; }
+
+// The bins of a normalised state, from 0 on; -1 is a number below -1.
+std::string as_text(const Floats& state) {
+  std::string out;
+  for (float number : state) {
+    int bin = -1;
+    while (bin + 1 < kStateBins && -1 + (bin + 1) * 2.0 / kStateBins <= number) ++bin;
+    out += (out.empty() ? "" : " ") + std::to_string(bin);
+  }
+  return out;
+}
+
 [[noreturn]] void no_statistics(const char* what) {
   fail(Kind::request, "this bundle has no means and deviations of ", what,
        ", as the checkpoint's processor_config.json has ",
-       "none; add them there and export again, or give a normalised state and take normalised actions (normalized)");
+       "none (of LeRobot: its processor's files); add them there and export again, or give a normalised state and take normalised actions (normalized)");
 }
 
 class ExpertActor final : public Actor {
  public:
   explicit ExpertActor(std::shared_ptr<const Model> model)
-      : model_(std::move(model)), spec_(*model_->manifest().action), acting_(model_->backend(), model_->manifest()) {}
+      : model_(std::move(model)), spec_(*model_->manifest().action), acting_(model_->backend(), model_->bundle()) {}
   Actions act(const std::vector<Picture>& pictures, const std::string& instruction, const Floats& state,
               const ActOptions& options) override;
 
@@ -70,6 +85,7 @@ std::vector<size_t> ExpertActor::order(size_t count, const std::optional<std::ve
   for (const std::string& name : names) {
     auto at = std::find(named->begin(), named->end(), name);
     if (at == named->end()) missing.push_back(name);
+    if (at == named->end()) continue;
     out.push_back(static_cast<size_t>(at - named->begin()));
   }
   for (size_t i = 0; i < named->size(); ++i) {
@@ -77,6 +93,7 @@ std::vector<size_t> ExpertActor::order(size_t count, const std::optional<std::ve
     bool again = std::find(named->begin(), before, (*named)[i]) != before;
     if (again || std::find(names.begin(), names.end(), (*named)[i]) == names.end()) unknown.push_back((*named)[i]);
   }
+  if (spec_.absent_cameras && !out.empty()) missing.clear();
   if (!missing.empty() || !unknown.empty())
     fail(Kind::request, "the pictures ", missing.empty() ? "hold " : "lack ", listed(missing.empty() ? unknown : missing),
          "; this bundle's cameras are ", listed(names));
@@ -86,11 +103,13 @@ std::vector<size_t> ExpertActor::order(size_t count, const std::optional<std::ve
 // The state [size] as the expert takes it.
 Floats ExpertActor::normalised(const Floats& state, bool already) const {
   const std::optional<Statistics>& known = spec_.of_states;
-  check_numbers("state", state, {already || !known ? spec_.state : static_cast<int64_t>(known->mean.size())});
+  check_numbers("state", state, {already || !known ? spec_.state : static_cast<int64_t>(known->first.size())});
   Floats out = state;
   if (!already) {
     if (!known) no_statistics("states");
-    for (size_t i = 0; i < out.size(); ++i) out[i] = (out[i] - known->mean[i]) / (known->std[i] + kSmallest);
+    for (size_t i = 0; i < out.size(); ++i)
+      out[i] = known->ranges ? 2 * (out[i] - known->first[i]) / range_of(*known, i) - 1
+                             : (out[i] - known->first[i]) / (known->second[i] + kSmallest);
   }
   out.resize(static_cast<size_t>(spec_.state));
   return out;
@@ -124,7 +143,12 @@ Actions ExpertActor::act(const std::vector<Picture>& pictures, const std::string
   for (size_t number : order) images.push_back(model_->prepare(pictures[number], "", pictures.size()));
   std::vector<Part> parts(images.size(), {true, ""});
   parts.push_back({false, model_->fit() == "released" ? cleaned(instruction) : instruction});
+  if (spec_.state_in == "text") parts.push_back({false, as_text(given)});
   Ids ids = model_->text().prompt({{"user", parts}}, placed(images));
+  auto words = static_cast<int64_t>(ids.size()) - std::count(ids.begin(), ids.end(), model_->manifest().text.image_token_id);
+  if (spec_.instruction_tokens && words > *spec_.instruction_tokens)
+    fail(Kind::request, "the instruction takes ", words, " tokens, and the model was trained with ", *spec_.instruction_tokens,
+         " at most; shorten it");
   auto check = [&] { deadline.left(); };
   Actions out;
   std::lock_guard<std::mutex> held(lock_);
@@ -132,10 +156,13 @@ Actions ExpertActor::act(const std::vector<Picture>& pictures, const std::string
   out.values.data = acting_.act(ids, images, given, noise, k, steps, check);
   if (!options.normalized) {
     const Statistics& own = *spec_.of_actions;
-    Rows scaled(out.values.count(), own.mean.size());
+    Rows scaled(out.values.count(), own.first.size());
     for (size_t row = 0; row < scaled.count(); ++row)
-      for (size_t i = 0; i < scaled.width; ++i)
-        scaled.row(row)[i] = out.values.row(row)[i] * (own.std[i] + kSmallest) + own.mean[i];
+      for (size_t i = 0; i < scaled.width; ++i) {
+        float number = out.values.row(row)[i];
+        scaled.row(row)[i] = own.ranges ? (number + 1) * range_of(own, i) / 2 + own.first[i]
+                                        : number * (own.second[i] + kSmallest) + own.first[i];
+      }
     check_actions(scaled.data);
     out.values = std::move(scaled);
   }

@@ -258,8 +258,8 @@ std::string model_json(const vtxcore::Model& model) {
     action = vtxcore::Json::Object{{"widths", widths}, {"horizon", 1}};
   }
   if (const auto& a = m.action)
-    action = vtxcore::Json::Object{{"state", a->of_states ? vtxcore::Json(a->of_states->mean.size()) : vtxcore::Json()},
-                                   {"width", a->of_actions ? vtxcore::Json(a->of_actions->mean.size()) : vtxcore::Json()},
+    action = vtxcore::Json::Object{{"state", a->of_states ? vtxcore::Json(a->of_states->first.size()) : vtxcore::Json()},
+                                   {"width", a->of_actions ? vtxcore::Json(a->of_actions->first.size()) : vtxcore::Json()},
                                    {"normalized_state", a->state},
                                    {"normalized_width", a->width},
                                    {"horizon", a->horizon},

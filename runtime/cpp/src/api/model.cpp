@@ -98,7 +98,7 @@ const Text& Model::text() const {
 PreparedImage Model::prepare(const Picture& picture, const std::string& fit, size_t among, int64_t image_tokens) const {
   if (image_tokens != 0) check_image_tokens(*layout_, image_tokens);
   ImageSettings settings = settings_for(*layout_, manifest().image, fit.empty() ? fit_ : fit);
-  bool released = (fit.empty() ? fit_ : fit) == "released" && !settings.within;
+  bool released = (fit.empty() ? fit_ : fit) == "released" && !(settings.within && !settings.interpolated);
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
   if (image_tokens != 0) layout = sized_layout(layout, image_tokens, picture.width, picture.height);
   PreparedImage out{layout->views(picture, settings),

@@ -163,12 +163,12 @@ ExpertStep GraphBackend::expert(const std::vector<SavedSlots>& prompt, Floats st
   return [this, layers, state = std::move(state), positions = std::move(positions)](const Floats& actions, float time) {
     const ActionSpec& a = *m_.action;
     Ids table{m_.max_context, m_.model.head_dim / 2};
-    std::vector<GraphInput> inputs{{names::kRobotState, "float32", {1, a.state}, state.data()},
-                                   {names::kActions, "float32", {a.horizon, a.width}, actions.data()},
+    std::vector<GraphInput> inputs{{names::kActions, "float32", {a.horizon, a.width}, actions.data()},
                                    {names::kTime, "float32", {1, 1}, &time},
-                                   {names::kPositions, "int64", {a.horizon + 1}, positions.data()},
+                                   {names::kPositions, "int64", {a.rows()}, positions.data()},
                                    {names::kCos, "float32", table, tables_.at(names::kCos).data()},
                                    {names::kSin, "float32", table, tables_.at(names::kSin).data()}};
+    if (a.state_in == "expert") inputs.push_back({names::kRobotState, "float32", {1, a.state}, state.data()});
     for (size_t i = 0; i < layers->size(); ++i) {
       const Layer& layer = (*layers)[i];
       Ids shape{m_.model.kv_heads, layer.slots, m_.model.head_dim};

@@ -78,6 +78,13 @@ Rows read_newline(const Bundle& bundle) {
   return out;
 }
 
+std::pair<Floats, Floats> read_state_projection(const Bundle& bundle) {
+  int64_t hidden = bundle.manifest().model.hidden, state = bundle.manifest().action->state;
+  Tensors tensors = bundle.tensors(names::kFileState, (1 << 16) + 4 * hidden * (state + 1));
+  return {floats(tensors, names::kWeight, {hidden, state}, names::kFileState),
+          floats(tensors, names::kBias, {hidden}, names::kFileState)};
+}
+
 Floats read_final_norm(const Bundle& bundle) {
   int64_t hidden = bundle.manifest().model.hidden;
   Tensors tensors = bundle.tensors(names::kFileFinalNorm, (1 << 16) + 4 * hidden);

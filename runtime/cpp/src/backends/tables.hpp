@@ -24,6 +24,9 @@ RopeRows rope_rows(const std::map<std::string, Floats>& tables, const Manifest& 
 // The learned newline that some layouts put among an image's tokens, as one token [1, hidden]. Throws Error(bundle).
 Rows read_newline(const Bundle& bundle);
 
+// The weight [hidden, state] and bias [hidden] that make a robot's state a token of the prompt. Throws Error(bundle).
+std::pair<Floats, Floats> read_state_projection(const Bundle& bundle);
+
 // The weight [hidden] of the decoder's last norm, for reductions that measure hidden states behind it.
 Floats read_final_norm(const Bundle& bundle);
 

@@ -17,15 +17,21 @@ Floats numbers_or_none(Fields& fields, const std::string& key) {
 }
 
 std::optional<Statistics> read_statistics(Fields& fields, const std::string& what, int64_t most) {
-  Statistics found{numbers_or_none(fields, what + "_mean"), numbers_or_none(fields, what + "_std")};
-  auto finite = [](float value) { return std::isfinite(value); };
-  auto deviation = [](float value) { return std::isfinite(value) && value >= 0; };
-  if (found.mean.size() != found.std.size() || static_cast<int64_t>(found.mean.size()) > most ||
-      !std::all_of(found.mean.begin(), found.mean.end(), finite) ||
-      !std::all_of(found.std.begin(), found.std.end(), deviation))
-    fail(Kind::bundle, "vtx.json: action: the statistics of ", what, " are not up to ", most,
-         " means and as many deviations; export again");
-  return found.mean.empty() ? std::nullopt : std::optional(std::move(found));
+  Statistics deviations{numbers_or_none(fields, what + "_mean"), numbers_or_none(fields, what + "_std"), false};
+  Statistics ranges{numbers_or_none(fields, what + "_low"), numbers_or_none(fields, what + "_high"), true};
+  for (const Statistics& one : {deviations, ranges}) {
+    auto finite = [](float value) { return std::isfinite(value); };
+    auto sound = [&](float value) { return std::isfinite(value) && (one.ranges || value >= 0); };
+    if (one.first.size() != one.second.size() || static_cast<int64_t>(one.first.size()) > most ||
+        !std::all_of(one.first.begin(), one.first.end(), finite) ||
+        !std::all_of(one.second.begin(), one.second.end(), sound))
+      fail(Kind::bundle, "vtx.json: action: the statistics of ", what, " are not up to ", most, " ",
+           one.ranges ? "low" : "mean", " and as many ", one.ranges ? "high" : "std", " numbers; export again");
+  }
+  if (!deviations.first.empty() && !ranges.first.empty())
+    fail(Kind::bundle, "vtx.json: action: ", what, " have both deviations and ranges; export again");
+  if (!deviations.first.empty()) return deviations;
+  return ranges.first.empty() ? std::nullopt : std::optional(std::move(ranges));
 }
 
 }  // namespace
@@ -43,6 +49,14 @@ ActionSpec read_action(const Json& value) {
   if (fields.has("cameras")) a.cameras = fields.texts("cameras");
   if (std::set<std::string> once(a.cameras.begin(), a.cameras.end()); once.size() != a.cameras.size() || once.count(""))
     fail(Kind::bundle, "vtx.json: action: cameras ", a.cameras, " hold a name twice; export again");
+  if (fields.has("state_in")) a.state_in = fields.text("state_in");
+  if (a.state_in != "expert" && a.state_in != "prompt" && a.state_in != "text")
+    fail(Kind::bundle, "vtx.json: action: state_in is '", a.state_in.substr(0, 38), "', unknown to this libvtx; export again");
+  for (const char* key : {"adaptive", "causal"})  // of the graph alone
+    if (fields.has(key)) fields.flag(key);
+  if (fields.has("self_every")) fields.whole("self_every", 1, names::kMaxSize);
+  if (fields.has("absent_cameras")) a.absent_cameras = fields.flag("absent_cameras");
+  if (fields.has("instruction_tokens")) a.instruction_tokens = fields.whole("instruction_tokens", 1, names::kMaxSize);
   a.of_states = read_statistics(fields, "state", a.state);
   a.of_actions = read_statistics(fields, "actions", a.width);
   fields.done();

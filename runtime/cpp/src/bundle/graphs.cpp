@@ -107,13 +107,13 @@ GraphIO head_io(const Manifest& m, const std::string& dialect) {
   }
   const ActionSpec& a = *m.action;
   int64_t half = m.model.head_dim / 2;
-  GraphIO out{{{names::kRobotState, "float32", {int64_t{1}, a.state}},
-               {names::kActions, "float32", {a.horizon, a.width}},
+  GraphIO out{{{names::kActions, "float32", {a.horizon, a.width}},
                {names::kTime, "float32", {int64_t{1}, int64_t{1}}},
-               {names::kPositions, "int64", {a.horizon + 1}},
+               {names::kPositions, "int64", {a.rows()}},
                {names::kCos, "float32", {"max_context", half}},
                {names::kSin, "float32", {"max_context", half}}},
               {{names::kChange, "float32", {a.horizon, a.width}}}};
+  if (a.state_in == "expert") out.inputs.push_back({names::kRobotState, "float32", {int64_t{1}, a.state}});
   for (int64_t layer = 1; layer <= m.model.layers; ++layer)
     for (const char* name : {names::kPastKey, names::kPastValue})
       out.inputs.push_back({cat(name, layer), "float32", {m.model.kv_heads, cat("slots.", layer), m.model.head_dim}});

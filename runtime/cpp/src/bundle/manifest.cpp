@@ -102,7 +102,9 @@ ImageSettings read_image(const Json& value) {
   std::vector<double> mean = numbers(fields, "mean", 3, -1e6, 1e6), std = numbers(fields, "std", 3, 1e-6, 1e6);
   std::copy(mean.begin(), mean.end(), s.mean.begin());
   std::copy(std.begin(), std.end(), s.std.begin());
-  if (fields.has("within")) s.within = fields.flag("within");
+  for (auto [key, flag] : {std::pair("within", &s.within), std::pair("centred", &s.centred), std::pair("ended", &s.ended),
+                           std::pair("interpolated", &s.interpolated)})
+    if (fields.has(key)) *flag = fields.flag(key);
   fields.done();
   if (s.within && (!s.resize || s.pad || s.crop)) bad_image(fields, "within", "false");
   if (!s.crop && !s.resize && !(s.pad && s.shortest) && !s.own_size())

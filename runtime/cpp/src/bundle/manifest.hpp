@@ -120,8 +120,10 @@ struct ImageSettings {
   std::optional<std::pair<int, int>> crop;  // height, width
   double rescale;
   std::array<double, 3> mean, std;
-  bool within = false;   // pictures keep their shape within `resize`, at the top left; the rest is 0
-  bool centred = false;  // which no bundle has: in the middle of black instead
+  bool within = false;        // pictures keep their shape within `resize`, at the top left; the rest is 0
+  bool centred = false;       // in the middle of black instead
+  bool ended = false;         // at the bottom right of black
+  bool interpolated = false;  // resized as PyTorch does it, without antialiasing
 
   bool own_size() const { return !pad && !resize && !crop && shortest == 0; }
   std::pair<int, int> output() const;  // height, width; only if pictures do not have their own
@@ -172,17 +174,25 @@ struct BundleRelease {
   std::string until;  // the last day on which it may be loaded, YYYY-MM-DD in UTC; empty for no end
 };
 
-// Means and standard deviations of a robot's states or actions, by which they are normalised.
+// Statistics of a robot's states or actions, by which they are normalised: means and standard deviations, or `ranges` whose
+// ends become -1 and 1.
 struct Statistics {
-  Floats mean, std;
+  Floats first, second;
+  bool ranges;
 };
 
 // An expert, which makes `horizon` actions of `width` numbers from a state of `state` numbers and noise, in `steps` steps.
-// `cameras` name the pictures of a prompt in their order; empty: any number.
+// `cameras` name the pictures of a prompt in their order; empty: any number. `absent_cameras`: some may be missing.
+// `state_in`: the state is a token of the "expert", the last one of the "prompt", or bins in the prompt's "text".
 struct ActionSpec {
   int64_t state, width, horizon, steps;
   std::vector<std::string> cameras;
+  std::string state_in = "expert";
+  bool absent_cameras = false;
+  std::optional<int64_t> instruction_tokens;  // the most of the prompt's text
   std::optional<Statistics> of_states, of_actions;
+
+  int64_t rows() const { return horizon + (state_in == "expert"); }  // tokens of the expert
 };
 
 // The range of each number of an action in the data set `name`: -1 means `low`, 1 `high`; a number whose mask is 0 has none.

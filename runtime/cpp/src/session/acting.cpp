@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 
+#include "backends/tables.hpp"
+
 namespace vtxcore {
 
 void check_actions(const Floats& actions) {
@@ -12,7 +14,9 @@ void check_actions(const Floats& actions) {
          "--compute");
 }
 
-Acting::Acting(Backend& backend, const Manifest& manifest) : backend_(backend), m_(manifest) {}
+Acting::Acting(Backend& backend, const Bundle& bundle) : backend_(backend), m_(bundle.manifest()) {
+  if (m_.action->state_in == "prompt") state_token_ = read_state_projection(bundle);
+}
 
 // The tokens of all pictures; new ones run through the tower in one pass.
 Rows Acting::features(const std::vector<PreparedImage>& images) {
@@ -42,7 +46,7 @@ Rows Acting::features(const std::vector<PreparedImage>& images) {
 // K and V of a prompt's tokens in every stage. Equal keys mean equal images.
 void Acting::run_prompt(const Ids& ids, const Rows& features, std::optional<int64_t> k, const std::string& images,
                         const Check& check) {
-  int64_t taken = static_cast<int64_t>(ids.size()) + m_.action->horizon + 1;
+  int64_t taken = static_cast<int64_t>(ids.size()) + m_.action->horizon + (m_.action->state_in != "text");
   if (taken > m_.max_context)
     fail(Kind::context, "the prompt and the actions take ", taken, " tokens, ", features.count(),
          " of them for images, and ", m_.max_context, " fit into this bundle; give fewer cameras or a shorter instruction",
@@ -52,6 +56,7 @@ void Acting::run_prompt(const Ids& ids, const Rows& features, std::optional<int6
   if (key == key_) return;
   key_.clear();
   prompt_.clear();
+  counts_.clear();
   Ids words, text;
   Mask is_image;
   for (int64_t id : ids) is_image.push_back(id == m_.text.image_token_id);
@@ -71,8 +76,30 @@ void Acting::run_prompt(const Ids& ids, const Rows& features, std::optional<int6
     cache->keep(0);
     tokens.hidden = cache->append(tokens, positions);
     prompt_.push_back(cache->read(count_up(0, positions.size())));
+    counts_.push_back(positions.size());
   }
   key_ = std::move(key);
+}
+
+// K and V of a prompt of `length` positions, with the state as its last token where the model reads it there.
+std::vector<SavedSlots> Acting::with_state(int64_t length, const Floats& state) {
+  if (!state_token_) return prompt_;
+  const auto& [weight, bias] = *state_token_;
+  TokenStates token{Rows(1, bias.size())};
+  for (size_t row = 0; row < bias.size(); ++row) {
+    float sum = 0;
+    for (size_t i = 0; i < state.size(); ++i) sum += weight[row * state.size() + i] * state[i];
+    token.hidden.row(0)[row] = sum + bias[row];
+  }
+  std::vector<SavedSlots> out;
+  for (size_t number = 0; number < counts_.size(); ++number) {
+    StageCache& cache = *stages_.at(number);
+    cache.keep(static_cast<int64_t>(counts_[number]));
+    token.inputs[names::kGroup] = Rows(1, 1);
+    token.hidden = cache.append(token, text_positions(length, 1));
+    out.push_back(cache.read(count_up(0, counts_[number] + 1)));
+  }
+  return out;
 }
 
 Floats Acting::act(const Ids& ids, const std::vector<PreparedImage>& images, const Floats& state, const Floats& noise,
@@ -86,9 +113,10 @@ Floats Acting::act(const Ids& ids, const std::vector<PreparedImage>& images, con
   for (const PreparedImage& image : images) keys += image.key;
   Clock::time_point seen = Clock::now();
   run_prompt(ids, tokens, k, keys, check);
+  std::vector<SavedSlots> prompt = with_state(static_cast<int64_t>(ids.size()), state);
   Clock::time_point read = Clock::now();
-  ExpertStep step = backend_.expert(prompt_, state,
-                                    count_up(static_cast<int64_t>(ids.size()), static_cast<size_t>(m_.action->horizon + 1)));
+  int64_t first = static_cast<int64_t>(ids.size()) + (state_token_ ? 1 : 0);
+  ExpertStep step = backend_.expert(prompt, state, count_up(first, static_cast<size_t>(m_.action->rows())));
   Floats actions = noise;
   auto change = static_cast<float>(-1.0 / static_cast<double>(steps));
   for (int64_t number = 0; number < steps; ++number) {

@@ -24,7 +24,7 @@ void check_actions(const Floats& actions);
 // at whatever place, keeps its tokens; a prompt of the same pictures, words and K its K and V.
 class Acting {
  public:
-  Acting(Backend& backend, const Manifest& manifest);
+  Acting(Backend& backend, const Bundle& bundle);
 
   // Actions [horizon, width] for a normalised state, from noise [horizon, width]; image tokens leave before layer `k`.
   // `check` is called before the tower, every stage and every step, and after the last; it may throw, to stop there. Throws
@@ -40,6 +40,7 @@ class Acting {
   Rows features(const std::vector<PreparedImage>& images);
   void run_prompt(const Ids& ids, const Rows& features, std::optional<int64_t> k, const std::string& key,
                   const Check& check);
+  std::vector<SavedSlots> with_state(int64_t length, const Floats& state);
 
   Backend& backend_;
   const Manifest& m_;
@@ -47,6 +48,8 @@ class Acting {
   std::map<size_t, std::unique_ptr<StageCache>> stages_;
   std::string key_;                 // of what `prompt_` is of; empty: of nothing
   std::vector<SavedSlots> prompt_;  // K and V of each stage
+  std::vector<size_t> counts_;      // of slots there
+  std::optional<std::pair<Floats, Floats>> state_token_;
 };
 
 }  // namespace vtxcore

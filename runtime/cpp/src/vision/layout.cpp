@@ -79,7 +79,7 @@ LayoutPtr Layout::released() const {
 }
 
 ImageSettings settings_for(const Layout& layout, const ImageSettings& settings, const std::string& fit) {
-  if (fit == "released" && settings.within) {  // pi0's pictures, as openpi prepares them
+  if (fit == "released" && settings.within && !settings.interpolated) {  // pi0's pictures, as openpi prepares them
     ImageSettings out = settings;
     out.resample = "bilinear", out.centred = true;
     return out;

@@ -40,22 +40,42 @@ void check_resized(const Picture& picture, int64_t width, int64_t height) {
        "-fold, as it is resized to ", width, "x", height, " before the crop; cut off some of its longer side");
 }
 
-// The picture in its own shape at the top left of the graph's input, which is 0 elsewhere, or in the middle of black.
+// A normalised picture of another size, resized in its numbers as PyTorch's bilinear `interpolate` does.
+Floats interpolated(const Picture& picture, int width, int height, const ImageSettings& settings) {
+  Pixels whole = normalised(picture, settings);
+  size_t area = static_cast<size_t>(picture.width) * static_cast<size_t>(picture.height);
+  Rows grid(area, 3);
+  for (size_t c = 0; c < 3; ++c)
+    for (size_t i = 0; i < area; ++i) grid.row(i)[c] = whole.values[c * area + i];
+  Rows shrunk = shrunk_grid(grid, picture.height, picture.width, height, width);
+  Floats out(3 * shrunk.count());
+  for (size_t c = 0; c < 3; ++c)
+    for (size_t i = 0; i < shrunk.count(); ++i) out[c * shrunk.count() + i] = shrunk.row(i)[c];
+  return out;
+}
+
+// The picture in its own shape at the top left of the graph's input, which is 0 elsewhere, or in the middle or at the bottom
+// right of black.
 Pixels preprocess_within(const Picture& picture, const ImageSettings& settings) {
   auto [height, width] = settings.output();
   double scale = std::min(static_cast<double>(height) / picture.height, static_cast<double>(width) / picture.width);
   double ratio = std::max(static_cast<double>(picture.width) / width, static_cast<double>(picture.height) / height);
-  auto side = [&](int own) {  // centred with openpi's rounding
-    return std::max(1, static_cast<int>(settings.centred ? own / ratio : own * scale));
+  bool black = settings.centred || settings.ended;
+  auto side = [&](int own) {  // in black with openpi's rounding
+    return std::max(1, static_cast<int>(black ? own / ratio : own * scale));
   };
   int wide = side(picture.width), high = side(picture.height);
-  Floats shown = normalised(resized(picture, wide, high, settings.resample), settings).values;
+  bool same = wide == picture.width && high == picture.height;
+  Floats shown = settings.interpolated && !same
+                     ? interpolated(picture, wide, high, settings)
+                     : normalised(resized(picture, wide, high, settings.resample), settings).values;
   auto rows = static_cast<size_t>(height), columns = static_cast<size_t>(width), own = static_cast<size_t>(wide);
   Pixels out{height, width, Floats(3 * rows * columns)};
   size_t left = 0, top = 0;
-  if (settings.centred) {
+  if (black) {
     out = normalised(Picture(width, height), settings);
-    left = (columns - own) / 2, top = (rows - static_cast<size_t>(high)) / 2;
+    left = columns - own, top = rows - static_cast<size_t>(high);
+    if (settings.centred) left /= 2, top /= 2;
   }
   for (size_t c = 0; c < 3; ++c)
     for (size_t y = 0; y < static_cast<size_t>(high); ++y)
