@@ -35,11 +35,15 @@ class Target:
         """True if engines for it can be built on a machine without its GPU."""
         return self.release.flavour == RTX
 
+    @property
+    def is_jetson(self) -> bool:
+        return self.capability in _JETSONS
+
 
 def _jetson(name: str, machine: str, device: str, jetpack: str) -> Target:
-    """A Jetson with a JetPack of the profile `device`."""
+    """A Jetson with the newest release of a JetPack of the profile `device`."""
     profile = load_profile(device)
-    (release,) = (pack.tensorrt for pack in profile.jetpack if pack.version.partition(".")[0] == jetpack)
+    *_, release = (pack.tensorrt for pack in profile.jetpack if pack.version.partition(".")[0] == jetpack)
     major, minor = map(int, (profile.compute_capability or "").split("."))
     return Target(name, f"{machine} with JetPack {jetpack}", (major, minor), parse_release(TENSORRT, release))
 
@@ -112,11 +116,11 @@ def check_libraries(target: Target, *, building: bool) -> None:
 
 
 def _installation(target: Target) -> str:
-    return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
+    return _JETSON_INSTALL if target.is_jetson else _pip_install(target)
 
 
 def _pip_install(target: Target) -> str:
-    extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
+    extra = "jetson" if target.is_jetson else "rtx" if target.portable else "tensorrt"
     return install(extra)
 
 

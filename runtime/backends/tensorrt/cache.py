@@ -13,9 +13,9 @@ decoding, whose recorded work needs one address: it has a copy of the last one, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import FLOAT, put
-from vtx.runtime.backends.slots import GROWTH, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.slots import GROWTH, Lane, SlotCounter, part_ends, seen_slots
 from vtx.runtime.backends.tensorrt.engine import Context, Shape
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
@@ -32,6 +32,9 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
+
+if TYPE_CHECKING:
+    from vtx.runtime.backends.tensorrt.batch import StageBatch
 
 _numbers = itertools.count()
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
@@ -61,10 +64,11 @@ class BoundStage:
         self._shared = shared
         self._spec = spec
         self.number = next(_numbers)
+        self.slots = [*slots]
         self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
         self.told: dict[str, NDArray[Any]] = {
             **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
-            **{name: cuda.pinned((1,), np.int32) for name in slots},
+            **{name: cuda.pinned((1,), np.int32) for name in self.slots},
         }
         self.decode = shared.engines.new_context(graph, DECODE, captures=True)
 
@@ -79,21 +83,31 @@ class BoundStage:
         self, tokens: int, queries: int | None = None, *, turned: bool = False
     ) -> tuple[dict[str, Shape], dict[str, int]]:
         """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
-        shared = self._shared
-        address = self._shared.engines.address
-        model = self._shared.model
-        addresses = {
-            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, *self.told)},
-            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
-        }
-        shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
-        shapes |= {name: (1, tokens) for name in (names.POSITIONS, *sight_of(model))}
-        if self._spec.query:
-            addresses[names.QUERY] = queries or address(names.QUERY)
-        for name, width in shared.widths(self._spec).items():
-            shapes[names.token_input(name)] = (tokens, width)
-            addresses[names.token_input(name)] = address(names.token_input(name))
+        shapes, addresses = token_bindings(self._shared, self._spec, (1, tokens), turned=turned)
+        for name in self.slots:
+            shapes[name] = (1,)
+            addresses[name] = self._shared.engines.address(name)
+        if queries is not None:
+            addresses[names.QUERY] = queries
         return shapes, addresses
+
+
+def token_bindings(
+    shared: TensorrtCacheContext, spec: StageSpec, sizes: tuple[int, int], *, turned: bool = False
+) -> tuple[dict[str, Shape], dict[str, int]]:
+    """Shapes and addresses of what a stage takes and gives of tokens: `sizes` conversations and tokens of each.
+
+    `turned`: rotary tables have a row for each token.
+    """
+    model = shared.model
+    tokens = sizes[0] * sizes[1]
+    shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
+    shapes |= dict.fromkeys((names.POSITIONS, *sight_of(model)), sizes)
+    shapes |= {names.token_input(name): (tokens, width) for name, width in shared.widths(spec).items()}
+    outputs = [names.HIDDEN_OUT, *([names.QUERY] if spec.query else [])]
+    addresses = {name: shared.engines.address(name) for name in (*shapes, *outputs)}
+    addresses |= {name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()}
+    return shapes, addresses
 
 
 class DeviceSlots(BoundStage):
@@ -161,8 +175,9 @@ class DeviceSlots(BoundStage):
         """The parts from that slot on."""
         return [region.at(slot) for region in self.regions]
 
-    def take_over(self, other: DeviceSlots, length: int) -> None:
-        copy_slots(self._shared.cuda, self.regions, other.regions, length)
+    def take_over(self, regions: Sequence[Region], length: int) -> None:
+        """Copy the first `length` slots of other memory."""
+        copy_slots(self._shared.cuda, self.regions, regions, length)
         self._shared.cuda.wait()
 
     def new_slots(self, tokens: int) -> list[Region]:
@@ -212,12 +227,34 @@ class TensorrtStageCache(SlotCounter):
         self._spec = spec
         self._graph = graph
         self._layout = context.layout(spec)
-        self._held: list[DeviceSlots] = []  # its memory, once it has any
+        self._held: list[DeviceSlots] = []  # its memory, once it has any and while it is in no lane
+        self._batch: StageBatch | None = None  # that its lane is of
         context.pool.give_back_with(self, spec.first, self._held)
 
     @property
     def memory(self) -> DeviceSlots:
+        self.go_home()
         return self._held[0]
+
+    def go_home(self) -> None:
+        """Have its slots in memory of its own."""
+        if self.lane is not None:
+            self.make_room(self.length)
+
+    def regions(self) -> list[Region]:
+        """The parts of its K and V, in memory of its own or in its lane; none if it has no slots."""
+        if self.lane is not None:
+            assert self._batch is not None
+            return self._batch.regions(self.lane)
+        return self._held[0].regions if self._held else []
+
+    def enter_lane(self, batch: StageBatch, lane: Lane) -> None:
+        """Its slots are in this lane from now on; its own memory goes to the next conversation."""
+        self._batch = batch
+        self.lane = lane
+        for memory in self._held:
+            self._context.pool.give_back(self._spec.first, memory)
+        self._held.clear()
 
     def _make(self, capacity: int) -> DeviceSlots:
         return DeviceSlots(self._context, self._spec, self._graph, capacity)
@@ -229,14 +266,18 @@ class TensorrtStageCache(SlotCounter):
         return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
 
     def make_room(self, slots: int) -> None:
-        """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
-        if self._held and self.memory.capacity >= slots:
+        """Have memory of its own for `slots` slots. If there is not enough, the cache stays as it is."""
+        if self._held and self._held[0].capacity >= slots:
             return
-        capacity = min(self.capacity, -(-slots // GROWTH) * GROWTH)
+        capacity = min(self.capacity, -(-max(1, slots) // GROWTH) * GROWTH)
         longer = self._context.pool.borrow(self._spec.first, capacity, self._make)
-        if self._held and self.length:
-            longer.take_over(self.memory, self.length)
+        if self.length:
+            longer.take_over(self.regions(), self.length)
         self._held[:] = [longer]
+        if self.lane is not None:
+            assert self._batch is not None
+            self._batch.leave(self.lane)
+            self.lane = None
         self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
