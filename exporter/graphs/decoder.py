@@ -150,8 +150,8 @@ def build_stage(
             delta = b.dialect.norm(b, delta, f"{prefix}.{before}.weight", c.eps)
             before = "pre_feedforward_layernorm"
         x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.{before}.weight", c.eps)
-        gate = activate(b, b.linear(x, f"{mlp}.gate_proj", bias=c.mlp_bias), c.activation)
-        up = b.linear(x, f"{mlp}.up_proj", bias=c.mlp_bias)
+        gate, up = b.linears(x, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=c.mlp_bias)
+        gate = activate(b, gate, c.activation)
         delta = b.linear(b.op("Mul", gate, up), f"{mlp}.down_proj", bias=c.mlp_bias)
         if c.post_norms:
             delta = b.dialect.norm(b, delta, f"{prefix}.post_feedforward_layernorm.weight", c.eps)
@@ -181,10 +181,11 @@ def _attention(
     parts = list[ir.Value]()
     width = c.heads_of(layer)
     gate = None
-    for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
-        if part != "q" and c.source(layer) != layer:
-            continue
-        y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
+    heads_of = {"q": c.heads}
+    if c.source(layer) == layer:
+        heads_of |= {"k": c.kv_heads, "v": c.kv_heads}
+    projections = b.linears(x, [f"{name}.{part}_proj" for part in heads_of], bias=c.qkv_bias)
+    for (part, heads), y in zip(heads_of.items(), projections, strict=True):
         if c.gated and part == "q":  # each head's query and gate stand side by side
             sizes = b.constant([width, width])
             y, gate = b.ops("Split", b.reshape(y, -1, heads, 2 * width), sizes, outputs=2, axis=-1)
