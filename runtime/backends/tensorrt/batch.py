@@ -101,7 +101,7 @@ class StageBatch:
         assert self._memory is not None
         return self._memory.at(lane.number)
 
-    def leave(self, lane: Lane) -> None:
+    def free(self, lane: Lane) -> None:
         """Free a lane, whose cache has its slots elsewhere now."""
         del self._caches[lane.number]
 
@@ -152,22 +152,22 @@ class StageBatch:
         return self._memory
 
     def _enter(self, cache: TensorrtStageCache, number: int, memory: LaneMemory) -> None:
-        """Move a cache to a lane of `memory`; one that is there, and in no run now, goes home."""
+        """Move a cache to a lane of `memory`; one that is there, and not in this run, leaves it."""
         if number in self._caches:
-            self._caches[number].go_home()
+            self._caches[number].leave_lane()
         if cache.length:
             copy_slots(self._shared.cuda, memory.at(number), cache.regions(), cache.length)
         if cache.lane is not None:
-            self.leave(cache.lane)
+            self.free(cache.lane)
         cache.enter_lane(self, Lane(number))
         self._caches[number] = cache
 
     def _replace(self, capacity: int) -> LaneMemory:
-        """Lanes of that capacity, once all caches have gone home."""
+        """Lanes of that capacity, once all caches have left those that there are."""
         pool = self._shared.pool
         key = "lanes", self._spec.first
         for cache in [*self._caches.values()]:
-            cache.go_home()
+            cache.leave_lane()
         if self._memory is not None:
             pool.give_back(key, self._memory)
             self._memory = None

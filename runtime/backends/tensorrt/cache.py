@@ -233,10 +233,10 @@ class TensorrtStageCache(SlotCounter):
 
     @property
     def memory(self) -> DeviceSlots:
-        self.go_home()
+        self.leave_lane()
         return self._held[0]
 
-    def go_home(self) -> None:
+    def leave_lane(self) -> None:
         """Have its slots in memory of its own."""
         if self.lane is not None:
             self.make_room(self.length)
@@ -276,7 +276,7 @@ class TensorrtStageCache(SlotCounter):
         self._held[:] = [longer]
         if self.lane is not None:
             assert self._batch is not None
-            self._batch.leave(self.lane)
+            self._batch.free(self.lane)
             self.lane = None
         self._resident = longer.capacity
 
