@@ -16,7 +16,7 @@ from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import float16_overflow
-from vtx.runtime.errors import BundleError, ExportError, RequestError
+from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import locked, open_directory
@@ -119,11 +119,6 @@ def plan_engines(
     `batch`: conversations that one run decodes; 1: a stage has one profile for all its runs.
     """
     m = bundle.manifest
-    lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
-    if lacking:
-        raise RequestError(
-            f"{target.name} ({target.machine}) does not compute with {lacking[0]} weights; export with --precision fp16"
-        )
     if overflow := float16_overflow(bundle):
         raise BundleError(overflow)
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]

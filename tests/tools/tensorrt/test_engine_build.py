@@ -225,13 +225,6 @@ def test_graphs_that_the_release_does_not_read_are_refused_with_the_first_findin
         plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7", "ort")
 
 
-@pytest.mark.parametrize("part", ["precision", "vision_precision", "head_precision"])
-def test_a_precision_that_the_card_has_not_is_refused(part: str, bundle: Bundle) -> None:
-    narrow = replace(bundle.manifest, **{part: "int4"})
-    with pytest.raises(RequestError, match=r"sm75 .*does not compute with int4 weights; export with --precision fp16"):
-        plan_engines(Bundle(bundle.folder, narrow), TARGETS["sm75"], Release(RTX, (1, 7)), "1.7", "trt10")
-
-
 def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plan(bundle)
     monkeypatch.setattr(engines, "available_memory", lambda: asked.memory - 1)
@@ -397,7 +390,7 @@ def test_progress_does_not_start_over_with_a_further_outermost_phase() -> None:
 
 def test_an_unknown_target_lists_all() -> None:
     with pytest.raises(
-        RequestError, match=r"'rtx9' is unknown; the targets are: this, sm75 .*jetson-orin \(Jetson Orin"
+        RequestError, match=r"'rtx9' is unknown; the targets are: this, sm80 .*jetson-orin \(Jetson Orin"
     ):
         find_target("rtx9")
 
