@@ -16,10 +16,11 @@ import numpy as np
 from vtx.runtime.backends.cuda import Buffer, Graph
 from vtx.runtime.backends.device_states import put
 from vtx.runtime.backends.slots import GROWTH, Lane
-from vtx.runtime.backends.tensorrt.cache import DECODE, PAST_AND_PRESENT, TensorrtStageCache, token_bindings
+from vtx.runtime.backends.tensorrt.binding import DECODE, kv_bindings, token_bindings
+from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
-from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
+from vtx.runtime.backends.tensorrt.regions import Region, copy_slots
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -74,15 +75,10 @@ class LaneMemory:
     def _bound(self, count: int) -> Context:
         shared = self._shared
         shapes, addresses = token_bindings(shared, self._spec, (count, 1))
-        shapes[names.TOTAL_SLOTS] = (count,)
-        addresses[names.TOTAL_SLOTS] = shared.engines.address(names.TOTAL_SLOTS)
-        new = self.new_slots(count)
-        for layer in self._spec.cached:
-            for half, (past, present) in enumerate(PAST_AND_PRESENT):
-                addresses |= {past(layer): part(self._regions, layer, half), present(layer): part(new, layer, half)}
-                shapes[past(layer)] = (count, self.capacity, shared.model.kv_heads, shared.model.heads_of(layer))
+        sizes = count, self.capacity
+        kv_shapes, kv_addresses = kv_bindings(shared.model, self._regions, self.new_slots(count), sizes)
         context = shared.engines.new_context(self._graph, DECODE, captures=True)
-        context.bind(shapes, addresses)
+        context.bind(shapes | kv_shapes, addresses | kv_addresses)
         return context
 
 

@@ -13,19 +13,20 @@ decoding, whose recorded work needs one address: it has a copy of the last one, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, aligned, runs
+from vtx.runtime.backends.cuda import Buffer, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import FLOAT, put
 from vtx.runtime.backends.slots import GROWTH, Lane, SlotCounter, part_ends, seen_slots
-from vtx.runtime.backends.tensorrt.engine import Context, Shape
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
+from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage, BoundStates, kv_bindings
+from vtx.runtime.backends.tensorrt.engine import Context
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, written_in_place
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
@@ -36,78 +37,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 if TYPE_CHECKING:
     from vtx.runtime.backends.tensorrt.batch import StageBatch
 
-_numbers = itertools.count()
-PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
-DECODE = 0  # of an engine's profiles, which may be one and the same
-PREFILL = -1
 ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
-
-
-class BoundStates(NamedTuple):
-    """Addresses of the state before a run, of those that it gives out, and of the numbers of their tokens."""
-
-    given: int
-    made: int
-    ends: int
-    number: int
-
-
-class BoundStage:
-    """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
-
-    `number` is never that of another one; `recordings` are of steps that end with this stage, by the numbers of all
-    that are bound for them; None once one has run, False if it cannot be recorded.
-    """
-
-    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
-        cuda = shared.cuda
-        self._shared = shared
-        self._spec = spec
-        self.number = next(_numbers)
-        self.slots = [*slots]
-        self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
-        self.told: dict[str, NDArray[Any]] = {
-            **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
-            **{name: cuda.pinned((1,), np.int32) for name in self.slots},
-        }
-        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
-
-    def tell(self, told: dict[str, int]) -> None:
-        for name, value in told.items():
-            self.told[name][...] = value
-
-    def turn(self) -> None:
-        """Queue what makes the memory ready for the token after the one whose run is queued, at the same addresses."""
-
-    def bind_tokens(
-        self, tokens: int, queries: int | None = None, *, turned: bool = False
-    ) -> tuple[dict[str, Shape], dict[str, int]]:
-        """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
-        shapes, addresses = token_bindings(self._shared, self._spec, (1, tokens), turned=turned)
-        for name in self.slots:
-            shapes[name] = (1,)
-            addresses[name] = self._shared.engines.address(name)
-        if queries is not None:
-            addresses[names.QUERY] = queries
-        return shapes, addresses
-
-
-def token_bindings(
-    shared: TensorrtCacheContext, spec: StageSpec, sizes: tuple[int, int], *, turned: bool = False
-) -> tuple[dict[str, Shape], dict[str, int]]:
-    """Shapes and addresses of what a stage takes and gives of tokens: `sizes` conversations and tokens of each.
-
-    `turned`: rotary tables have a row for each token.
-    """
-    model = shared.model
-    tokens = sizes[0] * sizes[1]
-    shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
-    shapes |= dict.fromkeys((names.POSITIONS, *sight_of(model)), sizes)
-    shapes |= {names.token_input(name): (tokens, width) for name, width in shared.widths(spec).items()}
-    outputs = [names.HIDDEN_OUT, *([names.QUERY] if spec.query else [])]
-    addresses = {name: shared.engines.address(name) for name in (*shapes, *outputs)}
-    addresses |= {name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()}
-    return shapes, addresses
 
 
 class DeviceSlots(BoundStage):
@@ -203,11 +133,9 @@ class DeviceSlots(BoundStage):
     ) -> None:
         """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
         shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
-        model = self._shared.model
-        for layer in self._spec.cached:
-            for half, (past, present) in enumerate(PAST_AND_PRESENT):
-                addresses |= {past(layer): part(self.regions, layer, half), present(layer): part(new, layer, half)}
-                shapes[past(layer)] = (1, filled, model.kv_heads, model.heads_of(layer))
+        kv_shapes, kv_addresses = kv_bindings(self._shared.model, self.regions, new, (1, filled))
+        shapes |= kv_shapes
+        addresses |= kv_addresses
         if states is not None:
             addresses |= {names.STATE: states.given, names.STATE_OUT: states.made, names.STATE_ENDS: states.ends}
             shapes[names.STATE_ENDS] = (states.number,)
