@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,17 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
-if TYPE_CHECKING:
-    from vtx.runtime.backends.tensorrt.batch import StageBatch
-
 ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
+
+
+class StageLanes(Protocol):
+    """The lanes of a stage, as a cache in one of them needs them."""
+
+    def regions(self, lane: Lane) -> list[Region]:
+        """The parts of a lane."""
+
+    def free(self, lane: Lane) -> None:
+        """Have the lane for other caches."""
 
 
 class DeviceSlots(BoundStage):
@@ -156,7 +163,7 @@ class TensorrtStageCache(SlotCounter):
         self._graph = graph
         self._layout = context.layout(spec)
         self._held: list[DeviceSlots] = []  # its memory, once it has any and while it is in no lane
-        self._batch: StageBatch | None = None  # that its lane is of
+        self._batch: StageLanes | None = None  # that its lane is of
         context.pool.give_back_with(self, spec.first, self._held)
 
     @property
@@ -176,7 +183,7 @@ class TensorrtStageCache(SlotCounter):
             return self._batch.regions(self.lane)
         return self._held[0].regions if self._held else []
 
-    def enter_lane(self, batch: StageBatch, lane: Lane) -> None:
+    def enter_lane(self, batch: StageLanes, lane: Lane) -> None:
         """Its slots are in this lane from now on; its own memory goes to the next conversation."""
         self._batch = batch
         self.lane = lane
