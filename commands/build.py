@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.shared.options import FILE, option, options
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 from vtx.runtime.terminal.last import last_bundle
 
@@ -28,7 +29,7 @@ class BuildSettings:
     dialect: str | None
     workspace: int | None
     timing_cache: Path | None
-    profiles: str | None
+    batch: int | None
     check: bool
     as_json: bool
     force: bool
@@ -59,10 +60,11 @@ class BuildSettings:
         metavar="FILE",
     ),
     option(
-        "--profiles",
-        click.Choice(["1", "2"]),
-        "Kernels of a stage: one set, or a second one for single tokens, "
-        "which may store weights twice [default: 1 for RTX, but 2 for int4; else 2].",
+        "--batch",
+        click.IntRange(1, LANES),
+        "Conversations that one run decodes, each with memory in every engine; 1: a stage has no kernels "
+        "of its own for single tokens [default: 8, on a Jetson 2].",
+        metavar="N",
     ),
     option("--check", bool, "Check the graphs against the rules of the target's TensorRT; build nothing."),
     option("--json as_json", bool, "Print the engines, or with --check the findings, as one JSON object."),
@@ -115,7 +117,7 @@ def _build(settings: BuildSettings, bundle: Bundle, target: Target, key: Signing
         settings.dialect or release.dialect,
         workspace=None if settings.workspace is None else settings.workspace << 20,
         timing_cache=settings.timing_cache,
-        profiles=int(settings.profiles) if settings.profiles else None,
+        batch=settings.batch,
         key=key,
     )
     if not settings.force:
@@ -145,7 +147,7 @@ def _row(outcome: EngineOutcome) -> list[str]:
     if excess := outcome.job.excess(record):
         note(
             f"warning: {record.file} has {excess:.1f} times the bytes of its weights: TensorRT stores them "
-            "twice or wider; try --profiles 1, or export with another --precision"
+            "twice or wider; try --batch 1, or export with another --precision"
         )
     built = outcome.built
     cost = ["kept", ""] if built is None else [f"{built.seconds:.1f} s", size(built.memory)]

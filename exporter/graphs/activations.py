@@ -51,6 +51,5 @@ def activate(b: Builder, x: ir.Value, name: str) -> ir.Value:
 
 def gated_mlp(b: Builder, x: ir.Value, name: str, activation: str, *, bias: bool = False) -> ir.Value:
     """The matrices `name`.gate_proj, up_proj and down_proj, with an activation between them."""
-    gate = activate(b, b.linear(x, f"{name}.gate_proj", bias=bias), activation)
-    up = b.linear(x, f"{name}.up_proj", bias=bias)
-    return b.linear(b.op("Mul", gate, up), f"{name}.down_proj", bias=bias)
+    gate, up = b.linears(x, [f"{name}.gate_proj", f"{name}.up_proj"], bias=bias)
+    return b.linear(b.op("Mul", activate(b, gate, activation), up), f"{name}.down_proj", bias=bias)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.weights.plan import StoredTensor
+from vtx.exporter.weights.plan import StoredTensor, adjoining
 
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
@@ -48,7 +48,7 @@ class Builder:
     def __init__(self, name: str, weights: Mapping[str, StoredTensor], folder: Path, dialect: Dialect) -> None:
         self.name = name
         self.dialect = dialect
-        self._weights = weights
+        self._weights = dict(weights)
         self._folder = folder
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
@@ -190,6 +190,28 @@ class Builder:
         """X @ W^T (+ b) for [tokens, in], with W as Hugging Face stores it, [out, in], or quantised."""
         return self.project(x, f"{name}.weight", f"{name}.bias" if bias else None)
 
+    def linears(self, x: ir.Value, names: Sequence[str], *, bias: bool) -> Sequence[ir.Value]:
+        """`linear` of several matrices with the same inputs.
+
+        In a dialect that joins them it is one product, if they are quantised and side by side in their file; but not of
+        three equal int8 matrices, which TensorRT-RTX takes apart again and dequantises in a kernel of its own.
+        """
+        matrices = [self._weights[f"{name}.weight"] for name in names]
+        joins = self.dialect.joins and len(names) > 1 and all(matrix.scales is not None for matrix in matrices)
+        if len(names) == 3 and matrices[0].dtype == "I8" and len({matrix.shape for matrix in matrices}) == 1:
+            joins = False
+        matrix = adjoining(matrices) if joins else None
+        if matrix is None:
+            return [self.linear(x, name, bias=bias) for name in names]
+        joined_name = "+".join(names)
+        self._weights[joined_name] = matrix
+        y = self.project(x, joined_name)
+        if bias:
+            biases = [self.weight(f"{name}.bias") for name in names]
+            y = self.op("Add", y, self.op("Concat", *biases, axis=0))
+        rows = self.constant([part.shape[0] for part in matrices])
+        return self.ops("Split", y, rows, outputs=len(names), axis=-1)
+
     def project(self, x: ir.Value, weight: str, bias: str | None = None) -> ir.Value:
         if self._weights[weight].scales is not None:
             return self.dialect.quantised(self, x, weight, bias)
@@ -324,7 +346,8 @@ class Dialect(ABC):
 
     `sizes_from_values`: the number of tokens may depend on a tensor's values; else a mask hides tokens. `branches`: a
     graph may have others within it, conditionals and loops; if not, one run is of one conversation, too. `largest`: the
-    most numbers of a tensor, None for any number. `zero_points`: integers may have zero points.
+    most numbers of a tensor, None for any number. `zero_points`: integers may have zero points. `joins`: products with
+    quantised matrices that have the same inputs are one, as a product is a launch.
     """
 
     name: str
@@ -335,6 +358,7 @@ class Dialect(ABC):
     branches: bool = True
     largest: int | None = None
     zero_points: bool = True
+    joins: bool = False
 
     def cache_shape(self, kv_heads: int, slots: str, head_dim: int) -> tuple[int | str, ...]:
         return (1, kv_heads, slots, head_dim)

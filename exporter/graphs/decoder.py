@@ -184,10 +184,11 @@ def _attention(
     parts = list[ir.Value]()
     width = c.heads_of(layer)
     gate = None
-    for part, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
-        if part != "q" and c.source(layer) != layer:
-            continue
-        y = b.linear(x, f"{name}.{part}_proj", bias=c.qkv_bias)
+    heads_of = {"q": c.heads}
+    if c.source(layer) == layer:
+        heads_of |= {"k": c.kv_heads, "v": c.kv_heads}
+    projections = b.linears(x, [f"{name}.{part}_proj" for part in heads_of], bias=c.qkv_bias)
+    for (part, heads), y in zip(heads_of.items(), projections, strict=True):
         if c.gated and part == "q":  # each head's query and gate stand side by side
             sizes = b.constant([width, width])
             y, gate = b.ops("Split", b.reshape(y, -1, heads, 2 * width), sizes, outputs=2, axis=-1)

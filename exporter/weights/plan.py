@@ -7,9 +7,9 @@ tensor, without what no graph uses. The plan needs no weights, so graphs can be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, ZEROS, Preci
 from vtx.runtime.precision import STORED
 
 WHOLE = ".safetensors"  # pickled files are never used whole
+# Matrices of one module that are multiplied by the same inputs.
+SAME_INPUTS = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"), **dict.fromkeys(("gate_proj", "up_proj"), "ffn")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,28 @@ class StoredTensor:
     shape: tuple[int, ...]
     scales: StoredTensor | None = None
     zeros: StoredTensor | None = None
+
+
+def adjoining(tensors: Sequence[StoredTensor]) -> StoredTensor | None:
+    """The rows of several tensors as one, if they lie side by side in a file; None if not."""
+    for before, after in pairwise(tensors):
+        if (after.file, after.offset) != (before.file, before.offset + before.nbytes):
+            return None
+    return _joined(tensors)  # so are their scales and zero points
+
+
+def _joined(tensors: Sequence[StoredTensor]) -> StoredTensor:
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    scales = [tensor.scales for tensor in tensors if tensor.scales is not None]
+    zeros = [tensor.zeros for tensor in tensors if tensor.zeros is not None]
+    return replace(
+        tensors[0],
+        nbytes=nbytes,
+        shape=(rows, *tensors[0].shape[1:]),
+        scales=_joined(scales) if scales else None,
+        zeros=_joined(zeros) if zeros else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +125,18 @@ class WeightFile:
     @property
     def whole(self) -> bool:
         return self.header is None
+
+    @property
+    def groups(self) -> list[list[WeightEntry]]:
+        """The entries that are written together: their integers, then their scales, then their zero points."""
+        groups = list[list[WeightEntry]]()
+        end = -1
+        for entry in self.entries:
+            if not groups or entry.parts[0].offset == end:
+                groups.append([])
+            groups[-1].append(entry)
+            end = max(end, entry.end)
+        return groups
 
     @property
     def work(self) -> int:
@@ -197,17 +233,31 @@ def quantised_note(plan: WeightPlan) -> str | None:
 def _laid_out(
     file: str, tensors: list[tuple[str, TensorInfo]], forms: list[Form], checkpoint: Checkpoint
 ) -> tuple[bytes, tuple[WeightEntry, ...]]:
-    """The header of a rewritten file and its entries; a matrix's scales and zero points follow its integers."""
-    groups = [_specs(name, info.shape, form) for (name, info), form in zip(tensors, forms, strict=True)]
-    header, targets = layout(Path(file), chain.from_iterable(groups))
-    places = iter(targets)
-    entries = tuple(
-        WeightEntry(
-            name, info, form, tuple(islice(places, len(group))), checkpoint.factor(name), checkpoint.shift(name)
-        )
-        for (name, info), form, group in zip(tensors, forms, groups, strict=True)
-    )
-    return header, entries
+    """The header of a rewritten file and its entries; a matrix's scales and zero points follow its integers.
+
+    Those of matrices that are multiplied by the same inputs follow the integers of the last of them.
+    """
+    together = dict[Hashable, list[tuple[str, TensorInfo, Form]]]()
+    for (name, info), form in zip(tensors, forms, strict=True):
+        together.setdefault(_group(name, form), []).append((name, info, form))
+    ordered = [tensor for group in together.values() for tensor in group]
+    specs = {name: _specs(name, info.shape, form) for name, info, form in ordered}
+    parts = [zip(*(specs[name] for name, _, _ in group), strict=True) for group in together.values()]
+    header, targets = layout(Path(file), chain.from_iterable(chain.from_iterable(parts)))
+    places = {target.name: target for target in targets}
+    entries = []
+    for name, info, form in ordered:
+        own = tuple(places[part] for part, _, _ in specs[name])
+        entries.append(WeightEntry(name, info, form, own, checkpoint.factor(name), checkpoint.shift(name)))
+    return header, tuple(entries)
+
+
+def _group(name: str, form: Form) -> Hashable:
+    """A key of the matrices that lie side by side, so that engines may read them as one; the name of any other."""
+    module, _, matrix = name.removesuffix(".weight").rpartition(".")
+    if form.scheme is None or matrix not in SAME_INPUTS:
+        return name
+    return module, SAME_INPUTS[matrix], form.dtype, form.scheme, form.zeroed
 
 
 def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str, str, tuple[int, ...]]]:

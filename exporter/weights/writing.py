@@ -153,52 +153,60 @@ def _rewrite(
 ) -> str:
     """Write the file's unfinished tensors in their new form, converted by chunks in `pool`. Returns its SHA-256."""
     header = file.header or b""
+    groups = file.groups
     finished = 0
     digest = hashlib.sha256(header)
     # the tensors that an interrupted export finished
     with contextlib.suppress(OSError), target.open("rb") as source:
         source.seek(len(header))
-        for entry, record in zip(file.entries, journal.tensors.get(file.name, []), strict=False):
+        for group, record in zip(groups, journal.tensors.get(file.name, []), strict=False):
+            last = group[-1]
             after = digest.copy()
             crc = 0
-            for size in pieces(entry.end - source.tell()):
+            for size in pieces(last.end - source.tell()):
                 data = source.read(size)
                 after.update(data)
                 crc = zlib.crc32(data, crc)
-            if (entry.name, entry.end, crc) != (record.tensor, record.end, record.crc):
+            if (last.name, last.end, crc) != (record.tensor, record.end, record.crc):
                 break
             digest = after
             finished = finished + 1
     with target.open("r+b" if finished else "wb") as out:
         if finished:
-            out.truncate(out.seek(file.entries[finished - 1].end))
-            report(sum(entry.source.nbytes for entry in file.entries[:finished]))
+            out.truncate(out.seek(groups[finished - 1][-1].end))
+            report(sum(entry.source.nbytes for entry in chain.from_iterable(groups[:finished])))
         else:
             out.write(header)
-        for entry in file.entries[finished:]:
-            scaling = scalings.get(entry.name)
-            by_rows = entry.form.scheme or scaling or entry.source.by_rows  # they stay whole
-            tensor = entry.source if by_rows else entry.source.flat
-            convert, elements = _conversion(entry, scaling, tensor)
-            length, step = tensor.shape[0], max(1, elements // max(1, prod(tensor.shape[1:])))
-            spans = (slice(start, min(start + step, length)) for start in range(0, length, step))
+        for group in groups[finished:]:
             crc = 0
             following = list[list[bytes]]()
-            for (data, *more), nbytes in in_order(pool, convert, spans):
-                out.write(data)
-                digest.update(data)
-                crc = zlib.crc32(data, crc)
-                following.append(more)
-                report(nbytes)
+            for entry in group:
+                for (data, *more), nbytes in _converted_chunks(entry, scalings.get(entry.name), pool):
+                    out.write(data)
+                    digest.update(data)
+                    crc = zlib.crc32(data, crc)
+                    following.append(more)
+                    report(nbytes)
             data = b"".join(chain.from_iterable(zip(*following, strict=True)))
             out.write(data)
             digest.update(data)
             out.flush()
-            journal.add_tensor(Written(file.name, entry.name, entry.end, zlib.crc32(data, crc)))
+            last = group[-1]
+            journal.add_tensor(Written(file.name, last.name, last.end, zlib.crc32(data, crc)))
             with contextlib.suppress(AttributeError, OSError):  # keep the cache for pages still to be read
                 os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.fsync(out.fileno())
     return digest.hexdigest()
+
+
+def _converted_chunks(entry: WeightEntry, scaling: Scaling | None, pool: ThreadPoolExecutor) -> Iterator[Converted]:
+    """The chunks of an entry in its new form, in the order of its rows."""
+    by_rows = entry.form.scheme or scaling or entry.source.by_rows  # they stay whole
+    tensor = entry.source if by_rows else entry.source.flat
+    convert, elements = _conversion(entry, scaling, tensor)
+    length = tensor.shape[0]
+    step = max(1, elements // max(1, prod(tensor.shape[1:])))
+    return in_order(pool, convert, (slice(start, min(start + step, length)) for start in range(0, length, step)))
 
 
 def in_order(

@@ -58,6 +58,10 @@ class EngineCost:
 # sides up to the longer one, and so as many times the most pixels.
 WIDEST = 2
 WIDEST_VIEW = 4  # the same of models that see large images in tiles or slices, whose views are small
+MAYBE_WIDENED = (
+    "weights as stored, but TensorRT other than TensorRT-RTX may widen int8 ones to float16, as vtx-build then warns; "
+    "K/V grow with the tokens"
+)
 WIDENED = "floats are widened to float32 and computed in it"
 
 
@@ -107,7 +111,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
         "TensorRT", ("tensorrt", "tensorrt_rtx"), "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
         # K/V are read, joined to the new token's in other memory, and read there
-        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST)),
+        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST, note=MAYBE_WIDENED)),
         gpu=True,
     ),
 }  # fmt: skip

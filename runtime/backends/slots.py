@@ -20,6 +20,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
 BLOCK = 32  # slots that become resident together
 GROWTH = 256  # slots by which a GPU's memory grows: each time is a new context, a copy of K and V and a new recording
+LANES = 8  # conversations that a GPU decodes in one run, at most
 RECENT = 16  # last tokens of a run or an answer that a cache goes back among: text that is tokenized anew
 TRIED = 65  # tokens of a run that may all leave again but for the first ones: one and the longest draft
 STATE_BYTES = 8 << 20  # of one layer's states: fewer tokens are gone back among, or tried, where states are large

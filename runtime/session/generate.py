@@ -105,5 +105,5 @@ def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
             for cache, length in zip(of_one, before, strict=True):
                 cache.keep(min(length, cache.length))
         raise
-    for session, row, state in zip(sessions, logits, hidden, strict=True):
+    for session, row, state in zip(sessions, logits, np.asarray(hidden), strict=True):
         session.ran(row, state)

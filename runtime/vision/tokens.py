@@ -40,6 +40,10 @@ class TokenStates:
         """The tokens from number `start` to before number `end`."""
         return TokenStates(self.hidden[start:end], {name: x[start:end] for name, x in self.inputs.items()})
 
+    def take(self, which: Ids) -> TokenStates:
+        """The tokens of these numbers, in that order."""
+        return TokenStates(self.hidden[which], {name: x[which] for name, x in self.inputs.items()})
+
     def then(self, others: TokenStates) -> TokenStates:
         """These tokens, then `others`."""
         inputs = {name: np.concatenate([x, others.inputs[name]]) for name, x in self.inputs.items()}

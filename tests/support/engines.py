@@ -11,7 +11,7 @@ import pytest
 from tests.support import gpu_standin
 from tests.support.gpu_standin import Gpu, build_all
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.tensorrt import backend, cache
+from vtx.runtime.backends.tensorrt import backend, batch, cache
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -30,7 +30,8 @@ def on_standin(patch: pytest.MonkeyPatch, card: gpu.Gpu = CARD, version: str = g
     """The stand-in for the GPU and for TensorRT, found wherever the backend looks for them."""
     found = Gpu()
     patch.setattr(backend, "load_driver", lambda: found)
-    patch.setattr(cache, "GROWTH", SMALL_GROWTH)
+    for module in (cache, batch):
+        patch.setattr(module, "GROWTH", SMALL_GROWTH)
     patch.setattr(backend, "load_flavour", lambda flavour: gpu_standin.module(found, version, flavour))
     patch.setattr(backend, "find_gpu", lambda *_: card)
     return found

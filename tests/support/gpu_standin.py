@@ -43,6 +43,7 @@ TYPES = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
 }
+UNREAD = ("total_slots", "position_ids", "cos", "sin")  # inputs of a stage without attention
 SCRATCH = 4096
 CONTEXT = 512  # bytes that an execution context holds beside its working memory
 VERSION = "1.7.1"
@@ -387,6 +388,10 @@ class PlainEngine:
         self.session = _session(self.graph, *_files(Path(self.graph).parent))
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
+        self.unread = {}
+        if "state" in self.inputs and not any(name.startswith("past_") for name in self.inputs):
+            # TensorRT leaves out inputs that nothing reads: those for attention, of a stage of states alone
+            self.unread = {name: self.inputs.pop(name) for name in UNREAD}
         self._names = [*self.inputs, *self.outputs]
         self.num_io_tensors, self.num_optimization_profiles = len(self._names), len(self.profiles)
 
@@ -495,6 +500,8 @@ class Context:
 
     def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         feeds = {name: view(addresses[name], shape, self._type(name)).copy() for name, shape in shapes.items()}
+        for name, value in self.engine.unread.items():
+            feeds[name] = np.zeros([size if isinstance(size, int) else 1 for size in value.shape], TYPES[value.type])
         found = dict(zip(self.engine.outputs, self.engine.session.run(None, feeds), strict=True))
         regions = []
         for name, array in found.items():

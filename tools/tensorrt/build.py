@@ -9,13 +9,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import float16_overflow
-from vtx.runtime.errors import BundleError, ExportError, RequestError
+from vtx.runtime.errors import BundleError, ExportError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import locked, open_directory
@@ -23,11 +24,12 @@ from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint
 from vtx.tools.tensorrt.memory import build_memory
-from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes
+from vtx.tools.tensorrt.profiles import batches, graph_profiles, input_shapes
 from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import Target
 
 LARGEST_ENGINE = 1.3  # times its weights: beyond that they are stored twice, or wider than in the bundle
+JETSON_LANES = 2  # conversations of a run: the memory of more is that of many weights there
 KERNELS = 16 << 20  # bytes of an engine that are no weights, at most
 
 
@@ -109,19 +111,14 @@ def plan_engines(
     *,
     workspace: int | None = None,
     timing_cache: Path | None = None,
-    profiles: int | None = None,
+    batch: int | None = None,
     key: SigningKey | None = None,
 ) -> EnginePlan:
     """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
 
-    `profiles` of a stage: 2 for kernels of one token beside those of many, by default where weights are stored once.
+    `batch`: conversations that one run decodes; 1: a stage has one profile for all its runs.
     """
     m = bundle.manifest
-    lacking = sorted({m.precision, m.vision_precision, m.head_precision} & target.lacks)
-    if lacking:
-        raise RequestError(
-            f"{target.name} ({target.machine}) does not compute with {lacking[0]} weights; export with --precision fp16"
-        )
     if overflow := float16_overflow(bundle):
         raise BundleError(overflow)
     graphs = [load_graph(bundle.path(name)) for name in dialect_graphs(bundle, dialect)]
@@ -129,12 +126,14 @@ def plan_engines(
     if findings:
         remark = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{remark}")
-    two_profiles = profiles == 2 if profiles else release.flavour != RTX or m.precision == "int4"
+    if batch is None:
+        batch = JETSON_LANES if target.is_jetson else LANES
+    decoding = _decoding(m, release, batch)
     jobs = list[EngineJob]()
     for graph in graphs:
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
         ranges = list[dict[str, Range]]()
-        for profile in graph_profiles(m, dialect, graph.name, apart=two_profiles):
+        for profile in graph_profiles(m, dialect, graph.name, decoding):
             bounds = {name: bounds for name, bounds in profile.items() if name in named}
             if bounds not in ranges:
                 ranges.append(bounds)
@@ -150,6 +149,19 @@ def plan_engines(
         jobs=tuple(jobs),
         key=key,
     )
+
+
+def _decoding(m: Manifest, release: Release, batch: int) -> int | None:
+    """The conversations of a stage's profile for single tokens; None: there is one profile for all runs.
+
+    TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones there in
+    kernels of their own; not for a profile of one token of each of several conversations.
+    """
+    if batch == 1:
+        return None
+    if batches(m.model):
+        return batch
+    return 1 if release.flavour != RTX or m.precision == "int4" else None
 
 
 def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 embed    one profile: any number of tokens
 stage    up to 1,024 tokens at once; longer prompts run in parts, which bounds the engine's working memory, but prompts
-         whose tokens all see each other run whole. Two profiles are decode, one token, with kernels of its own, and
-         prefill, two tokens and more. TensorRT-RTX stores fp16 weights once per profile, int4 ones once, and with two
-         profiles dequantises int8 ones in kernels of their own: there int4 has two, the others one. With the gated
-         delta rule up to 128 at once, which are one chunk. States after as many tokens as a cache ever holds of one run
+         whose tokens all see each other run whole. Two profiles are decode, one token of each of some conversations,
+         with kernels of its own, and prefill, two tokens and more of one. With the gated delta rule up to 128 at once,
+         which are one chunk. States after as many tokens as a cache ever holds of one run
 vision   one image; of a model that outputs actions, those of all its cameras; of one that sees images of any size, any
          sides up to those of an image of the most pixels that is twice as wide as high, or as high as wide, and of one
          that sees videos too, a pair of frames; of one with tiles or slices of any shape, up to the sides of a view
@@ -26,6 +25,7 @@ from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.bundle.fingerprint import Profile, Range
 from vtx.runtime.bundle.spec import graphs as graph_sizes
 from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
@@ -40,11 +40,15 @@ PREFILL_TOKENS = 1024
 HEAD_TOKENS = 16
 SCORE_TOKENS = 256
 LIKELY_CAMERAS = 2  # of a bundle that names none
+ONE: Range = (1, 1, 1)
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
 
-def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
-    """One profile, or with `apart` one for decode and one for prefill; the likely prompt is an image and a question."""
+def stage_profiles(m: Manifest, decoding: int | None) -> tuple[Profile, ...]:
+    """One profile for prefill and one for single tokens of `decoding` conversations; if that is None one for both.
+
+    The likely prompt is an image and a question.
+    """
     slots = m.max_context
     model = m.model
     most = PREFILL_TOKENS if model.delta is None else graph_sizes.DELTA_RUN
@@ -57,17 +61,30 @@ def stage_profiles(m: Manifest, *, apart: bool) -> tuple[Profile, ...]:
     table |= {f"{SLOTS}.{source}": (1, filled, slots) for source in sources}
     if model.conv_layers:
         table[graph_sizes.ENDS] = (1, 1, HeldStates(model).ends)
-    if not apart:
-        return ({**table, TOKENS: (1, likely, longest), SLOTS: (0, 0, slots)},)
-    decode: Profile = {**table, TOKENS: (1, 1, 1), SLOTS: (0, filled, slots)}
-    return decode, {**table, TOKENS: (2, likely, longest), SLOTS: (0, 0, slots)}
+    if decoding is None:
+        return (_run_sizes(table, ONE, (1, likely, longest), (0, 0, slots)),)
+    return (
+        _run_sizes(table, (1, 1, decoding), ONE, (0, filled, slots)),
+        _run_sizes(table, ONE, (2, likely, longest), (0, 0, slots)),
+    )
 
 
-def graph_profiles(m: Manifest, dialect: str, graph: str, *, apart: bool) -> tuple[Profile, ...]:
-    """The profiles of one of the dialect's graphs, by its file name; `apart` as for stages."""
+def _run_sizes(table: Profile, batch: Range, each: Range, slots: Range) -> Profile:
+    """The profile of runs of conversations and of tokens of each, of which one is 1."""
+    tokens = each if batch == ONE else batch
+    return {**table, TOKENS: tokens, graph_sizes.BATCH: batch, graph_sizes.EACH: each, SLOTS: slots}
+
+
+def batches(model: ModelSpec) -> bool:
+    """True if several conversations decode in one run: unless layers keep a state, or read K and V of others."""
+    return not model.conv_layers and model.shared is None
+
+
+def graph_profiles(m: Manifest, dialect: str, graph: str, decoding: int | None) -> tuple[Profile, ...]:
+    """The profiles of one of the dialect's graphs, by its file name; `decoding` as for stages."""
     graphs = m.dialects[dialect]
     if graph in graphs.stages:
-        return stage_profiles(m, apart=apart)
+        return stage_profiles(m, decoding)
     tokens: Range = (1, min(64, m.max_context), m.max_context)
     images: Range = (1, 1, 1)
     if m.action is not None:

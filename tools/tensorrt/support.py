@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,11 @@ def _on_tensorrt(profile: Profile, model: ModelSize, parts: Mapping[str, Precisi
         except RequestError as e:
             yield EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)))
         else:
-            yield _tensorrt(software, release, frozenset(), model, parts)
+            yield _tensorrt(software, release, model, parts)
     capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
     for target in TARGETS.values() if profile.kind == "desktop" else ():
         if target.portable and target.capability == capability:
-            yield _tensorrt(target.release.name, target.release, target.lacks, model, parts)
+            yield _tensorrt(target.release.name, target.release, model, parts)
 
 
 def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precisions]) -> Iterator[EngineSupport]:
@@ -126,12 +126,6 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
     return same[-1]  # releases are in ascending order
 
 
-def _tensorrt(
-    software: str, release: Release, lacks: frozenset[str], model: ModelSize, parts: Mapping[str, Precisions]
-) -> EngineSupport:
+def _tensorrt(software: str, release: Release, model: ModelSize, parts: Iterable[str]) -> EngineSupport:
     reason = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else None
-    obstacles = dict[str, str | None]()
-    for name, p in parts.items():
-        lacking = sorted({p.decoder, p.vision, p.head} & lacks)
-        obstacles[name] = reason or (f"it does not compute with {lacking[0]} weights" if lacking else None)
-    return EngineSupport("tensorrt", software, release.dialect, obstacles)
+    return EngineSupport("tensorrt", software, release.dialect, dict.fromkeys(parts, reason))

@@ -12,12 +12,10 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.host.gpu import Gpu, find_gpu
 from vtx.runtime.host.profiles import load_profile
 from vtx.runtime.installing import install
-from vtx.runtime.precision import PRECISIONS
 from vtx.tools.tensorrt.releases import OLDEST, RTX, TENSORRT, Release, parse_release
 
 THIS = "this"
 _NONE = Gpu("none", (0, 0), 0, (0, 0))
-_NO_NARROW = frozenset({"bf16", *(row.name for row in PRECISIONS.values() if row.bits)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +26,21 @@ class Target:
     machine: str
     capability: tuple[int, int]
     release: Release
-    lacks: frozenset[str] = frozenset()
 
     @property
     def portable(self) -> bool:
         """True if engines for it can be built on a machine without its GPU."""
         return self.release.flavour == RTX
 
+    @property
+    def is_jetson(self) -> bool:
+        return self.capability in _JETSONS
+
 
 def _jetson(name: str, machine: str, device: str, jetpack: str) -> Target:
-    """A Jetson with a JetPack of the profile `device`."""
+    """A Jetson with the newest release of a JetPack of the profile `device`."""
     profile = load_profile(device)
-    (release,) = (pack.tensorrt for pack in profile.jetpack if pack.version.partition(".")[0] == jetpack)
+    *_, release = (pack.tensorrt for pack in profile.jetpack if pack.version.partition(".")[0] == jetpack)
     major, minor = map(int, (profile.compute_capability or "").split("."))
     return Target(name, f"{machine} with JetPack {jetpack}", (major, minor), parse_release(TENSORRT, release))
 
@@ -51,7 +52,6 @@ _SERVER = Release(TENSORRT, (11, 0))
 TARGETS = {
     target.name: target
     for target in (
-        Target("sm75", "GeForce RTX 20", (7, 5), _RTX, _NO_NARROW),
         Target("sm80", "A100", (8, 0), _RTX),
         Target("sm86", "GeForce RTX 30", (8, 6), _RTX),
         Target("sm89", "GeForce RTX 40", (8, 9), _RTX),
@@ -112,24 +112,23 @@ def check_libraries(target: Target, *, building: bool) -> None:
 
 
 def _installation(target: Target) -> str:
-    return _JETSON_INSTALL if target.capability in _JETSONS else _pip_install(target)
+    return _JETSON_INSTALL if target.is_jetson else _pip_install(target)
 
 
 def _pip_install(target: Target) -> str:
-    extra = "jetson" if target.capability in _JETSONS else "rtx" if target.portable else "tensorrt"
+    extra = "jetson" if target.is_jetson else "rtx" if target.portable else "tensorrt"
     return install(extra)
 
 
 def _this(gpu: Gpu | None) -> Target:
     if gpu is None:
         raise DeviceError("no NVIDIA GPU was detected here; name a --target: " + ", ".join(TARGETS))
-    lacks = _NO_NARROW if gpu.capability == (7, 5) else frozenset()
     portable = [t for t in TARGETS.values() if t.portable and t.capability == gpu.capability]
     if portable and importlib.util.find_spec(RTX) is not None:
-        return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release, lacks)
+        return Target(gpu.sm, gpu.name, gpu.capability, portable[0].release)
     if importlib.util.find_spec(TENSORRT) is None:
         target = portable[0] if portable else Target(gpu.sm, gpu.name, gpu.capability, _SERVER)
         raise DeviceError(f"{gpu.name} ({gpu.sm}) has no TensorRT to build with; {_installation(target)}")
     import tensorrt
 
-    return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__), lacks)
+    return Target(gpu.sm, gpu.name, gpu.capability, parse_release(TENSORRT, tensorrt.__version__))

@@ -31,7 +31,7 @@ def make_dialect(
         return Plain(opsets={"": opset}, ir_version=10 if opset > 17 else 8)
     compute = ir.DataType.FLOAT if kv_type == ir.DataType.FLOAT else ARITHMETIC[PRECISIONS[precision].arithmetic]
     if name == "ort-cuda":
-        return Ort(name, compute=compute)
+        return Ort(name, compute=compute, joins=True)
     if name == "trt":
         return Trt(compute=compute, max_context=max_context)
     opset = max(opset, SCALES_OPSET)

@@ -20,33 +20,34 @@ def join_heads(b: Builder, x: ir.Value, width: int) -> ir.Value:
 
 
 def for_every_head(b: Builder, c: TextConfig, x: ir.Value, layer: int) -> ir.Value:
-    """[1, kv_heads, slots, head_dim] to [1, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
+    """[batch, kv_heads, slots, head_dim] to [batch, heads, slots, head_dim]: a K/V head serves `heads / kv_heads`."""
     if c.heads == c.kv_heads:
         return x
     expanded = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), b.constant([1, 1, c.heads // c.kv_heads, 1, 1]))
-    return b.reshape(expanded, 1, c.heads, -1, c.heads_of(layer))
+    return b.reshape(expanded, 0, c.heads, -1, c.heads_of(layer))
 
 
 class HeadsApart:
-    """The common part of `StageAttention` on [1, heads, tokens, head_dim]: layout, positions, caches in and out."""
+    """The common part of `StageAttention` on [batch, heads, tokens, head_dim]: layout, caches in and out.
 
-    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
+    `sizes` are of the conversations and of the tokens of each.
+    """
+
+    def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, sizes: tuple[int | str, str]) -> None:
         self._b = b
         self._c = c
         self._kv_type = kv_type
-        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, [1, "tokens"])
-        self._seen_slots: ir.Value | None = None  # [tokens, 1]
-        if c.two_way:
-            seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, [1, "tokens"])
-            self._seen_slots = b.op("Transpose", seen_slots, perm=[1, 0])
+        self._sizes = sizes
+        self._positions = b.input(names.POSITIONS, ir.DataType.INT64, sizes)
+        self._seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, sizes) if c.two_way else None
         self._presents: list[tuple[ir.Value, str, int]] = []
 
     def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         return split_heads(self._b, self._b.op("Unsqueeze", x, self._b.constant([0])), heads, self._c.heads_of(layer))
 
     def join(self, x: ir.Value, layer: int) -> ir.Value:
-        joined = join_heads(self._b, x, self._c.heads * self._c.heads_of(layer))
-        return self._b.op("Squeeze", joined, self._b.constant([0]))
+        turned = self._b.op("Transpose", x, perm=[0, 2, 1, 3])
+        return self._b.reshape(turned, -1, self._c.heads * self._c.heads_of(layer))
 
     def _past(self, layer: int, slots: str) -> tuple[ir.Value, ir.Value]:
         """The layer's K and V as inputs."""
@@ -62,4 +63,5 @@ class HeadsApart:
             self._b.output(present, name, self._kv_type, self._shape(slots, layer))
 
     def _shape(self, slots: str, layer: int) -> tuple[int | str, ...]:
-        return self._b.dialect.cache_shape(self._c.kv_heads, slots, self._c.heads_of(layer))
+        _, *axes = self._b.dialect.cache_shape(self._c.kv_heads, slots, self._c.heads_of(layer))
+        return self._sizes[0], *axes

@@ -72,7 +72,7 @@ class PlainAttention(HeadsApart):
     """`StageAttention` from its parts. A cache grows by the slots of the new tokens."""
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
-        super().__init__(b, c, kv_type)
+        super().__init__(b, c, kv_type, (1, "tokens"))
         self._turns = [self._turn(names.COS, names.SIN, c.head_dim)]
         self._first: ir.Value | None = None
         if c.sliding is not None:
@@ -140,7 +140,7 @@ class PlainAttention(HeadsApart):
             before = b.op("Sub", before, tokens)
         every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
         if self._seen_slots is not None:
-            visible = b.op("Less", every, self._seen_slots)
+            visible = b.op("Less", every, b.op("Transpose", self._seen_slots, perm=[1, 0]))
         else:
             first = b.op("Unsqueeze", before, b.constant([0]))
             most = b.constant([MAX_SIZE])

@@ -35,6 +35,7 @@ class Trt(Dialect):
     branches: bool = False  # CUDA does not record them
     largest: int | None = LARGEST
     zero_points: bool = False
+    joins: bool = True
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         y = b.op("RMSNormalization", b.to_float32(x), b.weight(weight, FLOAT), axis=-1, epsilon=eps)
@@ -72,26 +73,34 @@ class TrtAttention(HeadsApart):
 
     Its causal flag counts from the first slot, which is wrong for every chunk but the first. There is one mask for
     layers that slide, one for the others, and one for each source of layers without keys and values of their own.
+
+    Positions [batch, each] give the number of conversations: one with any number of tokens, or several with one each.
     """
 
     def __init__(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range, max_context: int) -> None:
-        super().__init__(b, c, kv_type)
+        super().__init__(b, c, kv_type, ("batch", "each"))
         tables = [((names.COS, names.SIN), c.head_dim)]
-        self._first: ir.Value | None = None  # the first slot that each token sees in layers that slide, [tokens, 1]
+        self._first: ir.Value | None = None  # the first slot that each token sees in layers that slide
         if c.sliding is not None:
             tables.append(((names.SLIDING_COS, names.SLIDING_SIN), c.sliding.head_dim))
-            first_slot = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
-            self._first = b.op("Transpose", first_slot, perm=[1, 0])
+            self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, self._sizes)
+        self._apart = b.op("Shape", self._positions)
         self._tables = [
             [b.from_float32(b.input(name, FLOAT, [max_context, width // 2])) for name in pair] for pair, width in tables
         ]
         has_own = any(c.source(layer) == layer for layer in layers)
-        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1])) if has_own else None
+        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, ["batch"])) if has_own else None
         self._masks: dict[bool, ir.Value] = {}  # by sliding
         self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def _whole(self, x: ir.Value) -> ir.Value:
-        return self._b.op("Cast", x, to=ir.DataType.INT64.value)
+        """A number of each conversation as int64 [batch, 1]."""
+        return self._b.op("Cast", self._b.op("Unsqueeze", x, self._b.constant([1])), to=ir.DataType.INT64.value)
+
+    def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
+        b = self._b
+        sizes = b.op("Concat", self._apart, b.constant([heads, self._c.heads_of(layer)]), axis=0)
+        return b.op("Transpose", b.op("Reshape", x, sizes), perm=HEADS_FIRST)
 
     def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables[self._c.slides(layer)], self._positions)
@@ -107,7 +116,7 @@ class TrtAttention(HeadsApart):
             slots = self._count(b.op("Shape", past[0], start=1, end=2))
             past_slots = b.op("Where", b.op("Less", slots, filled), slots, b.constant([NO_SLOT]))
             numbers = self._own(filled)
-            self._masks[sliding] = self._mask(b.op("Concat", past_slots, numbers, axis=0), numbers, sliding=sliding)
+            self._masks[sliding] = self._mask(b.op("Concat", past_slots, numbers, axis=1), numbers, sliding=sliding)
         self._keep(layer, *new)
         joined = [b.op("Concat", *pair, axis=1) for pair in zip(past, new, strict=True)]
         key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in joined)
@@ -117,9 +126,9 @@ class TrtAttention(HeadsApart):
         b = self._b
         source = self._c.source(layer)
         if source not in self._sources:
-            last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, [1]))
+            last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, ["batch"]))
             past = self._past(source, f"slots.{source}")
-            slots = self._count(b.op("Shape", past[0], start=1, end=2))
+            slots = b.op("Unsqueeze", self._count(b.op("Shape", past[0], start=1, end=2)), b.constant([0]))
             one = b.constant([1])
             numbers = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
             key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in past)
@@ -159,7 +168,7 @@ class TrtAttention(HeadsApart):
         return self._b.op("Where", seen, *(self._b.constant(np.array(x, kind)) for x in (0, UNSEEN)))
 
     def _tokens(self) -> ir.Value:
-        """The number of tokens [1]."""
+        """The number of a conversation's tokens [1]."""
         return self._b.op("Shape", self._positions, start=1, end=2)
 
     def _count(self, number: ir.Value) -> ir.Value:
@@ -168,24 +177,25 @@ class TrtAttention(HeadsApart):
         return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", number), b.constant(np.array(1)))
 
     def _own(self, filled: ir.Value) -> ir.Value:
-        """The tokens' own slots [tokens], which follow `filled` [1] ones."""
+        """The tokens' own slots [batch, each], which follow `filled` [batch, 1] ones."""
         return self._b.op("Add", self._count(self._tokens()), filled)
 
     def _mask(self, slots: ir.Value, own: ir.Value, *, sliding: bool) -> ir.Value:
-        """[1, 1, tokens, slots]: a token sees the slots up to its own, or `seen_slots` of them; `sliding`: the window.
+        """[batch, 1, each, slots]: a token sees the slots up to its own, or `seen_slots`; `sliding`: the window.
 
-        `slots` [slots] are their numbers, NO_SLOT of those that are not filled.
+        `slots` [batch or 1, slots] are their numbers, NO_SLOT of those that are not filled.
         """
         b = self._b
-        slot = b.op("Unsqueeze", slots, b.constant([0]))
-        last = b.op("Unsqueeze", own, b.constant([1]))
+        across = b.constant([1, 3])
+        slot = b.op("Unsqueeze", slots, b.constant([1, 2]))
+        last = own
         if self._seen_slots is not None:
             last = b.op("Sub", self._seen_slots, b.constant(np.array(1)))
-        visible = b.op("LessOrEqual", slot, last)
+        visible = b.op("LessOrEqual", slot, b.op("Unsqueeze", last, across))
         if sliding:
             assert self._first is not None
-            visible = b.op("And", visible, b.op("GreaterOrEqual", slot, self._first))
-        return self._as_mask(b.op("Unsqueeze", visible, b.constant([0, 1])))
+            visible = b.op("And", visible, b.op("GreaterOrEqual", slot, b.op("Unsqueeze", self._first, across)))
+        return self._as_mask(visible)
 
     def _as_mask(self, seen: ir.Value) -> ir.Value:
         return seen

@@ -23,6 +23,7 @@ class Trt10(Plain, Trt):
     branches: bool = False
     largest: int | None = LARGEST
     zero_points: bool = False
+    joins: bool = True
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> Trt10Attention:
         return Trt10Attention(b, c, kv_type, layers, self.max_context)

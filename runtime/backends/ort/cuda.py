@@ -23,7 +23,7 @@ from vtx.runtime.backends.ort.cache import OrtCacheContext
 from vtx.runtime.backends.ort.cuda_cache import OrtCudaCache, OrtCudaStage
 from vtx.runtime.backends.ort.cuda_step import OrtCudaSteps
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.ort.library import FATAL, load_onnxruntime
+from vtx.runtime.backends.ort.library import load_onnxruntime, log_severity
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
@@ -91,7 +91,7 @@ def _driver_obstacle(ort: Any, number: int) -> str | None:
 def _session_obstacle(ort: Any, number: int, printed: str) -> str | None:
     """The reason why a small graph does not load on the GPU, or None; `printed` is the output of `preload_dlls`."""
     options = ort.SessionOptions()
-    options.log_severity_level = FATAL
+    options.log_severity_level = log_severity()
     reason = None
     try:
         with redirect_stdout(StringIO()):  # older releases print that they go on without it

@@ -14,6 +14,8 @@ from vtx.runtime.precision import KV_DTYPES
 from vtx.runtime.process import owns_process
 
 FATAL = 4  # the least severity that is logged: failures come back as exceptions, once
+INFO = 1
+LOG = "VTX_ONNXRUNTIME_LOG"  # if set, its messages from INFO on go to stderr
 SILENCE = "ORT_DISABLE_TELEMETRY"
 INT8_KV_RELEASE = (1, 27)  # its GroupQueryAttention is the first to take int8 caches with scales a channel
 OPSET_24_RELEASE = (1, 24)  # the first to compute graphs of the dialect `trt`
@@ -97,6 +99,11 @@ def _newer(release: tuple[int, ...]) -> str:
     return f'{pip_install()} -U "onnxruntime>={_text(release)}"'
 
 
+def log_severity() -> int:
+    """The least severity of what sessions log."""
+    return INFO if os.environ.get(LOG) else FATAL
+
+
 def session_options(ort: Any, threads: int) -> Any:
     """Options of a session: in a process of our own it computes on the process's pool, else on one of its own.
 
@@ -106,7 +113,7 @@ def session_options(ort: Any, threads: int) -> Any:
     """
     global _pool_threads
     options = ort.SessionOptions()
-    options.log_severity_level = FATAL
+    options.log_severity_level = log_severity()
     options.add_session_config_entry(*FOLD_LARGE)
     if owns_process():
         with _lock:

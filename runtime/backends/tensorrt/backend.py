@@ -10,18 +10,20 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
+from vtx.runtime.backends.backend import NOTHING, DeviceState, StageCache, Step
 from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.slots import HeldStates
+from vtx.runtime.backends.tensorrt.batch import StageBatch
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
@@ -103,6 +105,8 @@ def find_engines(bundle: Bundle, gpu: Gpu | None) -> tuple[EngineSet, Any]:
 class TensorrtBackend:
     """`Backend` on one NVIDIA GPU."""
 
+    runs_of_each = False
+
     def __init__(
         self,
         bundle: Bundle,
@@ -148,6 +152,7 @@ class TensorrtBackend:
             turned=turned,
         )
         self._steps: TokenSteps | None = None  # once a token was decoded
+        self._batches: Sequence[StageBatch] = []
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -263,9 +268,36 @@ class TensorrtBackend:
             cache.fill(cache.length + 1)
         return done
 
+    def share_caches(self, conversations: int) -> None:
+        stages = self._manifest.stage_files(self.dialect)
+        lanes = min(self.engines.lanes(graph) for _, graph in stages)
+        if lanes < 2:
+            raise DeviceError(
+                "these engines take one conversation at a time; export the bundle again and build with --batch 8, if "
+                "no layer of the model keeps a state or reads K and V of others"
+            )
+        self._batches = [StageBatch(self._caches, spec, graph, lanes) for spec, graph in stages]
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        return bool(self._batches)
+
+    def append_each(
+        self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
+    ) -> HiddenStates:
+        assert max(counts) == 1, "a run is of one token of each"
+        batch = self._batches[index]
+        several = cast(Sequence[TensorrtStageCache], caches)
+        with self.cuda:
+            parts = [
+                batch.append_each(several[first:end], tokens.part(first, end), positions[first:end])
+                for first, end in pairwise([*range(0, len(caches), batch.lanes), len(caches)])
+            ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone
             self.cuda.wait()  # an error may have left work behind that runs in the engines
+            self._batches = []
             self._steps = None
             self._caches.pool.unused.clear()
             self.engines.close()

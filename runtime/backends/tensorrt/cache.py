@@ -13,19 +13,20 @@ decoding, whose recorded work needs one address: it has a copy of the last one, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtx.runtime.backends.cuda import Buffer, Graph, SavedSlots, aligned, runs
+from vtx.runtime.backends.cuda import Buffer, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import FLOAT, put
-from vtx.runtime.backends.slots import GROWTH, SlotCounter, part_ends, seen_slots
-from vtx.runtime.backends.tensorrt.engine import Context, Shape
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, sight_of, written_in_place
+from vtx.runtime.backends.slots import GROWTH, Lane, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage, BoundStates, kv_bindings
+from vtx.runtime.backends.tensorrt.engine import Context
+from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, written_in_place
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
 from vtx.runtime.backends.tensorrt.score import Queries
 from vtx.runtime.bundle.spec import names
@@ -33,67 +34,17 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 
-_numbers = itertools.count()
-PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
-DECODE = 0  # of an engine's profiles, which may be one and the same
-PREFILL = -1
 ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
 
 
-class BoundStates(NamedTuple):
-    """Addresses of the state before a run, of those that it gives out, and of the numbers of their tokens."""
+class StageLanes(Protocol):
+    """The lanes of a stage, as a cache in one of them needs them."""
 
-    given: int
-    made: int
-    ends: int
-    number: int
+    def regions(self, lane: Lane) -> list[Region]:
+        """The parts of a lane."""
 
-
-class BoundStage:
-    """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
-
-    `number` is never that of another one; `recordings` are of steps that end with this stage, by the numbers of all
-    that are bound for them; None once one has run, False if it cannot be recorded.
-    """
-
-    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, slots: Iterable[str]) -> None:
-        cuda = shared.cuda
-        self._shared = shared
-        self._spec = spec
-        self.number = next(_numbers)
-        self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
-        self.told: dict[str, NDArray[Any]] = {
-            **{name: cuda.pinned((1, 1), np.int64) for name in (names.POSITIONS, *sight_of(shared.model))},
-            **{name: cuda.pinned((1,), np.int32) for name in slots},
-        }
-        self.decode = shared.engines.new_context(graph, DECODE, captures=True)
-
-    def tell(self, told: dict[str, int]) -> None:
-        for name, value in told.items():
-            self.told[name][...] = value
-
-    def turn(self) -> None:
-        """Queue what makes the memory ready for the token after the one whose run is queued, at the same addresses."""
-
-    def bind_tokens(
-        self, tokens: int, queries: int | None = None, *, turned: bool = False
-    ) -> tuple[dict[str, Shape], dict[str, int]]:
-        """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
-        shared = self._shared
-        address = self._shared.engines.address
-        model = self._shared.model
-        addresses = {
-            **{name: address(name) for name in (names.HIDDEN, names.HIDDEN_OUT, *self.told)},
-            **{name: buffer.address for name, buffer in (shared.turned if turned else shared.rope).items()},
-        }
-        shapes: dict[str, Shape] = {names.HIDDEN: (tokens, model.hidden)}
-        shapes |= {name: (1, tokens) for name in (names.POSITIONS, *sight_of(model))}
-        if self._spec.query:
-            addresses[names.QUERY] = queries or address(names.QUERY)
-        for name, width in shared.widths(self._spec).items():
-            shapes[names.token_input(name)] = (tokens, width)
-            addresses[names.token_input(name)] = address(names.token_input(name))
-        return shapes, addresses
+    def free(self, lane: Lane) -> None:
+        """Have the lane for other caches."""
 
 
 class DeviceSlots(BoundStage):
@@ -161,8 +112,9 @@ class DeviceSlots(BoundStage):
         """The parts from that slot on."""
         return [region.at(slot) for region in self.regions]
 
-    def take_over(self, other: DeviceSlots, length: int) -> None:
-        copy_slots(self._shared.cuda, self.regions, other.regions, length)
+    def take_over(self, regions: Sequence[Region], length: int) -> None:
+        """Copy the first `length` slots of other memory."""
+        copy_slots(self._shared.cuda, self.regions, regions, length)
         self._shared.cuda.wait()
 
     def new_slots(self, tokens: int) -> list[Region]:
@@ -188,11 +140,9 @@ class DeviceSlots(BoundStage):
     ) -> None:
         """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
         shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
-        model = self._shared.model
-        for layer in self._spec.cached:
-            for half, (past, present) in enumerate(PAST_AND_PRESENT):
-                addresses |= {past(layer): part(self.regions, layer, half), present(layer): part(new, layer, half)}
-                shapes[past(layer)] = (1, filled, model.kv_heads, model.heads_of(layer))
+        kv_shapes, kv_addresses = kv_bindings(self._shared.model, self.regions, new, (1, filled))
+        shapes |= kv_shapes
+        addresses |= kv_addresses
         if states is not None:
             addresses |= {names.STATE: states.given, names.STATE_OUT: states.made, names.STATE_ENDS: states.ends}
             shapes[names.STATE_ENDS] = (states.number,)
@@ -212,12 +162,34 @@ class TensorrtStageCache(SlotCounter):
         self._spec = spec
         self._graph = graph
         self._layout = context.layout(spec)
-        self._held: list[DeviceSlots] = []  # its memory, once it has any
+        self._held: list[DeviceSlots] = []  # its memory, once it has any and while it is in no lane
+        self._batch: StageLanes | None = None  # that its lane is of
         context.pool.give_back_with(self, spec.first, self._held)
 
     @property
     def memory(self) -> DeviceSlots:
+        self.leave_lane()
         return self._held[0]
+
+    def leave_lane(self) -> None:
+        """Have its slots in memory of its own."""
+        if self.lane is not None:
+            self.make_room(self.length)
+
+    def regions(self) -> list[Region]:
+        """The parts of its K and V, in memory of its own or in its lane; none if it has no slots."""
+        if self.lane is not None:
+            assert self._batch is not None
+            return self._batch.regions(self.lane)
+        return self._held[0].regions if self._held else []
+
+    def enter_lane(self, batch: StageLanes, lane: Lane) -> None:
+        """Its slots are in this lane from now on; its own memory goes to the next conversation."""
+        self._batch = batch
+        self.lane = lane
+        for memory in self._held:
+            self._context.pool.give_back(self._spec.first, memory)
+        self._held.clear()
 
     def _make(self, capacity: int) -> DeviceSlots:
         return DeviceSlots(self._context, self._spec, self._graph, capacity)
@@ -229,14 +201,18 @@ class TensorrtStageCache(SlotCounter):
         return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
 
     def make_room(self, slots: int) -> None:
-        """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
-        if self._held and self.memory.capacity >= slots:
+        """Have memory of its own for `slots` slots. If there is not enough, the cache stays as it is."""
+        if self._held and self._held[0].capacity >= slots:
             return
-        capacity = min(self.capacity, -(-slots // GROWTH) * GROWTH)
+        capacity = min(self.capacity, -(-max(1, slots) // GROWTH) * GROWTH)
         longer = self._context.pool.borrow(self._spec.first, capacity, self._make)
-        if self._held and self.length:
-            longer.take_over(self.memory, self.length)
+        if self.length:
+            longer.take_over(self.regions(), self.length)
         self._held[:] = [longer]
+        if self.lane is not None:
+            assert self._batch is not None
+            self._batch.free(self.lane)
+            self.lane = None
         self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import StatesPool, put
-from vtx.runtime.backends.slots import HeldStates
+from vtx.runtime.backends.slots import LANES, HeldStates
 from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
 from vtx.runtime.backends.tensorrt.regions import KVLayout
 from vtx.runtime.bundle import fingerprint
@@ -62,6 +62,10 @@ class LoadedEngines:
 
     def longest(self, graph: str) -> int:
         return self._set.engines[graph].longest("tokens")
+
+    def lanes(self, graph: str) -> int:
+        """The most conversations that a run of a stage is of."""
+        return max(profile.get(graphs.BATCH, (1, 1, 1))[2] for profile in self._set.engines[graph].profiles)
 
     @property
     def longest_side(self) -> int:
@@ -123,7 +127,7 @@ class LoadedEngines:
             names.IDS: 8 * longest[files.embed],
             names.HIDDEN: 4 * m.model.hidden * max(longest.values()),
             names.HIDDEN_OUT: 4 * m.model.hidden * most,
-            names.TOTAL_SLOTS: 4,
+            names.TOTAL_SLOTS: 4 * LANES,
             **dict.fromkeys((names.POSITIONS, *sight_of(m.model)), 8 * most),
             **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4),
             names.PIXELS: 4 * 3 * pixels,
@@ -145,7 +149,7 @@ class LoadedEngines:
         for stage in m.stages:
             if stage.cached:
                 layout = KVLayout.of(m.model, stage, kv_type.itemsize)
-                sizes[new_slots(stage)] = layout.nbytes(1 if written_in_place(layout) else most)
+                sizes[new_slots(stage)] = layout.nbytes(LANES if written_in_place(layout) else most)
         return sizes
 
     def _tower_bytes(self, tokens: int) -> dict[str, int]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from vtx.runtime.backends.device_states import put
 from vtx.runtime.backends.slots import ReadingCounter
-from vtx.runtime.backends.tensorrt.cache import DECODE, PREFILL, BoundStage, DeviceSlots, TensorrtStageCache
+from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage
+from vtx.runtime.backends.tensorrt.cache import DeviceSlots, TensorrtStageCache
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.backends.tensorrt.regions import part

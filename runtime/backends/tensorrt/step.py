@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from vtx.runtime.backends.backend import Step
-from vtx.runtime.backends.tensorrt.cache import BoundStage
+from vtx.runtime.backends.tensorrt.binding import BoundStage
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext
 from vtx.runtime.bundle.spec import names
 

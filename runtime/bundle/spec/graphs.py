@@ -20,6 +20,8 @@ IMAGES = "images"
 HEIGHT = "height"
 WIDTH = "width"
 STATES = "states"  # tokens within the tower
+BATCH = "batch"  # conversations of a run of a stage
+EACH = "each"  # tokens of each of them
 ENDS = "ends"  # tokens of a run after which states are given out
 DELTA_RUN = 128  # tokens of a run at most, with the gated delta rule in TensorRT's dialects; a power of two
 # Of past and present.

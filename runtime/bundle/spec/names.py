@@ -102,6 +102,9 @@ A stage's inputs for KV slots, and the shape of a cache, differ by dialect:
     trt, trt10
              total_slots [1] int32, as above; past [1, slots, kv_heads, head_dim], of which the filled ones are seen;
              present [1, tokens, kv_heads, head_dim], K and V of the new tokens alone. A score's key has past's axes
+
+Several conversations run with one token each in the dialects of onnxruntime and TensorRT: their number is then the
+first size of what is 1 here.
 """
 
 from __future__ import annotations

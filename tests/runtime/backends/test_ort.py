@@ -17,8 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import vtx
 from tests.support.bundles import export
+from vtx.runtime.backends.ort.cuda import RELU
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.ort.library import FOLD_LARGE, SILENCE, load_onnxruntime, session_options
+from vtx.runtime.backends.ort.library import FOLD_LARGE, LOG, SILENCE, load_onnxruntime, session_options
 from vtx.runtime.host.machine import cores
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -170,3 +171,13 @@ def test_what_a_run_reads_is_held_until_it_is_over(
         monkeypatch.setattr(OrtGraph, "run_bound", run_bound)
         rows = np.ones((5, model.manifest.model.hidden), np.float32)
         cache.append(TokenStates(rows), np.arange(5))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_messages_of_onnxruntime_are_shown_on_demand(
+    asked: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(LOG, "1" if asked else "")
+    ort = load_onnxruntime()
+    ort.InferenceSession(RELU, session_options(ort, 1), providers=["CPUExecutionProvider"])
+    assert ("onnxruntime:" in capfd.readouterr().err) == asked

@@ -97,6 +97,7 @@ struct EngineImpl {
   OrtSession* session = nullptr;
   std::string graph;
   std::vector<Port> ports;
+  std::vector<Port> unread;  // inputs of the graph that the engine does not have
   std::vector<std::map<std::string, std::array<Ids, 3>>> profiles;
   int contexts = 0;
 
@@ -169,7 +170,7 @@ void compute(EngineImpl& engine, const std::map<std::string, Ids>& shapes, const
   std::vector<const char*> in, out;
   std::vector<const OrtValue*> values;
   Values inputs;
-  held.reserve(engine.ports.size());
+  held.reserve(engine.ports.size() + engine.unread.size());
   for (const Port& port : engine.ports) {
     (port.input ? in : out).push_back(port.name.c_str());
     if (!port.input) continue;
@@ -180,6 +181,17 @@ void compute(EngineImpl& engine, const std::map<std::string, Ids>& shapes, const
     OrtValue* value = nullptr;
     check(ort().api->CreateTensorWithDataAsOrtValue(ort().memory, held.back().data(), bytes, shape.data(), shape.size(),
                                                     port.type, &value));
+    inputs.emplace_back(ort(), value);
+    values.push_back(value);
+  }
+  for (const Port& port : engine.unread) {
+    Ids shape = port.shape;
+    for (int64_t& size : shape) size = std::max<int64_t>(size, 1);
+    held.emplace_back(count_of(shape) * bytes_of(port.type), 0);
+    OrtValue* value = nullptr;
+    check(ort().api->CreateTensorWithDataAsOrtValue(ort().memory, held.back().data(), held.back().size(), shape.data(),
+                                                    shape.size(), port.type, &value));
+    in.push_back(port.name.c_str());
     inputs.emplace_back(ort(), value);
     values.push_back(value);
   }
@@ -331,6 +343,20 @@ class Engine : public nvinfer1::ICudaEngine {
     check(ort().api->SessionGetInputCount(state_.session, &inputs));
     check(ort().api->SessionGetOutputCount(state_.session, &outputs));
     for (size_t i = 0; i < inputs + outputs; ++i) add_port(i < inputs, i < inputs ? i : i - inputs);
+    leave_out_unread();
+  }
+
+  // TensorRT leaves out inputs that nothing reads: those for attention, of a stage whose layers keep states alone.
+  void leave_out_unread() {
+    std::vector<Port>& ports = state_.ports;
+    auto is_past = [](const Port& port) { return port.name.compare(0, 5, "past_") == 0; };
+    if (!state_.has("state") || std::any_of(ports.begin(), ports.end(), is_past)) return;
+    auto is_read = [](const Port& port) {
+      return port.name != "total_slots" && port.name != "position_ids" && port.name != "cos" && port.name != "sin";
+    };
+    auto unread = std::stable_partition(ports.begin(), ports.end(), is_read);
+    state_.unread.assign(unread, ports.end());
+    ports.erase(unread, ports.end());
   }
 
   void add_port(bool input, size_t number) {

@@ -64,6 +64,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+ORIN_10 = Release(TENSORRT, (10, 3))
+
+
 def plan(bundle: Bundle, **changes: Any) -> EnginePlan:
     return replace(plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7.1", "trt10"), **changes)
 
@@ -222,13 +225,6 @@ def test_graphs_that_the_release_does_not_read_are_refused_with_the_first_findin
         plan_engines(bundle, ADA, Release(RTX, (1, 7)), "1.7", "ort")
 
 
-@pytest.mark.parametrize("part", ["precision", "vision_precision", "head_precision"])
-def test_a_precision_that_the_card_has_not_is_refused(part: str, bundle: Bundle) -> None:
-    narrow = replace(bundle.manifest, **{part: "int4"})
-    with pytest.raises(RequestError, match=r"sm75 .*does not compute with int4 weights; export with --precision fp16"):
-        plan_engines(Bundle(bundle.folder, narrow), TARGETS["sm75"], Release(RTX, (1, 7)), "1.7", "trt10")
-
-
 def test_too_little_memory_is_said_before_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plan(bundle)
     monkeypatch.setattr(engines, "available_memory", lambda: asked.memory - 1)
@@ -243,33 +239,43 @@ def test_stages_of_tensorrt_get_a_profile_for_one_row_and_one_for_prompts(bundle
     asked = plan_engines(bundle, TARGETS["jetson-orin"], Release(TENSORRT, (10, 3)), "10.3", "trt10")
     jobs = {job.graph.name: job for job in asked.jobs}
     decode, prefill = jobs["stage-02-03.trt10.onnx"].profiles
-    assert decode["tokens"] == (1, 1, 1)
+    assert decode["tokens"] == decode["batch"] == (1, 1, 2)
+    assert decode["each"] == prefill["batch"] == (1, 1, 1)
     assert prefill["tokens"][0] == 2
     assert prefill["tokens"][2] == context
     shapes = input_shapes(jobs["stage-02-03.trt10.onnx"].graph, decode)
-    assert shapes["hidden"] == ((1, bundle.manifest.model.hidden),) * 3
+    assert shapes["hidden"] == tuple((count, bundle.manifest.model.hidden) for count in (1, 1, 2))
     assert shapes["past_key.3"][0][1] == 0
     assert jobs["vision.trt10.onnx"].profiles[0]["images"] == (1, 1, 1)
     assert jobs["head.trt10.onnx"].profiles[0]["tokens"][2] <= 16
 
 
-def test_stages_of_rtx_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
-    jobs = {job.graph.name: job for job in plan(bundle).jobs}
+def test_stages_for_one_conversation_get_one_profile_from_one_row_to_all(bundle: Bundle) -> None:
+    alone = plan_engines(bundle, ADA, RTX_17, "1.7.1", "trt10", batch=1)
+    jobs = {job.graph.name: job for job in alone.jobs}
     (profile,) = jobs["stage-02-03.trt10.onnx"].profiles
     assert (profile["tokens"][0], profile["tokens"][2]) == (1, bundle.manifest.max_context)
 
 
 @pytest.mark.parametrize(
-    ("release", "precision", "profiles", "count"),
-    [(RTX_17, "fp16", None, 1), (RTX_17, "int4", None, 2), (RTX_17, "int8", None, 1), (RTX_17, "fp16", 2, 2),
-     (Release(TENSORRT, (10, 3)), "fp16", None, 2), (Release(TENSORRT, (10, 3)), "fp16", 1, 1)],
+    ("release", "precision", "batches", "batch", "count"),
+    [(RTX_17, "fp16", True, None, 2), (RTX_17, "fp16", True, 1, 1), (RTX_17, "fp16", False, None, 1),
+     (RTX_17, "int4", False, None, 2), (RTX_17, "int8", False, None, 1), (ORIN_10, "fp16", True, None, 2),
+     (ORIN_10, "fp16", False, None, 2), (ORIN_10, "fp16", True, 1, 1)],
 )  # fmt: skip
 def test_a_stage_has_two_profiles_where_weights_are_stored_once(
-    release: Release, precision: str, profiles: int | None, count: int, bundle: Bundle
+    release: Release,
+    precision: str,
+    batches: bool,
+    batch: int | None,
+    count: int,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(engines, "batches", lambda _: batches)
     narrow = replace(bundle, manifest=replace(bundle.manifest, precision=precision))
     target = "sm89" if release is RTX_17 else "jetson-orin"
-    asked = plan_engines(narrow, TARGETS[target], release, "1.7.1", "trt10", profiles=profiles)
+    asked = plan_engines(narrow, TARGETS[target], release, "1.7.1", "trt10", batch=batch)
     assert {len(job.profiles) for job in asked.jobs if job.graph.name.startswith("stage")} == {count}
     assert {len(job.profiles) for job in asked.jobs if not job.graph.name.startswith("stage")} == {1}
 
@@ -384,7 +390,7 @@ def test_progress_does_not_start_over_with_a_further_outermost_phase() -> None:
 
 def test_an_unknown_target_lists_all() -> None:
     with pytest.raises(
-        RequestError, match=r"'rtx9' is unknown; the targets are: this, sm75 .*jetson-orin \(Jetson Orin"
+        RequestError, match=r"'rtx9' is unknown; the targets are: this, sm80 .*jetson-orin \(Jetson Orin"
     ):
         find_target("rtx9")
 

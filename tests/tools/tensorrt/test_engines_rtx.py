@@ -243,7 +243,7 @@ def test_attention_to_any_number_of_slots_has_a_fused_kernel_in_half_precision(
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     assert trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR)).parse_from_file(str(bundle.path(graph.name)))
     config, profile = builder.create_builder_config(), builder.create_optimization_profile()
-    for name, shapes in input_shapes(graph, stage_profiles(m, apart=False)[0]).items():
+    for name, shapes in input_shapes(graph, stage_profiles(m, None)[0]).items():
         profile.set_shape(name, *shapes)
     config.add_optimization_profile(profile)
     config.num_compute_capabilities = 1

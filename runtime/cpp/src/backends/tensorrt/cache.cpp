@@ -94,6 +94,7 @@ struct DeviceSlots : StageMemory, BoundStage {
     Addresses addresses;
     bind_stage(shared, spec, tokens, own_rope, query, shapes, addresses);
     addresses[names::kTotalSlots] = shared.engines.address(names::kTotalSlots);
+    shapes[names::kTotalSlots] = {1};
     const ModelSpec& model = shared.manifest.model;
     for (int64_t layer : spec.cached)
       for (bool values : {false, true}) {
@@ -307,7 +308,10 @@ struct ReadingStage : BoundStage {
     for (size_t i = 0; i < layers.size(); ++i)
       for (const char* name : {names::kPastKey, names::kPastValue})
         shapes[name + std::to_string(layers[i])] = {1, filled[i], model.kv_heads, model.heads_of(layers[i])};
-    for (const auto& [name, value] : slots) addresses[name] = shared.engines.address(name);
+    for (const auto& [name, value] : slots) {
+      addresses[name] = shared.engines.address(name);
+      shapes[name] = {1};
+    }
     context.bind(shapes, addresses);
   }
 

@@ -41,13 +41,19 @@ std::string reason_of(tensorrt::Runtime& runtime) {
   return reason.empty() ? "" : ": " + reason.substr(0, 300);
 }
 
-void check_engine(const std::string& graph, tensorrt::Deserialized& engine, const GraphIO& io) {
+// The names of an engine's inputs and outputs, which are those of its graph but for inputs that nothing reads.
+std::set<std::string> checked_tensors(const std::string& graph, tensorrt::Deserialized& engine, GraphIO io) {
   std::vector<Port> inputs, outputs;
+  std::set<std::string> out;
   for (int i = 0; i < engine.tensors(); ++i) {
     tensorrt::EngineTensor tensor = engine.tensor(i);
     (tensor.input ? inputs : outputs).push_back({tensor.name, tensor.dtype, Ids(tensor.shape, tensor.shape + tensor.dims)});
+    out.insert(tensor.name);
   }
+  auto left_out = [&](const TensorSpec& spec) { return out.count(spec.name) == 0; };
+  io.inputs.erase(std::remove_if(io.inputs.begin(), io.inputs.end(), left_out), io.inputs.end());
   check_ports(graph, inputs, outputs, io);
+  return out;
 }
 
 }  // namespace
@@ -56,6 +62,7 @@ std::string new_slots_of(const StageSpec& stage) { return cat("new K and V of la
 
 void Context::bind(const Shapes& shapes, const Addresses& addresses) {
   for (const auto& [name, shape] : shapes) {
+    if (tensors_.count(name) == 0) continue;
     if (auto known = shapes_.find(name); known != shapes_.end() && known->second == shape) continue;
     if (!execution_->set_shape(name.c_str(), shape.data(), static_cast<int>(shape.size())))
       fail(Kind::device, "the engine of ", graph_, " takes no ", name, " of shape ", shape, reason_of(runtime_),
@@ -63,6 +70,7 @@ void Context::bind(const Shapes& shapes, const Addresses& addresses) {
     shapes_[name] = shape;
   }
   for (const auto& [name, address] : addresses) {
+    if (tensors_.count(name) == 0) continue;
     if (auto known = addresses_.find(name); known != addresses_.end() && known->second == address) continue;
     if (!execution_->set_address(name.c_str(), address)) run_failure("TensorRT", graph_, "it has no tensor " + name);
     addresses_[name] = address;
@@ -94,10 +102,10 @@ void LoadedEngines::load(const std::string& graph, const GraphIO& io) {
   if (!engine)
     fail(Kind::bundle, "TensorRT does not take ", record.file, reason_of(runtime_), "; ",
          build_command(bundle_, set_.target));
-  check_engine(record.file, *engine, io);
+  std::set<std::string> tensors = checked_tensors(record.file, *engine, io);
   int64_t scratch = 0;
   for (int profile = 0; profile < engine->profiles(); ++profile) scratch = std::max(scratch, engine->scratch(profile));
-  engines_.emplace(graph, Loaded{std::move(engine), scratch, io});
+  engines_.emplace(graph, Loaded{std::move(engine), scratch, io, std::move(tensors)});
 }
 
 std::map<std::string, GraphIO> LoadedEngines::contracts() const {
@@ -168,13 +176,14 @@ int64_t LoadedEngines::longest_side() const {
 }
 
 std::unique_ptr<Context> LoadedEngines::new_context(const std::string& graph, int profile) {
-  tensorrt::Deserialized& engine = *engines_.at(graph).engine;
+  const Loaded& loaded = engines_.at(graph);
+  tensorrt::Deserialized& engine = *loaded.engine;
   std::unique_ptr<tensorrt::Execution> made(engine.context());
   if (!made || !made->set_profile(profile < 0 ? engine.profiles() + profile : profile, cuda_.stream()))
     fail(Kind::device, "TensorRT makes no context for ", graph, reason_of(runtime_), "; end other programs on the GPU");
   cuda_.wait();
   made->set_memory(scratch_->address(), static_cast<int64_t>(scratch_->size()));
-  return std::make_unique<Context>(graph, std::move(made), runtime_, cuda_);
+  return std::make_unique<Context>(graph, loaded.tensors, std::move(made), runtime_, cuda_);
 }
 
 Context& LoadedEngines::context(const std::string& graph, int profile) {

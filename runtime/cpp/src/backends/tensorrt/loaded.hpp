@@ -3,6 +3,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,13 +21,16 @@ using Addresses = std::map<std::string, uint8_t*>;  // of every tensor, on the d
 // One engine with one profile; shapes and addresses are set where they change.
 class Context {
  public:
-  Context(std::string graph, std::unique_ptr<tensorrt::Execution> execution, tensorrt::Runtime& runtime, Cuda& cuda)
-      : graph_(std::move(graph)), execution_(std::move(execution)), runtime_(runtime), cuda_(cuda) {}
+  Context(std::string graph, const std::set<std::string>& tensors, std::unique_ptr<tensorrt::Execution> execution,
+          tensorrt::Runtime& runtime, Cuda& cuda)
+      : graph_(std::move(graph)), tensors_(tensors), execution_(std::move(execution)), runtime_(runtime), cuda_(cuda) {}
+  // Of tensors that the engine has: TensorRT may leave out an input that nothing reads.
   void bind(const Shapes& shapes, const Addresses& addresses);
   void enqueue();
 
  private:
   std::string graph_;
+  const std::set<std::string>& tensors_;
   std::unique_ptr<tensorrt::Execution> execution_;
   tensorrt::Runtime& runtime_;
   Cuda& cuda_;
@@ -63,6 +67,7 @@ class LoadedEngines {
     std::unique_ptr<tensorrt::Deserialized> engine;
     int64_t scratch;
     GraphIO io;
+    std::set<std::string> tensors;
   };
   void load(const std::string& graph, const GraphIO& io);
   std::map<std::string, GraphIO> contracts() const;
