@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.tiny import Tiny, make
 
 from vtx.runtime.backends.tensorrt.engine import LOG
@@ -43,7 +43,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     checkpoint = cache(lambda shape: make(folder / shape, SHAPES[shape]))
 
     def bundle(shape: str, precision: str) -> Bundle:
-        return export(checkpoint(shape), folder / f"{shape}-{precision}", (), precision, max_context=2048,
+        return export_all(checkpoint(shape), folder / f"{shape}-{precision}", (), precision, max_context=2048,
                       dialects=("ort", "trt", "trt10"))  # fmt: skip
 
     return cache(bundle)
