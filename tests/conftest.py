@@ -177,18 +177,18 @@ def tokenizers_resolved_once(store: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def children_forked() -> Iterator[Callable[..., Child]]:
-    """Confined children are forked from a process that has made their imports; gives what starts one without it."""
-    from tests.support.fork_server import ForkServer
+    """Confined children are forked from processes that have made their imports; gives what starts one without."""
+    from tests.support.fork_server import ForkServers
     from vtx.runtime.host import confined
 
     if sys.platform != "linux":
         yield confined.start_child
         return
-    server, start = ForkServer(), confined.start_child
+    servers, start = ForkServers(), confined.start_child
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(confined, "start_child", server.start)
+        patch.setattr(confined, "start_child", servers.start)
         yield start
-    server.close()
+    servers.close()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def bundle(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("cli") / "bundle").folder
+    return bundles.export_all(tiny_checkpoint(), tmp_path_factory.mktemp("cli") / "bundle").folder
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import quick as quick_run
 from tests.support.budget import SHARE, too_large
 from tests.support.old_onnxruntime import reasons
 from tests.support.quick import HEADLINES, SHOWN_ELSEWHERE, is_slow, left_out, planted, repeated
@@ -157,6 +158,7 @@ def test_of_cases_with_a_model_those_are_run_that_have_every_value(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VTX_SEQUENCES", raising=False)
+    monkeypatch.setattr(quick_run, "ENGINES", ("tests/runtime/server/",))
     items = collected(request, tmp_path, "tests/runtime/server/test_any.py")
     run = [item for item in items if item not in repeated(items)]
     of_model = [item.callspec.params for item in run if item.name.startswith("test_with_a")]  # type: ignore[attr-defined]
@@ -170,6 +172,22 @@ def test_of_cases_with_a_model_those_are_run_that_have_every_value(
     assert len(quick) == 3 + 6 + 3 + 2 + 6 + 2, "pairs of values are left to the slow run"
     monkeypatch.setenv("VTX_SEQUENCES", "500")
     assert repeated(items) == []
+
+
+def test_what_is_asked_on_every_engine_is_asked_on_one_but_in_files_about_engines(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VTX_CPUID_HIDDEN", raising=False)
+    items = collected(request, tmp_path, "tests/runtime/server/test_any.py")
+
+    def devices(test: str) -> set[object]:
+        chosen = [item for item in items if item not in left_out(items) and item.name.startswith(test)]
+        return {item.callspec.params["device"] for item in chosen}  # type: ignore[attr-defined]
+
+    assert devices("test_with_a_model") == {"cpu"}
+    assert devices("test_without_a_model") == {"cpu", "openvino"}
+    monkeypatch.setattr(quick_run, "ENGINES", ("tests/runtime/server/test_any.py",))
+    assert devices("test_with_a_model") == {"cpu", "openvino"}
 
 
 def test_one_test_with_a_model_is_run_of_a_file_in_the_rooms_that_compute_the_most(

@@ -12,7 +12,7 @@ from tests.support import bundles
 
 @pytest.fixture(scope="module")
 def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("whole") / "bundle").folder
+    return bundles.export_all(tiny_checkpoint(), tmp_path_factory.mktemp("whole") / "bundle").folder
 
 
 @pytest.fixture

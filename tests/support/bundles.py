@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vtx.exporter.bundling.options import ExportOptions
 
 ORT = ("ort",)
+CPUS = ("ort", "plain")  # of the engines that compute where tests run
 SHARED: Path | None = None  # where `shared` keeps bundles, next to `tiny_checkpoint`'s
 IGNORE: Callable[[str, int, int], None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
 EXPORT_ONLY = ("torch", "transformers", "onnx", "onnx_ir", "safetensors", "huggingface_hub")
@@ -41,11 +42,12 @@ def export(
     max_context: int | None = None,
     reductions: tuple[str, ...] = (),
     allow_pickle: bool = False,
-    dialects: tuple[str, ...] = DIALECTS,
+    dialects: tuple[str, ...] = CPUS,
 ) -> Bundle:
     """Export a checkpoint to `out`, without a command around it, or copy what has been exported so.
 
-    Graphs take more than half of the time of a tiny export: whoever runs none but onnxruntime's names `ORT`.
+    Graphs take more than half of the time of a tiny export: whoever runs none but onnxruntime's names `ORT`, whoever
+    needs those of GPUs names them.
     """
     from vtx.exporter.bundling.options import ExportOptions
 
@@ -66,6 +68,13 @@ def reads_documents(checkpoint: Path) -> bool:
     config = checkpoint / "config.json"
     kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
     return kind in {family.model_type for family in FAMILIES if family.reader}
+
+
+def export_all(
+    checkpoint: Path, out: Path, ks: tuple[int, ...] = (3, 5), precision: str = "fp32", **more: Any
+) -> Bundle:
+    """As `export`, with graphs for every engine."""
+    return export(checkpoint, out, ks, precision, dialects=DIALECTS, **more)
 
 
 def export_with(options: ExportOptions, out: Path) -> Bundle:

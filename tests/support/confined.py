@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import sys
-import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,6 @@ from vtx.exporter.checkpoint.examples import with_examples
 from vtx.exporter.checkpoint.resolving import resolve
 from vtx.runtime.bundle.spec.text_settings import TextSettings
 from vtx.runtime.errors import VtxError
-from vtx.runtime.host.confined_child import LENGTHS
 from vtx.runtime.prompt.template import ChatTemplate, ShapingTemplate
 from vtx.runtime.strict import Strict
 
@@ -24,50 +18,6 @@ from vtx.runtime.strict import Strict
 def render(request: dict[str, Any]) -> str:
     """What a template prints for a conversation."""
     return ChatTemplate(request["source"]).render(request["messages"], {}, add_generation_prompt=True)
-
-
-def loaded(_: Any) -> list[str]:
-    """The top-level modules that the child holds."""
-    return sorted({name.partition(".")[0] for name in sys.modules})
-
-
-def fail(kind: str) -> Any:
-    """Go wrong in one way."""
-    if kind == "memory":
-        return len(bytearray(8 << 30))
-    if kind == "cpu":
-        while True:
-            pass
-    if kind == "sleep":
-        time.sleep(600)
-    if kind == "file":
-        return "x" * (32 << 20)
-    if kind == "print":
-        print("noise")
-        os.write(1, b"noise")
-        return "quiet"
-    if kind == "abort":
-        os.abort()
-    if kind == "crash":
-        ctypes.string_at(0)
-    if kind in ("nonsense", "long"):
-        header = b"[" * 5000 if kind == "nonsense" else b""
-        for file in range(3, 20):  # one of them is the answer
-            with suppress(OSError):
-                os.write(file, LENGTHS.pack(len(header), 0 if header else 1 << 60) + header)
-        time.sleep(600)
-    if kind == "error":
-        raise ZeroDivisionError("by nothing")
-    return kind
-
-
-def count(to: int) -> Generator[tuple[dict[str, int], list[bytes]], None, str]:
-    """Items, each with a payload of its number of bytes; "end" once all are taken. Below 0: items for ever."""
-    number = 0
-    while number != to:
-        number += 1
-        yield {"number": number}, [b"a" * number, b"b"]
-    return "end"
 
 
 def resolve_tokenizers(request: dict[str, Any]) -> list[str]:

@@ -4,7 +4,8 @@ A case with a model takes ten to a hundred times as long as one without. Most fa
 parameter show with any values of the others: a case is run for each value, not for each combination, unless a test's
 mark says which count. In the rooms that compute the most `make test` runs one test with a model of each file, which is
 the first one or named here, and whatever is marked `representative`; of a file whose truth another one shows of a
-representative, none. Files in which `make planted` looks for its faults are left as they are.
+representative, none. Files in which `make planted` looks for its faults are left as they are. What is asked on every
+engine is asked on onnxruntime; on OpenVINO are the files about engines, and the contract of families.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ ROOMS = tuple(
         "tools/evaluation", "tools/fit",
     )
 )  # fmt: skip
-# Files there, and the test with a model that `make test` runs of each, where that is not the first.
+# Files of which cases on OpenVINO are run, too: those about engines, and those that show faults in what it alone has.
+ENGINES = (
+    "tests/runtime/backends/",
+    "tests/runtime/cpp/test_gemma.py",
+    "tests/runtime/cpp/test_openvino.py",
+    "tests/runtime/cpp/test_states.py",
+    "tests/runtime/session/test_contract.py",
+)
+# Files in `ROOMS`, and the test with a model that `make test` runs of each, where that is not the first.
 HEADLINES = {
     "exporter/bundling/test_export": "test_an_exported_bundle_stands_alone",
     "runtime/backends/test_openvino": "test_the_token_ids_are_those_of_onnxruntime",
@@ -104,19 +113,28 @@ def repeated(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Those cases that show what a representative shows, and pairs of values that a test's mark asks for."""
-    rooms = () if "VTX_CPUID_HIDDEN" in os.environ else ROOMS  # as on a lesser processor all tests of arithmetic count
+    lesser = "VTX_CPUID_HIDDEN" in os.environ  # as on a lesser processor all tests of arithmetic count
     cases, headlines = list[pytest.Item](), dict[str, str]()
     for name, of_test in with_models(items).items():
         file, _, test = name.partition("::")
-        if file.startswith(rooms) and file not in planted() and not all(map(is_slow, of_test)):
+        if not lesser and file.startswith(ROOMS) and file not in planted() and not all(map(is_slow, of_test)):
             short = file.removeprefix("tests/").removesuffix(".py")
             named = "" if short in SHOWN_ELSEWHERE else HEADLINES.get(short, test)
             if headlines.setdefault(file, named) != test:
                 cases += [case for case in of_test if not case.get_closest_marker("representative")]
                 continue
+        quick = list(filterfalse(is_slow, of_test))
+        on_openvino = [] if lesser or file.startswith(ENGINES) else list(filter(_on_openvino, quick))
+        if len(on_openvino) < len(quick):
+            cases += on_openvino
+            quick = [case for case in quick if case not in on_openvino]
         if any(map(of_test[0].get_closest_marker, MARKED)):
-            cases += _beyond_values(list(filterfalse(is_slow, of_test)))
+            cases += _beyond_values(quick)
     return cases
+
+
+def _on_openvino(case: pytest.Function) -> bool:
+    return hasattr(case, "callspec") and "openvino" in case.callspec.params.values()
 
 
 def _beyond_values(cases: list[pytest.Function]) -> list[pytest.Function]:

@@ -138,6 +138,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", FAMILIES.values(), ids=FAMILIES)
 def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: Make, tiny: Tiny) -> None:
     """Every group of channels takes factors from 0.05 to 20; a norm, gate or shared value between would show."""

@@ -47,7 +47,7 @@ pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=Impo
 FLAGS = frozenset({"avx512_vnni", "amx_bf16"})
 ALWAYS = MeasuredArithmetic(Data("the drawn scenes", scene_items(3)), always=True)
 CPUS = ("ort", "plain")
-SMALL = Tiny(layers=3)
+SMALL = Tiny(layers=2)
 
 
 def planned(checkpoint: Path | str, precision: str, wanted: MeasuredArithmetic | None = ALWAYS, **more: Any) -> Plan:

@@ -84,7 +84,7 @@ def test_a_pickled_text_tower_is_read_where_the_user_allows_it(
 
 
 def test_without_the_option_a_bundle_has_no_trace_of_it(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder = bundles.export(tiny_checkpoint(), tmp_path / "b").folder
+    folder = bundles.export_all(tiny_checkpoint(), tmp_path / "b").folder
     assert Bundle.open(folder).manifest.text_tower is None
     assert not [path.name for path in folder.iterdir() if "text-tower" in path.name or "text_tower" in path.name]
     declared = json.loads((folder / "vtx.json").read_text())["interface"]["dialects"]["ort"]
@@ -145,7 +145,7 @@ def test_the_form_is_refused_where_no_tower_is_given(options: ExportOptions) -> 
 
 
 def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder = bundles.export(tiny_checkpoint(), tmp_path / "b").folder
+    folder = bundles.export_all(tiny_checkpoint(), tmp_path / "b").folder
     with (
         load(folder, threads=THREADS) as model,
         model.open(random_image(1)) as image,

@@ -50,7 +50,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])
 @pytest.mark.parametrize("images", [1, 2])
 def test_every_k_is_measured_as_plain_pytorch_states_it(

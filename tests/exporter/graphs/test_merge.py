@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.exported import Checkpoints
 from tests.support.graphs import session
 from tests.support.reduced import window_cosines
@@ -51,7 +51,7 @@ def graph(
     """The vision graph of a checkpoint, with these extras, beside its bundle's weights."""
     bundle = folder / f"{name}-{precision}"
     if not bundle.exists():
-        export(checkpoint, bundle, (), precision)
+        export_all(checkpoint, bundle, (), precision)
     plan = plan_export(ExportOptions(str(checkpoint), (), precision))
     written = make_dialect(dialect, precision, plan.max_context)
     return session(bundle, lambda b: build_vision(b, plan.config, Extras(**extras)), written, plan.weights.stored)
@@ -71,7 +71,7 @@ def thresholds(values: list[float]) -> list[float]:
     return [-1.0, 2.0, *((a + b) / 2 for a, b in pairwise(order) if b - a > 1e-4)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("tiny", TOWERS.values(), ids=list(TOWERS))
 def test_merged_rows_equal_the_statement(

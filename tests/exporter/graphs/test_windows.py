@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.support.bundles import export
+from tests.support.bundles import export, export_all
 from tests.support.dialects import DialectBackend
 from tests.support.exported import Checkpoints, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
@@ -43,7 +43,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     @cache
     def bundle(family: str) -> Bundle:
         tiny, ks = FAMILIES[family]
-        return export(tiny_checkpoint(tiny), folder / family, ks)
+        return export_all(tiny_checkpoint(tiny), folder / family, ks)
 
     return cache(lambda family, dialect: Model(bundle(family), DialectBackend(bundle(family), dialect), 0))
 

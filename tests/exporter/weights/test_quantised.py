@@ -55,7 +55,7 @@ def assert_equal_weights(made: Bundle, plan: Plan, plain: Path) -> None:
         np.testing.assert_array_equal(stored.read(name).numpy(), source.read(name).numpy(), name)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -96,6 +96,7 @@ def seen(model: Model, image: PreparedImage) -> tuple[float, float, float, float
     return shares[0], shares[2], shares[1], shares[3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(models: Models, name: str) -> None:
     tiny, write = FORMS[name]

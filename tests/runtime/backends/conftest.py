@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bundles import copy, export
+from tests.support.bundles import copy, export_all
 from tests.support.engines import DUAL, SMALL_GROWTH, build_for, on_standin
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
@@ -20,7 +20,7 @@ from vtx.runtime.backends.ort import cuda_cache
 @pytest.fixture(scope="module")
 def with_engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
-    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
+    export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
     build_all(folder)
     return folder
 
@@ -29,7 +29,7 @@ def with_engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.
 def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
     words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2", "dart")
-    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
+    export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
     build_all(folder)
     return folder
 

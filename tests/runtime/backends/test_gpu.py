@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.bundles import IGNORE, export
+from tests.support.bundles import IGNORE, export_all
 from tests.support.cpp import needs_cpp, run
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -42,7 +42,9 @@ def bundle(
     module, release = load_tensorrt(target)
     precision, shape = request.param.split("-")
     folder = tmp_path_factory.mktemp("gpu") / request.param
-    made = export(tiny_checkpoint(SHAPES[shape]), folder, (2, 3), precision, max_context=CONTEXT, reductions=(FASTV,))
+    made = export_all(
+        tiny_checkpoint(SHAPES[shape]), folder, (2, 3), precision, max_context=CONTEXT, reductions=(FASTV,)
+    )
     list(build_engines(plan_engines(made, target, release, module.__version__, release.dialect), IGNORE))
     return made
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support import gpu_standin
-from tests.support.bundles import copy, export
+from tests.support.bundles import copy, export_all
 from tests.support.engines import DUAL, build_for, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
@@ -82,7 +82,7 @@ def test_images_at_their_own_resolution_are_answered_as_on_onnxruntime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "bundle"
-    export(tiny_checkpoint(tiny), folder, (2,))
+    export_all(tiny_checkpoint(tiny), folder, (2,))
     build_for(dialect, folder, monkeypatch)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     for number, (width, height) in enumerate([(40, 40), (200, 130), (90, 150), (300, 160)]):
@@ -244,7 +244,7 @@ def test_addresses_are_aligned_whatever_the_number_of_slots(
     dialect: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "bundle"
-    export(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)
+    export_all(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)
     build_for(dialect, folder, monkeypatch)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     with ours.open([random_image(5)]) as mine, reference.open([random_image(5)]) as theirs:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.engines import build_for, open_model
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
@@ -33,7 +33,7 @@ def test_videos_are_answered_as_on_onnxruntime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "bundle"
-    export(tiny_checkpoint(tiny), folder, (2,))
+    export_all(tiny_checkpoint(tiny), folder, (2,))
     build_for(dialect, folder, monkeypatch)
     ours, reference = open_model(folder), load(folder, device="cpu", threads=THREADS)
     shown = [video(random_video(1, 20, (90, 60)), frames=4, fps=30), video(random_video(0, 9, (120, 50)), frames=3)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.engines import JETPACK_6, ORIN, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
@@ -42,7 +42,7 @@ def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     def get(name: str) -> Path:
         if not (folder / name).exists():
             tiny, ks = FAMILIES[name]
-            export(tiny_checkpoint(tiny), folder / name, ks)
+            export_all(tiny_checkpoint(tiny), folder / name, ks)
             build_all(folder / name)
             build_all(folder / name, "jetson-orin", JETPACK_6, "trt10")
         return folder / name

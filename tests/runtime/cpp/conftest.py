@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.cabi import Loaded
 from tests.support.cpp import write_pictures
 from tests.support.cpp_tensorrt import BUILT, REDUCTIONS, Machine, build, machine_in
@@ -38,7 +38,7 @@ def opened() -> Iterator[Callable[..., Loaded]]:
 def engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with engines of the stand-ins for every release of TensorRT."""
     folder = tmp_path_factory.mktemp("cpp-tensorrt") / "bundle"
-    export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS)
+    export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS)
     for release in BUILT:
         build(folder, release)
     return folder

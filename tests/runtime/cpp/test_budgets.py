@@ -61,7 +61,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("side", [56, 14], ids=["16-patches", "one-patch"])
 @pytest.mark.parametrize("spec", KEPT)
 def test_the_ends_of_every_budget(models: Models, picture: Path, spec: str, side: int) -> None:

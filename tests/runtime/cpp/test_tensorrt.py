@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bundles import export, export_with, write_gate
+from tests.support.bundles import export, export_all, export_with, write_gate
 from tests.support.clip import make_clip
 from tests.support.cpp import run
 from tests.support.cpp_tensorrt import (
@@ -353,7 +353,9 @@ def test_parts_are_aligned_and_long_prompts_run_in_parts(
     release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
 ) -> None:
     bundle = tmp_path / "bundle"
-    export(tiny_checkpoint(Tiny(layers=4, kv_heads=1)), bundle, (2,), max_context=233, reductions=(DUAL, "fastv:k=2"))
+    export_all(
+        tiny_checkpoint(Tiny(layers=4, kv_heads=1)), bundle, (2,), max_context=233, reductions=(DUAL, "fastv:k=2")
+    )
     build(bundle, release)
     shorten(bundle, RELEASES[release][0], 8)
     write_traces(load(bundle, device="cpu", threads=THREADS), tmp_path / "python")

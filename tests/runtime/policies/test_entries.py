@@ -35,6 +35,7 @@ def select(spec: str, image: ImageTokens) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", CASES)
 def test_divprune_keeps_the_tokens_of_the_released_code(number: int) -> None:
     case = drawn(number)
@@ -172,6 +173,7 @@ def merged(spec: str, given: TowerTokens) -> tuple[list[int], Tensor, MergedToke
     return found.patches.indices.tolist(), weights, found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", CASES)
 def test_visionzip_merges_as_the_released_code(number: int) -> None:
     given = tower(number)

@@ -31,7 +31,7 @@ GOLDEN = "golden.safetensors"
 @pytest.fixture(scope="module")
 def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compare") / "bundle"
-    return bundles.export(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS).folder
+    return bundles.export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS).folder
 
 
 def invoke(*words: object) -> Result:
@@ -73,7 +73,7 @@ def test_inputs_of_stages_per_token_are_given_and_compared(
 ) -> None:
     if other == "openvino":
         pytest.importorskip("openvino")
-    bundle = bundles.export(tiny_checkpoint(QWEN3), tmp_path / "bundle", (3,), reductions=("fastv:k=2",))
+    bundle = bundles.export_all(tiny_checkpoint(QWEN3), tmp_path / "bundle", (3,), reductions=("fastv:k=2",))
     graphs = list(compare(bundle, "ort", other))
     assert first_difference(graphs) is None
     assert {f"token_input.map{n}" for n in (1, 2, 3)} <= {output.tensor for output in graphs[0].outputs}
@@ -86,7 +86,7 @@ def test_layers_that_slide_and_layers_that_read_others_are_compared(
 ) -> None:
     if other == "openvino":
         pytest.importorskip("openvino")
-    bundle = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,))
+    bundle = bundles.export_all(tiny_checkpoint(tiny), tmp_path / "bundle", (3,))
     graphs = list(compare(bundle, "ort", other))
     assert len(graphs) == 3 + len(bundle.manifest.stages)
     assert first_difference(graphs) is None

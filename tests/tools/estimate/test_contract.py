@@ -31,7 +31,7 @@ def left_out(tiny: Tiny) -> int:
     return tiny.hidden if tiny.family.startswith(("llava_next", "llava_onevision")) else 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
     tiny_checkpoint: Callable[..., Path], name: str

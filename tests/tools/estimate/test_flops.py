@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.exported import THREADS
 from tests.support.tiny import Tiny
 
@@ -234,7 +234,7 @@ def exported(
     request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Any]:
     checkpoint = tiny_checkpoint(request.param)
-    return export(checkpoint, tmp_path_factory.mktemp("flops") / "bundle", ks=(3, 6)), size_of(checkpoint)
+    return export_all(checkpoint, tmp_path_factory.mktemp("flops") / "bundle", ks=(3, 6)), size_of(checkpoint)
 
 
 def executed_macs(bundle: Bundle, graph: str, folder: Path, dims: dict[str, int], slots: int = 0) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.families.vila import VILA
 from tests.support.tiny import Tiny
 
@@ -275,7 +275,7 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
     checkpoint = tiny_checkpoint(tiny)
     config = find_size(str(checkpoint))
     assert config == replace(find_size(str(checkpoint / "config.json")), name=config.name)
-    bundle = export(checkpoint, tmp_path / "bundle", precision=precision)
+    bundle = export_all(checkpoint, tmp_path / "bundle", precision=precision)
     found = bundle_size(bundle)
     assert found == find_size(str(tmp_path / "bundle"))
     assert config.vision is not None
@@ -285,7 +285,7 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
 
 
 def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    bundle = export(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
+    bundle = export_all(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
     found = make_plan(bundle_size(bundle), Workload(9, 16, 0), [None, 3, 5], ["fp16"])
     for depth in found.depths:
         expected = kv_bytes(bundle.manifest, depth.k, text=9, vision=16)
@@ -293,7 +293,7 @@ def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Pa
 
 
 def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    whole = export(tiny_checkpoint(), tmp_path / "bundle")
+    whole = export_all(tiny_checkpoint(), tmp_path / "bundle")
     folder = tmp_path / "copy"
     folder.mkdir()
     for name in ("vtx.json", "vtx.json.sha256"):

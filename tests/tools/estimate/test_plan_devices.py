@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.engines import on_standin, open_model
 from tests.support.families.qwen import QWEN2, QWEN3
 from tests.support.gpu_standin import build_all
@@ -117,7 +117,7 @@ def test_peak_memory_on_a_cpu_is_within_15_percent_of_measurements(
 def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
     tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
+    export_all(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
     build_all(tmp_path / "bundle")
     on_standin(monkeypatch)
     backend, size = open_model(tmp_path / "bundle").backend, bundle_size(Bundle.open(tmp_path / "bundle"))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.support.bundles import IGNORE, copy, export, flip, manifest, write_manifest
+from tests.support.bundles import IGNORE, copy, export_all, flip, manifest, write_manifest
 from tests.support.gpu_standin import RTX_17
 from tests.support.tiny import Tiny
 
@@ -42,7 +42,7 @@ CARD = Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 @pytest.fixture(scope="module")
 def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines") / "bundle"
-    return export(tiny_checkpoint(Tiny(layers=3)), folder, (2,)).folder
+    return export_all(tiny_checkpoint(Tiny(layers=3)), folder, (2,)).folder
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper
-from tests.support.bundles import export
+from tests.support.bundles import export_all
 from tests.support.engine_graphs import Graph, trt_stage
 from tests.support.tiny import Tiny
 
@@ -193,7 +193,7 @@ def test_the_rules_say_what_the_parser_of_tensorrt_rtx_says() -> None:
 def test_a_bundle_of_onnxruntimes_dialect_is_named_as_such(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    bundle = export(tiny_checkpoint(Tiny(layers=2)), tmp_path / "bundle", (2,))
+    bundle = export_all(tiny_checkpoint(Tiny(layers=2)), tmp_path / "bundle", (2,))
     found = lint_bundle(bundle, "ort", JETPACK_7)
     assert {finding.graph for finding in found} >= {"vision.ort.onnx", "stage-01-01.ort.onnx", "head.ort.onnx"}
     assert any("GroupQueryAttention of com.microsoft" in finding.problem for finding in found)

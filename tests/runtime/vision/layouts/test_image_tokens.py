@@ -45,7 +45,9 @@ def patches_of(view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return view.reshape(3, height // 16, 16, width // 16, 16).transpose(1, 3, 2, 4, 0).reshape(-1, 768)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget", [pytest.param(budget, marks=[pytest.mark.slow] if budget > 280 else []) for budget in BUDGETS]
+)
 def test_each_budget_of_gemma_4_has_tokens_and_pixels_of_transformers(budget: int) -> None:
     from transformers import Gemma4ImageProcessorPil
 
