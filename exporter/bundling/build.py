@@ -123,6 +123,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
     precisions = plan.precisions
     kv = ir.DataType.from_numpy(np.dtype(names.kv_type(dialect, plan.precisions.kv_dtype)))
     blocked = any(weight.scales is not None and weight.scales.shape[1] > 1 for weight in weights.values())
+    blocked = blocked or text.mixture is not None  # whose matrices have three axes, so that a row's scale is a block's
 
     def write(
         name: str,

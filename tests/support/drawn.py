@@ -52,7 +52,8 @@ def qwen3_vl_moe(draw: random.Random) -> Tiny:
     tiny = any_text(draw, QWEN3_EXPERTS)
     dense = draw.sample(range(tiny.layers), draw.choice([0, 0, 1, 3]))
     return replace(
-        tiny, rope="default", context=512, experts=experts(draw), dense=tuple(sorted(dense)), names=draw.choice(["hub", "saved"]),
+        tiny, rope="default", context=512, experts=experts(draw), dense=tuple(sorted(dense)),
+        names=draw.choice(["hub", "saved"]),
     )  # fmt: skip
 
 

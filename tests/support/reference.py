@@ -83,6 +83,8 @@ class Reference:
             )
         )
         self.model.train(False)
+        if self.model.config.model_type.endswith("_moe"):  # a loop over experts, which any type has
+            self.model.set_experts_implementation("eager")
         self.processor: Any = self._processor(folder)
         self.tokenizer = self.processor.tokenizer
         # Transformers' processor looks for a template everywhere but in tokenizer_config.json.
