@@ -91,7 +91,7 @@ def _loaded(request: dict[str, Any]) -> Any:
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
-        loaded = _load(folder, request["name"], fix_mistral_regex=request["fix_mistral_regex"])
+        loaded = _load(folder, request["name"], fix_mistral_regex=bool(request.get("fix_mistral_regex")))
     if request.get("whole") and image == len(loaded):
         loaded.add_tokens(AddedToken(IMAGE, normalized=False, special=True), special_tokens=True)
     return loaded
