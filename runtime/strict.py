@@ -108,16 +108,19 @@ def json_value(value: Any) -> Any:
     return [json_value(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def optional(default: Any, *, kw_only: bool = False) -> Any:
+def optional(default: Any) -> Any:
     """Declare a field that may be absent from a file, and is not written when it has its default.
 
     Fields that were added to a format later are optional: a reader that does not know them reads all files that do not
     use them, and refuses the others.
     """
-    return dataclasses.field(default=default, metadata={_OPTIONAL: True}, kw_only=kw_only)
+    return dataclasses.field(default=default, metadata={_OPTIONAL: True})
 
 
-_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
+# The types of a dataclass's fields, without the mark of those that are given by name alone.
+_hints: Callable[[Any], dict[str, Any]] = cache(
+    lambda kind: {name: hint for name, hint in typing.get_type_hints(kind).items() if hint is not dataclasses.KW_ONLY}
+)
 
 
 # The optional fields of a dataclass with their defaults.

@@ -27,7 +27,7 @@ class VisionConfig:
     counted from 0, of whose output a merger of its own makes a map; the first is added to the image's tokens after
     decoder layer 1, the second after layer 2, and so on (deepstack). `patch_bias`: patches have a bias. `qkv_bias`:
     all matrices of blocks have one. `head_norms`: an RMS norm over each head of queries and keys. `theta`: the base of
-    rotation. `kv_heads`: queries, keys and values have a matrix each, the last two of so many heads. `convolved`:
+    rotation. `kv_heads`: queries, keys and values have a matrix each, the last two of that many heads. `convolved`:
     blocks, counted from 0, with a gated convolution of `conv_kernel` x `conv_kernel` patches in place of attention.
     `first_norm`: a norm precedes the first block. `half_pixel`: the table is stretched from the middle of a patch to
     that of another, and not from corner to corner. `one_frame`: kernels of patches have no second frame.

@@ -57,7 +57,7 @@ def _tower(config: Any, text: TextConfig) -> VisionConfig:
 def _adjust(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:
     """Set the image processor's limits of pixels, which hold for `FRAMES` frames of an image."""
     sizes = processor.get("size") or PIXELS
-    counts = {name: sizes.get(name) for name in PIXELS} if isinstance(sizes, Mapping) else {}
+    counts: dict[str, Any] = {name: sizes.get(name) for name in PIXELS} if isinstance(sizes, Mapping) else {}
     if not counts or any(type(count) is not int or count < FRAMES or count % FRAMES for count in counts.values()):
         raise CheckpointError(f"the image processor's size is {sizes!r:.60}; it must have two even numbers of pixels")
     own = {name: value for name, value in processor.items() if name not in ("min_pixels", "max_pixels")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,9 @@ class Native(Layout):
     merge: int
     min_pixels: int
     max_pixels: int
-    small: str | None = optional(None, kw_only=True)
-    flat: bool = optional(False, kw_only=True)
+    _: KW_ONLY
+    small: str | None = optional(None)
+    flat: bool = optional(False)
 
     def __post_init__(self) -> None:
         valid = min(self.patch, self.merge, self.min_pixels) >= 1 and self.unit**2 <= self.max_pixels

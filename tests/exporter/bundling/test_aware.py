@@ -19,8 +19,10 @@ import vtx
 from tests.support import bundles
 from tests.support.exported import THREADS
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_next import GRANITE
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
@@ -132,6 +134,8 @@ FAMILIES = {
     "qwen3_vl": QWEN3,
     "qwen3_5": QWEN35,
     "lfm2_vl": LFM2,
+    "lfm3_vl": LFM3,
+    "glm_ocr": GLM_OCR,
     "gemma3": GEMMA3,
     "gemma4": GEMMA4,
     "minicpm": MINICPM,

@@ -16,6 +16,7 @@ from tests.support.bundles import export, export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
 from tests.support.reference import Reference
@@ -57,7 +58,12 @@ VARIANTS = {
     "qwen2-siglip-mha": Tiny(text="qwen2", vision="siglip", kv_heads=4, vision_act="gelu"),
     "qwen3": Tiny(text="qwen3"),
 }
-STATEFUL = {LFM2: (150, 60), QWEN35: (300, 160), MINICPM: (150, 61)}  # and a picture that they see in tiles or slices
+STATEFUL = {
+    LFM2: (150, 60),
+    LFM3: (150, 60),
+    QWEN35: (300, 160),
+    MINICPM: (150, 61),
+}  # and a picture that they see in tiles or slices
 WORDS = "What is the colour of the square in the picture?"
 Get = Callable[..., Model]
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import bundles, cpp
 from tests.support.exported import DEVICES, greedy, prompt
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
 from tests.support.reference import Reference
@@ -208,6 +209,22 @@ def test_a_matrix_of_queries_keys_and_values_is_separated(tiny_checkpoint: Make,
     weights = BundleWeights(made.folder, stored)
     for part in "qkvo":
         name = Q_PROJ.replace("q_proj", f"{part}_proj")
+        np.testing.assert_array_equal(weights.read(name).numpy(), source.read(name).numpy())
+
+
+def test_fused_matrices_and_rows_in_another_order_keep_their_integers(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    def every(name: str) -> bool:
+        return name.startswith("model.language_model.layers.0.") and name.endswith("proj.weight")
+
+    tiny = replace(GLM_OCR, layers=2, hidden=128, head_dim=32, ffn=384, dtype="float16")
+    folder, plain = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128), every)
+    plan = planned(folder, allow_changed_answers=True)
+    stored, source = plan.weights.stored, CheckpointWeights(open_checkpoint(str(plain)))
+    made = bundles.export_with(plan.options, tmp_path / "b")
+    weights = BundleWeights(made.folder, stored)
+    for part in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down"):
+        name = f"text.layers.0.{part}_proj.weight"
+        assert stored[name].dtype == "I4"
         np.testing.assert_array_equal(weights.read(name).numpy(), source.read(name).numpy())
 
 

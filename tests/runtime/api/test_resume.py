@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.exported import Models
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_onevision import ONEVISION
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
@@ -63,7 +64,7 @@ def test_a_chat_sent_whole_each_time_gives_the_ids_of_fresh_runs(model: Model, k
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tiny", [QWEN25, QWEN3, QWEN35, SMOLVLM, ONEVISION, LFM2, MINICPM], ids=lambda tiny: tiny.family
+    "tiny", [QWEN25, QWEN3, QWEN35, SMOLVLM, ONEVISION, LFM2, LFM3, MINICPM], ids=lambda tiny: tiny.family
 )
 def test_a_chat_of_other_layouts_sent_whole_each_time_gives_the_ids_of_fresh_runs(models: Models, tiny: Tiny) -> None:
     """Positions of three parts go on behind an image; text stands among the tokens of tiles; images share a prompt."""

@@ -12,6 +12,7 @@ import pytest
 from tests.support.cpp import failure, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN2, QWEN35
@@ -44,6 +45,8 @@ ALTERED: list[tuple[Tiny, dict[str, Any], str]] = [
     (GEMMA4, {"layout": {"parameters": {"tokens": 71}}}, "it needs one of 70, 140, 280, 560, 1120"),
     (GEMMA4, {"layout": {"parameters": {"pool": 2}}}, "the image layout has tokens of 2 x 2 patches"),
     (GEMMA4, {"model": {"tower": {"positions": "table"}}}, "the image layout has tokens of 3 x 3 patches"),
+    (GLM_OCR, {"layout": {"parameters": {"small": "twice"}}}, "'twice', unknown to this vtx, which has floored"),
+    (GLM_OCR, {"layout": {"parameters": {"flat": 1}}}, "flat is '1', not bool"),
     (LFM2, {"model": {"conv_taps": 17}}, "convolutions of 17 taps in the layers"),
     (LFM2, {"model": {"conv_taps": 1}}, "they have 2 to 16 taps"),
     (LFM2, {"model": {"conv_layers": [2, 1]}}, "in the layers [2, 1] do not fit"),

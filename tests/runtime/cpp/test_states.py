@@ -17,6 +17,7 @@ from tests.support.cpp import (
 )
 from tests.support.exported import Models
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
 from tests.support.tiny import Tiny
@@ -25,7 +26,7 @@ from vtx.runtime.api.load import load
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
 FINE = replace(MINICPM, downsample="4x", numbered=False)
-MADE = {"lfm2_vl": LFM2, "qwen3_5": QWEN35, "minicpmv4_6": MINICPM, "minicpmv4_6, 4x": FINE}
+MADE = {"lfm2_vl": LFM2, "lfm3_vl": LFM3, "qwen3_5": QWEN35, "minicpmv4_6": MINICPM, "minicpmv4_6, 4x": FINE}
 FAMILIES = pytest.mark.parametrize("tiny", MADE.values(), ids=MADE)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SIZES = (60, 60), (150, 60)

@@ -15,6 +15,7 @@ from tests.support.engines import on_standin
 from tests.support.exported import THREADS, Models
 from tests.support.families.gemma import GEMMA4
 from tests.support.families.lfm2_vl import LFM2
+from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
@@ -37,7 +38,7 @@ LISA = Tiny(family="lisa", context=512)
 DUAL = "mustdrop:gamma=0.011,alpha=1,layers=2/4/6"
 TOLERANCE = 1e-4
 ENGINES = ("cpu", "openvino", "tensorrt")
-OTHERS = QWEN25, QWEN3, QWEN35, MINICPM, SMOLVLM, LFM2, GEMMA4
+OTHERS = QWEN25, QWEN3, QWEN35, MINICPM, SMOLVLM, LFM2, LFM3, GEMMA4
 
 
 class Case(NamedTuple):
