@@ -36,6 +36,8 @@ def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
         (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
         (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 and heads of 16"),
         (PIXTRAL, {"num_attention_heads": 16}, "vision_config", UnsupportedModelError, "heads of 2 is not"),
+        (PIXTRAL, {"image_size": 16_000}, "vision_config", CheckpointError, "image_size: layout 'longest' has edges"),
+        (MISTRAL3, {"spatial_merge_size": 1}, None, UnsupportedModelError, "spatial_merge_size 1 is not supported"),
         (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
     ],
 )
