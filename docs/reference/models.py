@@ -166,6 +166,13 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         "text_config": {"vocab_size": 151936, "hidden_size": 2560}, "vision_config": {"out_hidden_size": 2560},
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            "vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        },
+        "vision_config": {"out_hidden_size": 2048},
+    },
     "qwen3_5": {"text_config": {}, "vision_config": {"out_hidden_size": 4096}},
     "mistral3": {
         "text_config": {"model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "num_hidden_layers": 40},
@@ -176,6 +183,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "text_config": {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28},
         "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
     },
+    "qwen3_5_moe": {"text_config": {}, "vision_config": {"out_hidden_size": 2048}},
     "minicpmv4_6": {
         "image_token_id": 248056, "video_token_id": 248057, "text_config": {"model_type": "qwen3_5_text"},
         "vision_config": {"model_type": "minicpmv4_6_vision", "image_size": 448, "patch_size": 16},

@@ -49,6 +49,7 @@ from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.installing import install
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, Text, utf8
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
+from vtx.tools.model.mixture import ON_CPU
 
 UNPRINTED = "no videos: the chat template does not print them"
 
@@ -185,10 +186,7 @@ class Plan:
         windows = self.config.text.sliding is not None and CUDA in self.options.dialects
         left_out = ["no graphs for CUDA: sliding windows are not built for onnxruntime's CUDA provider"] * windows
         if self.config.text.mixture is not None and not {*self.options.dialects} <= {*BUILT}:
-            left_out.append(
-                "no graphs for CUDA and TensorRT: experts are built for the CPU, as standard operators would read all "
-                "of them for every token"
-            )
+            left_out.append(f"no graphs for CUDA and TensorRT: {ON_CPU}")
         return *left_out, *self.disagreements, *gates, *tower, *unread, *(f"skipped {line}" for line in skipped)
 
 

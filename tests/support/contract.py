@@ -24,7 +24,7 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.families.paddleocr_vl import PADDLE
 from tests.support.families.paligemma import PALIGEMMA, PALIGEMMA2
 from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
-from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
+from tests.support.families.qwen import QWEN2, QWEN3, QWEN3_EXPERTS, QWEN25, QWEN35, QWEN35_EXPERTS
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.reduced import word
@@ -215,6 +215,15 @@ FAMILIES = {
         variants=(
             replace(QWEN3, maps=(2,), tied=True, names="saved", head_dim=24, attention_bias=True, theta=5e6),
         ),
+    ),
+    "qwen3_vl_moe": Family(  # precisions are those of tests/exporter/graphs/test_mixture.py: rounding changes choices
+        QWEN3_EXPERTS, (2, 3, 5), EXACT, OF_QWEN[:2], pictures=2, traced=TRACES_OF_QWEN[:1],
+        sizes=((150, 120), (40, 90), (40, 40)),
+        variants=(replace(QWEN3_EXPERTS, dense=(1, 2), experts=(3, 3, 16), names="saved", shards=2),),
+    ),
+    "qwen3_5_moe": Family(
+        QWEN35_EXPERTS, (2, 3, 5), NEAR, OF_STATES[:1], sizes=((300, 160), (150, 60), (64, 64)),
+        traced=TRACES_OF_STATES[:1],
     ),
     "qwen3_5": Family(
         QWEN35, (2, 3, 4, 5, 8), NEAR,

@@ -426,7 +426,7 @@ class Statement:
             x = x + layer.post_mlp_layernorm(layer.mlp(layer.post_attention_layernorm(x)))
             return x, full, Cache(k, v, rows)
         x = x + mixed * added
-        return x + layer.mlp(layer.post_attention_layernorm(x)) * added, full, Cache(k, v, rows)
+        return x + layer.mlp(layer.post_attention_layernorm(x)[None])[0] * added, full, Cache(k, v, rows)
 
     @staticmethod
     def _convolved(layer: Any, x: Tensor, rows: list[Row], past: Cache | None) -> tuple[Tensor, Tensor, Cache]:
@@ -443,7 +443,7 @@ class Statement:
             mixed.append(torch.stack([column * weight for column, weight in own]).sum(0))
         added = torch.stack(mixed) + (0 if conv.conv.bias is None else conv.conv.bias)
         x = x + conv.out_proj(gate * added)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x + layer.mlp(layer.post_attention_layernorm(x)[None])[0]
         return x, torch.zeros(0), Cache(seen, seen, [*([] if past is None else past.rows), *rows])
 
     @staticmethod
@@ -474,7 +474,7 @@ class Statement:
         out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + mix.norm.variance_epsilon) * mix.norm.weight
         out = out.flatten(1) * torch.nn.functional.silu(mix.in_proj_z(y))
         x = x + mix.out_proj(out)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x + layer.mlp(layer.post_attention_layernorm(x)[None])[0]
         return x, torch.zeros(0), Cache(seen, memory, [*([] if past is None else past.rows), *rows])
 
     def logits(self, row: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from vtx.runtime.bundle.spec.stored import EXPERTS
 from vtx.runtime.strict import optional
 from vtx.tools.model.tensors import Shapes
 
+# The reason why there are no graphs for CUDA and TensorRT.
+ON_CPU = "experts are built for the CPU, as standard operators would read all of them for every token"
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture:

@@ -14,6 +14,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.sizes import ModelSize
+from vtx.tools.model.mixture import ON_CPU
 from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
@@ -88,7 +89,7 @@ def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
     for device, spec in ENGINES.items():
         if device != "tensorrt" and spec.gpu == (profile.kind != "cpu"):
             refusal = spec.load().refusal
-            reason = WINDOWS if model.decoder.sliding is not None else None
+            reason = WINDOWS if model.decoder.sliding is not None else _experts(model)
             refusals = {
                 name: (reason if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
@@ -126,6 +127,11 @@ def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack:
     return same[-1]  # releases are in ascending order
 
 
+def _experts(model: ModelSize) -> str | None:
+    """The reason why a mixture of experts has no graphs for GPUs, None for any other model."""
+    return None if model.decoder.mixture is None else ON_CPU
+
+
 def _tensorrt(software: str, release: Release, model: ModelSize, parts: Iterable[str]) -> EngineSupport:
-    reason = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else None
+    reason = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else _experts(model)
     return EngineSupport("tensorrt", software, release.dialect, dict.fromkeys(parts, reason))

@@ -147,8 +147,8 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"model_type": "qwen3_vl_moe", "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-            r"'qwen3_vl_moe' \(Qwen3VLMoe\w+\); vtx exports .*LlavaForC.*: its mixture of experts is not supported",
+            {"model_type": "lfm2-vl", "architectures": ["Lfm2VlForConditionalGeneration"]},
+            r"'lfm2-vl' \(Lfm2Vl\w+\); vtx exports .*LlavaForC.*: this is LFM2-VL's first form",
         ),
         ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with an unsupported decoder"),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "mixes the original LLaVA layout with Hugging Face's"),

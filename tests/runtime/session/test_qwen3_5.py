@@ -258,10 +258,6 @@ def test_reductions_that_read_what_is_not_there_are_refused_by_name(
             "mrope_section .* does not divide",
         ),
         ("vision_config", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes .* is not supported in a"),
-        (
-            None, {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]},
-            "mixture of experts is not supported; use a dense Qwen3.5",
-        ),
     ],
     ids=str,
 )  # fmt: skip
