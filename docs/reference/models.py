@@ -46,8 +46,8 @@ registers together with SigLIP, and Eagle-X5's five together: CLIP, ConvNeXt, SA
 
 **Evidence.** Of every family, token ids and logits of small random models equal transformers' (fp32: within 1e-4, of
 Gemma 4 within twice transformers' own distance from float64), or a plain PyTorch statement where transformers lacks
-it (actions of LeRobot's policies: its own code's), without withdrawal and at several K, on onnxruntime and OpenVINO, and in libvtx where its column says yes *(run
-on a CPU)*. Engines of
+it (actions of LeRobot's policies: its own code's), without withdrawal and at several K, on
+onnxruntime and OpenVINO, and in libvtx where its column says yes *(run on a CPU)*. Engines of
 TensorRT-RTX were built from random models of `smolvlm`, `llava_onevision`, `video_llava`, `vila`, `internvl_chat`,
 `lfm2_vl`, `qwen3_5`, `gemma3` and `gemma4` *(built without a GPU)*. "Real files tried" (`make published`): published
 configuration, processor, template and tensor names, a real tokenizer of that kind and small random weights; some of
