@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.support.bundles import ORT, export_with
 from tests.support.exported import THREADS
-from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded, tiny_pi
+from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -24,7 +24,6 @@ from vtx.runtime.api.robot_units import restored
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
-__all__ = ["tiny_pi"]
 TOLERANCE = 1e-4
 WIDEST = 3.0  # deviation of an action in its own units
 KS = (2, 4)
