@@ -215,6 +215,14 @@ def pi0_bundle(lasting: Path) -> Path:
     return export_pi0(lasting / "pi0")
 
 
+@pytest.fixture
+def tiny_pi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PaliGemma's sizes in LeRobot's policies made tiny."""
+    from tests.support.families.lerobot import make_pi_tiny
+
+    make_pi_tiny(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def openvla(lasting: Path) -> tuple[Path, Path]:
     """A checkpoint of a tiny OpenVLA, and its bundle; copy them before you change them."""

@@ -15,9 +15,9 @@ HERE = Path(__file__).parent
 # (heading, text, objects)
 SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Loading and exporting", "", (vtx.load, vtx.export)),
-    ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat)),
+    ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat, vtx.ActionLoop)),
     ("Images and videos", "", (vtx.bgr, vtx.video)),
-    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)),
+    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools, vtx.Continuation)),
     ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats, vtx.ToolCall)),
     ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies` with the "
      "name of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`.\n"
@@ -25,7 +25,14 @@ SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Errors", "All deliberate errors derive from `vtx.VtxError` and have a one-line message.",
      tuple(sorted((getattr(vtx, n) for n in vtx.__all__ if n.endswith("Error")), key=lambda e: e.__name__))),
 )  # fmt: skip
-MADE_BY_USERS = (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)  # other classes are what functions return
+MADE_BY_USERS = (
+    vtx.Options,
+    vtx.Sampling,
+    vtx.Guide,
+    vtx.Tools,
+    vtx.ActionLoop,
+    vtx.Continuation,
+)  # other classes are what functions return
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
 

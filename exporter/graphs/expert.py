@@ -78,9 +78,9 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
     for layer in range(1, c.layers + 1):
         p = f"head.layers.{layer - 1}"
         y, gate = expert.normed(x, f"{p}.input_layernorm")
-        x = b.op("Add", x, _gated(b, expert.attended(y, layer), gate))
+        x = b.op("Add", x, _gated(b, expert.attended(y, layer), gate, a.hidden))
         y, gate = expert.normed(x, f"{p}.post_attention_layernorm")
-        x = b.op("Add", x, _gated(b, gated_mlp(b, y, f"{p}.mlp", a.activation), gate))
+        x = b.op("Add", x, _gated(b, gated_mlp(b, y, f"{p}.mlp", a.activation), gate, a.hidden))
     if a.state_in == "expert":
         x = b.op("Slice", x, b.constant([1]), b.constant([END]), b.constant([0]))
     y, _ = expert.normed(x, "head.norm")
@@ -94,8 +94,13 @@ def _mixed(b: Builder, x: ir.Value) -> ir.Value:
     return b.linear(inner, "head.action_time_mlp_out", bias=True)
 
 
-def _gated(b: Builder, x: ir.Value, gate: ir.Value | None) -> ir.Value:
-    return x if gate is None else b.op("Mul", x, gate)
+def _gated(b: Builder, x: ir.Value, gate: ir.Value | None, width: int) -> ir.Value:
+    """Rows [rows, width] times a gate [1, width], in three dimensions: OpenVINO 2026.4 fuses a product of two into the
+    matrix before it, and crashes.
+    """
+    if gate is None:
+        return x
+    return b.reshape(b.op("Mul", b.reshape(x, 1, -1, width), gate), -1, width)
 
 
 class _Expert:

@@ -76,8 +76,7 @@ def make_policy(folder: Path, policy: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny_pi(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_pi_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """PaliGemma's sizes, which are LeRobot's own and in no file, made tiny."""
     from vtx.exporter.checkpoint.families.lerobot import pi
 

@@ -19,6 +19,7 @@ from tests.support.families.eagle import TINY as EAGLE
 from tests.support.families.eagle import make_eagle
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.glm_ocr import GLM_OCR
+from tests.support.families.lerobot import make_policy
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
@@ -186,6 +187,12 @@ def test_a_prompt_that_sees_itself_both_ways_and_an_expert_become_engines(family
             DeviceError, match="output actions, but does not run them yet; run the bundle with --device"
         ):
             load(bundle.folder, device="tensorrt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["smolvla", "pi05"])
+def test_experts_of_lerobot_become_engines(policy: str, tmp_path: Path, tiny_pi: None) -> None:
+    assert_all_built(export(make_policy(tmp_path / "checkpoint", policy), tmp_path / "bundle", (3,), "fp16"))
 
 
 @pytest.mark.slow
