@@ -32,7 +32,7 @@ SHAPES = {
     "grouped": Tiny(hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, context=2048),
     "all": Tiny(hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, context=2048),
 }
-LAUNCHES = 15  # of a layer, at most
+LAUNCHES = 16  # of a layer, at most
 PRODUCTS = {"int4": 4, "int8": 4}  # of a layer with quantised weights: q, k and v are one, and so are gate and up
 LAYER = re.compile(r"^Name: (?P<name>.+?)_myl(?P<graph>\d+)_\d+, LayerType: (?P<kind>\w+),", re.MULTILINE)
 NO_LAUNCHES = ("reshape", "cast", "copy", "signal", "wait")  # of sizes, on the host, and between streams
