@@ -43,6 +43,7 @@ ENGINES = (
 # Files in `ROOMS`, and the test with a model that `make test` runs of each, where that is not the first.
 HEADLINES = {
     "exporter/bundling/test_export": "test_an_exported_bundle_stands_alone",
+    "plugins/tune/test_tune": "test_training_brings_the_student_at_k_nearer_to_the_teacher",
     "runtime/backends/test_openvino": "test_the_token_ids_are_those_of_onnxruntime",
     "runtime/cpp/test_contract": "test_pixels_and_answers_are_those_of_python",
     "runtime/cpp/test_gemma": "test_traces_are_met",
