@@ -63,8 +63,8 @@ HEADLINES = {
 SHOWN_ELSEWHERE = {
     **dict.fromkeys(
         (
-            "eagle", "gemma", "gemma3", "internvl_chat", "minicpm", "original", "paligemma", "qwen3", "random_methods",
-            "tiles", "token_inputs", "vila",
+            "eagle", "gemma", "gemma3", "image_tokens", "internvl_chat", "minicpm", "original", "paligemma",
+            "qwen3", "random_methods", "tiles", "token_inputs", "vila",
         ),
         "runtime/session/test_contract",
     ),
@@ -76,7 +76,9 @@ SHOWN_ELSEWHERE = {f"runtime/session/test_{name}": shown for name, shown in SHOW
 SHOWN_ELSEWHERE |= {
     "runtime/backends/test_tensorrt_videos": "runtime/backends/test_tensorrt",
     "runtime/backends/test_tensorrt_windows": "runtime/backends/test_tensorrt",
+    "runtime/cpp/test_budgets": "runtime/cpp/test_selection",
     "runtime/cpp/test_joined": "runtime/cpp/test_contract",
+    "runtime/cpp/test_slices": "runtime/cpp/test_contract",
     "runtime/cpp/test_token_inputs": "runtime/cpp/test_contract",
     "runtime/cpp/test_traces": "runtime/cpp/test_contract",
 }

@@ -52,7 +52,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["demo", "random"])
+@pytest.fixture(scope="module", params=[pytest.param("demo", marks=pytest.mark.slow), "random"])
 def model(request: pytest.FixtureRequest, models: Models, tmp_path_factory: Any) -> Iterator[Model]:
     if request.param == "random":
         yield models(Tiny(context=512, kv_heads=4), ks=(3,))  # multi-head; the demo's queries are grouped
