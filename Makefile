@@ -20,8 +20,10 @@ FAULTS ?=
 ARITHMETIC := $(addprefix tests/runtime/backends/test_,integers.py kv_int8.py narrow.py openvino.py openvino_choice.py ort.py) \
 	tests/runtime/cpp/test_openvino.py tests/exporter/bundling/test_fidelity.py \
 	tests/tools/bench/test_bench.py::test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it
+# Processes that run tests: more of them than cores use the time in which tests wait.
+PROCESSES ?= auto
 # Files in their order, so that the last ones are small.
-PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 CLANG ?= clang++
 # With ccache installed, what was compiled before is not compiled again.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

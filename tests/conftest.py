@@ -60,6 +60,9 @@ settings.load_profile("busy")
 # A shell's background job ignores Ctrl-C, and so would the commands that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files that take minutes where slow tests are run: begun first, so that all processes end at once.
+LONG = tuple(f"tests/{name}.py" for name in ("tools/tensorrt/test_engines_rtx", "runtime/session/test_contract"))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget(config))
@@ -81,8 +84,10 @@ def pytest_collection() -> Generator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that `covering` does not need and those with a model that repeat the values of others.
 
-    Slow are all but each n-th case of a `sampled(n)` test, and tests of which `tests.support.quick` says so.
+    Slow are all but each n-th case of a `sampled(n)` test, and tests of which `tests.support.quick` says so. `LONG`
+    files are the first.
     """
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     tests: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("covering")):

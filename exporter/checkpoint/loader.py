@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,7 @@ def _canonical_tensors(sources: Mapping[str, TensorInfo], rename: Callable[[str]
     return tensors
 
 
+@lru_cache(1 << 14)  # a hundred patterns are tried for each of a model's names, each time that it is opened
 def canonical_name(name: str) -> str:
     """The canonical name of a checkpoint's tensor; names of unknown parts stay unchanged."""
     for pattern, part in _CANONICAL:

@@ -43,6 +43,7 @@ ENGINES = (
 # Files in `ROOMS`, and the test with a model that `make test` runs of each, where that is not the first.
 HEADLINES = {
     "exporter/bundling/test_export": "test_an_exported_bundle_stands_alone",
+    "plugins/tune/test_tune": "test_training_brings_the_student_at_k_nearer_to_the_teacher",
     "runtime/backends/test_openvino": "test_the_token_ids_are_those_of_onnxruntime",
     "runtime/cpp/test_contract": "test_pixels_and_answers_are_those_of_python",
     "runtime/cpp/test_gemma": "test_traces_are_met",
@@ -62,8 +63,8 @@ HEADLINES = {
 SHOWN_ELSEWHERE = {
     **dict.fromkeys(
         (
-            "eagle", "gemma", "gemma3", "internvl_chat", "minicpm", "original", "paligemma", "qwen3", "random_methods",
-            "tiles", "token_inputs", "vila",
+            "eagle", "gemma", "gemma3", "image_tokens", "internvl_chat", "minicpm", "original", "paligemma",
+            "qwen3", "random_methods", "tiles", "token_inputs", "vila",
         ),
         "runtime/session/test_contract",
     ),
@@ -75,7 +76,9 @@ SHOWN_ELSEWHERE = {f"runtime/session/test_{name}": shown for name, shown in SHOW
 SHOWN_ELSEWHERE |= {
     "runtime/backends/test_tensorrt_videos": "runtime/backends/test_tensorrt",
     "runtime/backends/test_tensorrt_windows": "runtime/backends/test_tensorrt",
+    "runtime/cpp/test_budgets": "runtime/cpp/test_selection",
     "runtime/cpp/test_joined": "runtime/cpp/test_contract",
+    "runtime/cpp/test_slices": "runtime/cpp/test_contract",
     "runtime/cpp/test_token_inputs": "runtime/cpp/test_contract",
     "runtime/cpp/test_traces": "runtime/cpp/test_contract",
 }

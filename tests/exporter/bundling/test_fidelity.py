@@ -182,11 +182,9 @@ def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
     assert record["reference"] == "the bundle in f32"
     assert record["f32"] == {"kl": 0, "same": 1}
     assert record["bf16"] == {"kl": 0, "same": 1, "tokens": record["tokens"], "accepted": True}
-    monkeypatch.setattr(fidelity, "read", lambda model, exchange: read(model, exchange) * 0.9)
-    near = measure(bundle.folder, plan, "openvino", ("bf16",), ALWAYS, IGNORE)["bf16"]
     monkeypatch.setattr(fidelity, "read", lambda model, exchange: read(model, exchange) * 0)
     far = measure(bundle.folder, plan, "openvino", ("bf16",), ALWAYS, IGNORE)["bf16"]
-    assert (near["accepted"], far["accepted"]) == (near["kl"] <= MARGIN, False)
+    assert far["accepted"] is False
     assert far["kl"] * far["tokens"] > MARGIN * record["tokens"]
     assert far["tokens"] < record["tokens"]
     assert Bundle.open(bundle.folder).manifest.arithmetic == ()

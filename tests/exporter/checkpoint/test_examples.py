@@ -86,7 +86,7 @@ def check(template: str, chats: list[list[Message]], reply: bool) -> None:
         hold(template, chat, reply)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(templates(), st.lists(LONG_CHATS, min_size=6, max_size=6), st.booleans())
 def test_prompts_of_any_template_are_those_of_transformers(
     template: str, chats: list[list[Message]], reply: bool

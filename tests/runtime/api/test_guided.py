@@ -52,7 +52,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["demo", "random"])
+@pytest.fixture(scope="module", params=[pytest.param("demo", marks=pytest.mark.slow), "random"])
 def model(request: pytest.FixtureRequest, models: Models, tmp_path_factory: Any) -> Iterator[Model]:
     if request.param == "random":
         yield models(Tiny(context=512, kv_heads=4), ks=(3,))  # multi-head; the demo's queries are grouped
@@ -150,7 +150,7 @@ def test_forced_tokens_run_in_the_pass_of_the_token_before_them(
 
 
 @given(schemas=st.randoms(use_true_random=False).map(random_schema), seed=st.integers(0, 2**31), lookup=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_every_answer_that_ends_is_valid_under_its_schema(
     model: Model, image: Conversation, schemas: dict[str, Any], seed: int, lookup: bool
 ) -> None:

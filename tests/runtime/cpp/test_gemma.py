@@ -89,6 +89,7 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(models: 
 
 @needs_openvino
 @needs_abi
+@pytest.mark.slow
 def test_windows_over_gaps_within_an_image_are_refused_on_openvino_in_pythons_words(models: Models) -> None:
     made = models(GEMMA3, (6,), "fp32", ("fastv:k=3,ratio=0.5",))
     images = [random_image(0), random_image(1)]

@@ -89,7 +89,7 @@ def test_rare_parts_of_templates_give_python_s_prompts_or_none(snippet: str, cha
     hold(inside(snippet), chats, exact=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(templates() | EXPRESSIONS.map(lambda e: inside("{{ " + e + " }}")), CASES)
 def test_any_template_gives_python_s_prompts_or_none(template: str, chats: list[list[Message]]) -> None:
     hold(template, chats, exact=False)

@@ -98,6 +98,7 @@ def test_other_golden_actions_are_found(folder: Path, tmp_path: Path) -> None:
     assert failed == ["actions at K = 5"]
 
 
+@pytest.mark.slow
 def test_openvino_gives_the_same_actions(model: Model, folder: Path) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     state, noise = drawn(TINY, 1)

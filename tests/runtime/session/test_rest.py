@@ -106,7 +106,7 @@ def check(model: Model, reference: Reference, session: Session, question: str, k
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", FAMILIES.values(), ids=list(FAMILIES))
 def test_every_question_about_a_picture_equals_the_statement(

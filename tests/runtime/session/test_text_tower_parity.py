@@ -79,7 +79,7 @@ def backends(case: Case) -> dict[str, Model]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("words", [*QUESTIONS, LONG, "?", "a<|endoftext|>b"])
 def test_the_text_tower_gives_transformers_embeddings(made: ClipCase, words: str) -> None:
     wanted = made.clip.texts(words).numpy()
