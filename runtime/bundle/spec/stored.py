@@ -15,6 +15,7 @@ RATES = (
 )  # one row a head: all that it forgets or learns
 EMBEDDING = "text.embed_tokens.weight"
 HEAD = "head.weight"
+HEADS = "head.first.weight", HEAD, "head.last.weight"  # its rows in order, of heads in rows of several precisions
 BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
 BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too
