@@ -36,7 +36,7 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded, Reference, Sample
-from vtx.exporter.weights.mixed import widened
+from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, WeightSource
@@ -85,19 +85,29 @@ class Rounded:
         self._form, _, bits = form.partition("@")
         self._layers = text.layers
         self._wider = wider_in(text, self._form, float(bits)) if bits else frozenset[str]()
+        self._parts = head_rows(text.vocab) if bits else dict[str, range]()
         self.bits = self.numbers = 0.0
 
     def holds(self, name: str) -> bool:
-        return self._weights.holds(name)
+        return name in self._parts or self._weights.holds(name)
 
     def rows(self, name: str) -> int:
-        return self._weights.rows(name)
+        return len(self._parts[name]) if name in self._parts else self._weights.rows(name)
 
     def read(self, name: str, rows: RowIndex = EVERY) -> Tensor:
+        if name in self._parts:
+            assert isinstance(rows, slice)
+            numbers = self._parts[name][rows]
+            head = HEAD if self._weights.holds(HEAD) else EMBEDDING
+            return self._counted(self._weights.read(head, slice(numbers.start, numbers.stop)), name, is_head=False)
         values = self._weights.read(name, rows)
         is_head = name == HEAD or (name == EMBEDDING and isinstance(rows, slice))  # embedded tokens are read by index
         if not is_head and not (name.startswith("text.layers") and multiplied(name, tuple(values.shape))):
             return values
+        return self._counted(values, name, is_head=is_head)
+
+    def _counted(self, values: Tensor, name: str, *, is_head: bool) -> Tensor:
+        """A matrix after rounding, whose bits are added to those of all."""
         rounded, bits = self._rounded(values.numpy(), name, is_head=is_head)
         self.bits += bits * values.numel()
         self.numbers += values.numel()
@@ -117,8 +127,10 @@ class Rounded:
 
 def wider_in(text: TextConfig, form: str, bits: float) -> frozenset[str]:
     """The matrices of a decoder in a form of int4 that are int8 for a mean of `bits` a weight."""
-    precisions = Precisions("int4", "int8", "int8", "fp16", {"int4": int(form.partition("-")[2])})
-    tensors = {**dict(text.tensors()), HEAD: (text.vocab, text.hidden)}
+    precisions = Precisions("int4", "int8", "int4", "fp16", {"int4": int(form.partition("-")[2])})
+    tensors = dict(text.tensors())
+    tensors.pop(HEAD, None)
+    tensors |= {name: (len(rows), text.hidden) for name, rows in head_rows(text.vocab).items()}
     return widened(precisions, tensors.items(), bits).wider
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.loader import check_finite
-from vtx.exporter.weights.scaling import TOKENS, Floats, find_factors, quantised_channels, sampled, tried
+from vtx.exporter.weights.scaling import TOKENS, Channels, Floats, find_factors, quantised_channels, tried
 from vtx.runtime.backends.allocation import returning_memory
-from vtx.runtime.bundle.safetensors import parse_json, read_bits, read_header, widen_bf16
+from vtx.runtime.bundle.safetensors import TensorInfo, parse_json, read_bits, read_header, widen_bf16, write_safetensors
 from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import CheckpointError, ExportError
 from vtx.runtime.units import Progress, counter
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from vtx.exporter.reference.model import Sample
 
-SAMPLES = 8  # questions measured; at 7B each takes a minute or more on two cores
+SAMPLES = 32  # questions measured
 FACTORS = ".factors.safetensors"
+INPUTS = ".inputs.{}.safetensors"  # sampled inputs of a layer
 NORM = "layernorm.weight"
 # Channel factors by the weight that their inverse scales; and the items that they were measured on, their tokens
 # (`rows`), and the mean exponent of each kind of matrix.
@@ -38,8 +40,17 @@ def read_factors(path: Path) -> ChannelFactors:
     return {name: read_bits(info) for name, info in header.tensors.items()}, record
 
 
-def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
-    """Run the reference over the items of `data` and find every layer's factors. `report` gets (phase, done, total)."""
+def read_inputs(folder: Path) -> dict[str, TensorInfo]:
+    """The sampled inputs in the files of `folder`, by the weight that scales them."""
+    files = sorted(folder.glob(INPUTS.format("*")))
+    return {name: info for file in files for name, info in read_header(file).tensors.items()}
+
+
+def measure_factors(plan: Plan, data: Data, folder: Path, report: Progress) -> ChannelFactors:
+    """Run the reference over the items of `data` and find every layer's factors. `report` gets (phase, done, total).
+
+    In int4 the sampled inputs of each layer are written to `folder`.
+    """
     import torch
 
     from vtx.exporter.reference.model import Reference, Sample
@@ -58,7 +69,7 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
         for q in questions:
             ids = q.ids if q.answer_ids is None else np.concatenate([q.ids, q.answer_ids])
             samples.append(Sample(ids, reference.encode(q.item.images, source.image)))
-        search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read)
+        search = _FactorSearch(plan, samples, CheckpointWeights(plan.checkpoint).read, folder)
 
         def layer(_: int) -> None:
             nonlocal done
@@ -79,11 +90,14 @@ def measure_factors(plan: Plan, data: Data, report: Progress) -> ChannelFactors:
 class _FactorSearch:
     """Finds the factors of one layer after the other, while the reference passes through them."""
 
-    def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor]) -> None:
+    def __init__(self, plan: Plan, samples: Sequence[Sample], read: Callable[..., Tensor], folder: Path) -> None:
+        self._folder = folder
         self._config = plan.config.text
         self._stored = plan.weights.stored
         self._read = read
         self._precisions = plan.precisions
+        groups = [self._groups(layer) for layer in range(1, self._config.layers + 1)]
+        self._first = {group.readers[0] for group in chain.from_iterable(groups)}
         is_vision = [sample.ids == plan.config.image_token_id for sample in samples]
         self._shares = shares(is_vision)
         self._drawn = drawn(is_vision)
@@ -93,15 +107,21 @@ class _FactorSearch:
         self.alphas: dict[str, list[float]] = {}
 
     def add(self, layer: int, number: int, name: str, inputs: Tensor) -> None:
-        """Accumulate the `inputs` [n, in] that sample `number` brings to the matrix `name` of `layer`."""
+        """Accumulate the `inputs` [n, in] that sample `number` brings to the matrix `name` of `layer`.
+
+        Those of one matrix are kept of all that have the same.
+        """
         matrix = f"text.layers.{layer - 1}.{name}.weight"
+        if matrix not in self._first:
+            return
         sizes = self._shares[number] @ inputs.abs()
         self._sizes[matrix] = self._sizes[matrix] + sizes if matrix in self._sizes else sizes
         self._inputs.setdefault(matrix, []).append(inputs[self._drawn[number]].numpy())
 
     def finish_layer(self, layer: int) -> None:
-        """Find the factors of a layer that all samples have passed, and drop its inputs."""
-        for group in quantised_channels(self._config, layer, self._precisions.decoder):
+        """Find the factors of a layer that all samples have passed, write the sampled inputs, and drop all inputs."""
+        sampled = dict[str, NDArray[np.float16]]()
+        for group in self._groups(layer):
             sizes = self._sizes[group.readers[0]].numpy()
             if not np.isfinite(sizes).all():
                 raise CheckpointError(
@@ -113,7 +133,7 @@ class _FactorSearch:
                 check_finite(matrix, name)
             schemes = [self._scheme(name) for name in group.readers]
             inputs = np.concatenate(self._inputs[group.readers[0]])
-            alpha, factors = find_factors(group, sizes, inputs, matrices, schemes)
+            alpha, factors = find_factors(group, sizes, inputs[tried(len(inputs))], matrices, schemes)
             self.alphas.setdefault(group.source.split(".", 3)[3], []).append(alpha)
             if alpha and group.source.endswith(NORM):  # as its weight is stored, so that no factor is lost to rounding
                 norm = self._read(group.source).numpy()
@@ -122,9 +142,14 @@ class _FactorSearch:
                 self.factors[group.source] = factors
             if any(scheme.bits == 4 for scheme in schemes):  # of any scale, so that float16 holds them
                 sample = inputs / max(float(np.abs(inputs).max()), 1e-30)
-                self.factors[sampled(group.source)] = sample.astype(np.float16)
+                sampled[group.source] = sample.astype(np.float16)
+        if sampled:
+            write_safetensors(self._folder / INPUTS.format(layer), sampled)
         self._sizes.clear()
         self._inputs.clear()
+
+    def _groups(self, layer: int) -> Iterator[Channels]:
+        return quantised_channels(self._config, layer, self._precisions.decoder)
 
     def _scheme(self, name: str) -> Scheme:
         """The scheme of a quantised matrix."""

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx import __version__
-from vtx.exporter.bundling.activation_aware import FACTORS, measure_factors, read_factors
+from vtx.exporter.bundling.activation_aware import FACTORS, INPUTS, measure_factors, read_factors, read_inputs
 from vtx.exporter.bundling.prepare import Plan
 from vtx.exporter.checkpoint.fields import rope_tables
 from vtx.exporter.checkpoint.spec import model_spec
@@ -87,12 +87,12 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
     measured = dict[str, Any]()
     if plan.options.aware is not None:
         if "factors" not in journal.parts:
-            found, record = measure_factors(plan, plan.options.aware, report)
+            found, record = measure_factors(plan, plan.options.aware, folder, report)
             write_safetensors(folder / FACTORS, found, {"record": json.dumps(record)})
             sync_file(folder / FACTORS)
             journal.add_part("factors")
         factors, measured = read_factors(folder / FACTORS)
-    scaled = scalings(plan.config.text, factors) if factors else {}
+    scaled = scalings(plan.config.text, factors, read_inputs(folder))
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
@@ -115,7 +115,8 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
 def end(folder: Path, journal: ExportJournal) -> None:
     """Remove what an interrupted export would have needed to resume."""
     journal.remove()
-    (folder / FACTORS).unlink(missing_ok=True)
+    for file in (FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))):
+        (folder / file).unlink(missing_ok=True)
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
@@ -203,7 +204,7 @@ def _manifest(
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
     precisions = plan.precisions
     options = plan.options
-    others = {*weights, JOURNAL, FACTORS}
+    others = {*weights, JOURNAL, FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     hashed = counter(report, "checksums", sum(p.stat().st_size for p in paths))
     records = dict(weights)

@@ -49,7 +49,7 @@ def run_export(
             left = staging.left_bytes(out, [file.name for file in plan.weights.files if not file.whole])
         device = out.parent.stat().st_dev
         linked = sum(f.size for f in plan.weights.files if f.whole and f.source.stat().st_dev == device)
-        needed = plan.prediction.disk - linked - left
+        needed = plan.prediction.disk + plan.prediction.scratch - linked - left
         check_disk(out.parent, needed, purpose="the bundle", fix="or choose another --out")
     except (OSError, RuntimeError, ValueError) as e:
         raise ExportError(f"cannot write to {out} ({getattr(e, 'strerror', e)}); name another --out") from e

@@ -14,7 +14,7 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
-from vtx.exporter.weights.scaling import OUTPUTS, TOKENS
+from vtx.exporter.weights.scaling import TOKENS, TRIED
 from vtx.runtime.backends.engines import ENGINES, floats_in_memory
 from vtx.runtime.backends.memory import RUN_BASE, answering_memory, resident_bytes
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions
@@ -38,7 +38,8 @@ PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measur
 class Prediction:
     """Bytes. `linked` is the part of `disk` that is shared with the checkpoint by hard links if possible.
 
-    `engine`: the one that `run_memory` is for, a device on the CPU. Tokenizers are not counted.
+    `scratch` is taken on the disk too until the export ends. `engine`: the one that `run_memory` is for, a device on
+    the CPU. Tokenizers are not counted.
     """
 
     disk: int
@@ -48,6 +49,7 @@ class Prediction:
     kv_full: int
     work: int
     engine: str
+    scratch: int
 
 
 def small_files(config: ModelConfig, max_context: int, ks: int, layers: int, texts: int) -> int:
@@ -112,6 +114,7 @@ def predict(
         kv_full=slot * text.attending,
         work=sum(file.work for file in plan.files),
         engine=engine,
+        scratch=2 * _inputs(text, measured) if measured and PRECISIONS[precisions.decoder].bits == 4 else 0,
     )
 
 
@@ -125,18 +128,22 @@ def _largest_read(text: TextConfig) -> int:
 def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:
     """Memory in addition to the base while activations of prompts of `measured` tokens decide the rounding: bytes.
 
-    They are a layer as float32, its largest matrix as stored, hidden states, and the search. In int4 there are also the
-    sampled inputs of all layers, and later the feedback of the widest matrix.
+    They are a layer as float32, its largest matrix as stored, hidden states, sampled inputs, and the search; in int4
+    later the feedback of the widest matrix.
     """
     largest = max(sum(prod(shape) for _, shape in text.layer_tensors(layer + 1)) for layer in range(text.layers))
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     widest = max(ffn, text.heads * text.head_dim, text.hidden)
-    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * OUTPUTS + 2 * TOKENS)
+    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * TRIED + 2 * TOKENS)
     measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
-    if PRECISIONS[precision].bits != 4:
-        return measuring
-    inputs = TOKENS * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
-    return 2 * inputs + max(measuring, 4 * 4 * widest**2)
+    measuring += 6 * _inputs(text, measured) // text.layers
+    return max(measuring, 4 * 4 * widest**2) if PRECISIONS[precision].bits == 4 else measuring
+
+
+def _inputs(text: TextConfig, measured: Sequence[int]) -> int:
+    """The numbers of the sampled inputs of all layers, of prompts of `measured` tokens."""
+    ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
+    return min(TOKENS, sum(measured)) * text.layers * (2 * text.hidden + text.heads * text.head_dim + ffn)
 
 
 def engine_on_cpu(precision: str, hidden: int, options: ExportOptions) -> str:

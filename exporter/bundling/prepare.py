@@ -27,7 +27,7 @@ from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.mixture import BUILT
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.weights.mixed import widened
+from vtx.exporter.weights.mixed import split_head, widened
 from vtx.exporter.weights.plan import (
     UNTIED,
     WeightPlan,
@@ -289,6 +289,9 @@ def _placed(
     if options.bits is not None:
         if own_precisions(checkpoint):
             raise RequestError("--bits is for weights that vtx rounds; this checkpoint's are integers: leave it out")
+        if options.head_precision is None and HEAD in dict(requirements) and not tensors[HEAD].moved:
+            tensors, requirements = split_head(tensors, requirements)
+            precisions = replace(precisions, head=precisions.decoder)
         precisions = widened(precisions, requirements, options.bits)
     scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
     return plan_weights(replace(checkpoint, tensors=tensors), requirements, precisions, scaled), precisions

@@ -21,7 +21,7 @@ from vtx.exporter.graphs.short_convolution import mix_by_convolution
 from vtx.exporter.graphs.states import States
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import TokenInput
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEADS
 from vtx.runtime.precision import KV_DTYPES
 from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
 
@@ -84,7 +84,8 @@ def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
 def build_head(b: Builder, c: TextConfig) -> None:
     hidden = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     x = b.dialect.norm(b, hidden, "text.norm.weight", c.eps)
-    logits = b.to_float32(b.project(x, HEAD if b.holds(HEAD) else EMBEDDING))
+    parts = [b.project(x, name) for name in HEADS if b.holds(name)] or [b.project(x, EMBEDDING)]
+    logits = b.to_float32(b.op("Concat", *parts, axis=-1) if len(parts) > 1 else parts[0])
     if c.softcap is not None:
         logits = b.bounded(logits, c.softcap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])

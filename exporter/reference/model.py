@@ -29,7 +29,7 @@ from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.safetensors import EVERY
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import PARTS
-from vtx.runtime.bundle.spec.stored import EMBEDDING, EXPERTS, HEAD
+from vtx.runtime.bundle.spec.stored import EMBEDDING, EXPERTS, HEADS
 from vtx.runtime.policies.methods.withdraw import Rest, WithdrawToRest
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask, highest
@@ -365,10 +365,12 @@ class Reference:
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocab]."""
         text = self.config.text
-        name = HEAD if self._weights.holds(HEAD) else EMBEDDING
         x = rms(hidden, self._weights.read(FINAL_NORM), text.eps)
-        starts = range(0, self._weights.rows(name), HEAD_ROWS)
-        logits = torch.cat([F.linear(x, self._weights.read(name, slice(at, at + HEAD_ROWS))) for at in starts], -1)
+        parts = list[Tensor]()
+        for name in [name for name in HEADS if self._weights.holds(name)] or [EMBEDDING]:
+            for start in range(0, self._weights.rows(name), HEAD_ROWS):
+                parts.append(F.linear(x, self._weights.read(name, slice(start, start + HEAD_ROWS))))
+        logits = torch.cat(parts, -1)
         return logits if text.softcap is None else text.softcap * torch.tanh(logits / text.softcap)
 
     def logits(

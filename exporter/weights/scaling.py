@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.weights.quantize import Feedback, dequantise, quantise
+from vtx.runtime.bundle.safetensors import TensorInfo, read_bits
 from vtx.runtime.bundle.spec.stored import Scheme, scheme
 
 Floats = NDArray[np.float32]
+NOTHING: Mapping[str, TensorInfo] = {}
 DELTA = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 
 
@@ -53,18 +54,18 @@ class Channels:
 class Scaling:
     """The factors of a weight [out, in] or [out]: `rows` [out], and `columns` [in] of a matrix.
 
-    `sample` [tokens, in], float16 of any scale: what the matrix is multiplied by before it is scaled.
+    `sample` [tokens, in], float16 of any scale, in a file: what the matrix is multiplied by before it is scaled.
     """
 
     rows: Floats | None = None
     columns: Floats | None = None
-    sample: NDArray[np.float16] | None = None
+    sample: TensorInfo | None = None
 
     def feedback(self) -> Feedback | None:
         """The feedback of the scaled matrix's inputs; None without a sample."""
         if self.sample is None:
             return None
-        inputs = self.sample.astype(np.float32)
+        inputs = read_bits(self.sample).astype(np.float32)
         return Feedback.of(inputs if self.columns is None else inputs / self.columns)
 
     def apply(self, part: Floats, start: int) -> Floats:
@@ -107,29 +108,23 @@ def _values_are_its_own(c: TextConfig, layer: int) -> bool:
     return [other for other in range(1, c.layers + 1) if c.source(other) == layer] == [layer]
 
 
-def scalings(c: TextConfig, factors: Mapping[str, NDArray[Any]]) -> dict[str, Scaling]:
-    """The scaling of each weight; `factors` are those of some sets of channels by the name of their source.
-
-    Sampled inputs of a set are beside them, by `sampled`.
-    """
+def scalings(
+    c: TextConfig, factors: Mapping[str, Floats], inputs: Mapping[str, TensorInfo] = NOTHING
+) -> dict[str, Scaling]:
+    """The scaling of each weight; `factors` and sampled `inputs` of sets of channels by the name of their source."""
     rows = dict[str, Floats]()
     columns = dict[str, Floats]()
-    samples = dict[str, NDArray[Any]]()
+    samples = dict[str, TensorInfo]()
     for layer in range(1, c.layers + 1):
         for group in channels(c, layer):
             if group.source in factors:
                 group_factors = factors[group.source]
                 columns |= dict.fromkeys(group.readers, group.spread(group_factors))
                 rows |= dict.fromkeys((group.source, _bias(group.source)), np.reciprocal(group_factors))
-            if sampled(group.source) in factors:
-                samples |= dict.fromkeys(group.readers, factors[sampled(group.source)])
+            if group.source in inputs:
+                samples |= dict.fromkeys(group.readers, inputs[group.source])
     changed = {*rows, *columns, *samples}
     return {name: Scaling(rows.get(name), columns.get(name), samples.get(name)) for name in changed}
-
-
-def sampled(source: str) -> str:
-    """The name of the sampled inputs of the channels whose inverse factors `source` gets."""
-    return f"{source}.inputs"
 
 
 def scaled_weights(c: TextConfig, precision: str) -> set[str]:
@@ -148,14 +143,14 @@ def _bias(weight: str) -> str:
 
 
 ALPHAS = tuple(step / 10 for step in range(11))
-OUTPUTS = 256  # tried rows of a matrix, evenly spaced
-TOKENS = 256  # measured tokens whose products are computed
+TRIED = 256  # rows of a matrix, and measured tokens, whose products are computed for each alpha
+TOKENS = 2048  # measured tokens whose products are kept by feedback
 LARGEST = 128.0  # factor, and the inverse of the smallest: norms and hidden states stay far within half precision
 
 
 def tried(rows: int) -> NDArray[np.int64]:
-    """The indices of the tried rows of a matrix of `rows`."""
-    return np.unique(np.linspace(0, rows - 1, min(rows, OUTPUTS)).astype(np.int64))
+    """The indices of the tried rows of a matrix of `rows`, evenly spaced."""
+    return np.unique(np.linspace(0, rows - 1, min(rows, TRIED)).astype(np.int64))
 
 
 def factors_of(sizes: Floats, alpha: float) -> Floats:

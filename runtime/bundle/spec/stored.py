@@ -17,6 +17,7 @@ ROUTERS = "mlp.gate.weight", "mlp.shared_expert_gate.weight"  # one row an exper
 EXPERTS = ".experts."  # in the names of matrices that all experts of a layer have together
 EMBEDDING = "text.embed_tokens.weight"
 HEAD = "head.weight"
+HEADS = "head.first.weight", HEAD, "head.last.weight"  # its rows in order, of heads in rows of several precisions
 BLOCK = 64  # of int4, unless another is named; int8 has a scale a row
 BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too

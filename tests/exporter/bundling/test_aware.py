@@ -34,7 +34,7 @@ from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling import activation_aware as measuring
-from vtx.exporter.bundling import build
+from vtx.exporter.bundling import build, predict
 from vtx.exporter.bundling.activation_aware import drawn, exact_factors, measure_factors, shares
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -164,10 +164,12 @@ def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: M
 
 
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])
-def test_every_group_of_a_family_with_norms_around_its_halves_is_measured(tiny_checkpoint: Make, tiny: Tiny) -> None:
+def test_every_group_of_a_family_with_norms_around_its_halves_is_measured(
+    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny
+) -> None:
     """Layers without keys and values of their own, and MLPs of two widths, included."""
     plan = plan_export(options(tiny_checkpoint(tiny), "int8"))
-    factors, record = measure_factors(plan, DATA, bundles.IGNORE)
+    factors, record = measure_factors(plan, DATA, tmp_path, bundles.IGNORE)
     assert factors
     assert record["items"] == len(DATA.items)
     groups = [group for layer in range(1, plan.config.text.layers + 1) for group in channels(plan.config.text, layer)]
@@ -237,7 +239,7 @@ def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
 ) -> None:
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
-    found, record = measure_factors(plan, DATA, bundles.IGNORE)
+    found, record = measure_factors(plan, DATA, tmp_path, bundles.IGNORE)
     assert (record["items"], record["data"]) == (3, "a few pictures")
     rows, vision = inputs_of_matrices(Judge(folder), DATA)
     assert record["rows"] == len(vision)
@@ -283,7 +285,8 @@ def test_a_norm_is_divided_into_numbers_that_can_be_stored(dtype: str) -> None:
     assert (found > 0).all()
 
 
-def test_text_and_image_count_half_each_and_no_row_is_drawn_twice() -> None:
+def test_text_and_image_count_half_each_and_no_row_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "TOKENS", 256)
     is_vision = [np.arange(700) >= 50, np.arange(30) < 20, np.zeros(10, bool)]
     weights, rows = shares(is_vision), drawn(is_vision)
     text = sum(float(w[torch.from_numpy(~v)].sum()) for w, v in zip(weights, is_vision, strict=True))
@@ -399,6 +402,20 @@ def test_an_interrupted_export_goes_on_with_the_same_factors(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "whole"]
 
 
+def test_sampled_inputs_are_on_the_disk_as_large_as_predicted(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (measuring, predict):
+        monkeypatch.setattr(module, "TOKENS", 64)
+    plan = plan_export(options(tiny_checkpoint(GQA)))
+    factors, _ = measure_factors(plan, DATA, tmp_path, bundles.IGNORE)
+    inputs = measuring.read_inputs(tmp_path)
+    assert len(list(tmp_path.iterdir())) == LAYERS
+    assert len(inputs) == 4 * LAYERS
+    assert sum(info.nbytes for info in inputs.values()) == plan.prediction.scratch
+    assert all(array.ndim == 1 for array in factors.values()), "samples are in memory, too"
+
+
 @pytest.mark.parametrize("other", [None, Data("others", DATA.items[:2])], ids=["without", "other data"])
 def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: Path, other: Data | None) -> None:
     folder = tiny_checkpoint(GQA)
@@ -420,7 +437,7 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
     folder = change(tiny_checkpoint(Tiny(layers=3)), tmp_path / "ck", mute)
     plan = plan_export(options(folder))
-    found, _ = measure_factors(plan, DATA, bundles.IGNORE)
+    found, _ = measure_factors(plan, DATA, tmp_path, bundles.IGNORE)
     norms = [factors for name, factors in found.items() if name.endswith("layernorm.weight")]
     assert norms
     assert all(factors[0] == factors[5] == 1 for factors in norms)
@@ -476,9 +493,9 @@ def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpo
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
-    assert measure_factors(plan, few, bundles.IGNORE)[1]["skipped"] == 1
+    assert measure_factors(plan, few, tmp_path, bundles.IGNORE)[1]["skipped"] == 1
     with pytest.raises(RequestError, match="cannot be used"):
-        measure_factors(plan, Data("mixed", (DATA.items[0], long)), bundles.IGNORE)
+        measure_factors(plan, Data("mixed", (DATA.items[0], long)), tmp_path, bundles.IGNORE)
 
 
 def export(checkpoint: Path, out: Path, *arguments: str) -> Any:
@@ -527,4 +544,4 @@ def test_the_predicted_memory_counts_a_layer_and_the_tokens(tiny_checkpoint: Mak
     layer = 4 * 256 * (3 * 4096 + 2 * 256)
     assert measured.export_memory > plain.export_memory
     assert measured.export_memory > layer + measuring.SAMPLES
-    assert replace(measured, export_memory=0) == replace(plain, export_memory=0)
+    assert replace(measured, export_memory=0, scratch=0) == replace(plain, export_memory=0)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 import vtx
 from tests.support import bundles
@@ -18,10 +19,10 @@ from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.weights.mixed import widened
+from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
-from vtx.runtime.bundle.spec.stored import HEAD, Precisions
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, HEADS, Precisions
 from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import fidelity_lines
@@ -37,6 +38,14 @@ def matrices_of(stored: dict[str, StoredTensor]) -> list[tuple[str, StoredTensor
         for name, tensor in stored.items()
         if tensor.scales is not None and name.startswith(("text.", "head."))
     ]
+
+
+def original(whole: CheckpointWeights, name: str, stored: dict[str, StoredTensor]) -> torch.Tensor:
+    """The checkpoint's weights of a stored matrix, which may be some rows of the head."""
+    parts = head_rows(whole.rows(HEAD)) if HEADS[0] in stored else {}
+    if name not in parts:
+        return whole.read(name)
+    return whole.read(HEAD, slice(parts[name].start, parts[name].stop))
 
 
 def bits_of(stored: dict[str, StoredTensor]) -> float:
@@ -64,15 +73,38 @@ def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
         with vtx.load(made.folder, device=device, threads=1, compute=compute) as model:
             assert all(check.passed for check in check_golden(model))
         rounded = BundleWeights(made.folder, stored)
-        errors.append(sum(float((whole.read(n) - rounded.read(n)).square().sum()) for n, _ in matrices_of(stored)))
+        names = [name for name, _ in matrices_of(stored)]
+        errors.append(sum(float((original(whole, n, stored) - rounded.read(n)).square().sum()) for n in names))
         bits.append(bits_of(stored))
         if options.bits is not None:
             record = made.manifest.record["mixed"]
-            wider = [n for n, tensor in matrices_of(stored) if tensor.dtype == "I8" and n != HEAD]
+            wider = [n for n, tensor in matrices_of(stored) if tensor.dtype == "I8"]
+            assert set(wider) >= {HEADS[0], HEADS[2]}
+            assert stored[HEAD].dtype == "I4"
             assert (record["bits"], record["int8"]) == (round(bits[-1], 3), sorted(wider))
             assert fidelity_lines(made.manifest)[0].startswith(f"weights: {record['bits']} bits in the mean")
     assert bits[0] < 5.9 < bits[1] <= 6 < 6.9 < bits[2] <= 7
     assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_s_parts_are_its_rows_in_order(tiny_checkpoint: Make, tmp_path: Path, tied: bool) -> None:
+    folder = tiny_checkpoint(replace(WIDE, tied=tied))
+    options = ExportOptions(str(folder), (3,), "int4", int4_block=32, bits=6.5, dialects=("ort",))
+    stored = dict(plan_export(options).weights.stored)
+    rounded = BundleWeights(bundles.export_with(options, tmp_path / "b").folder, stored)
+    whole = CheckpointWeights(open_checkpoint(str(folder))).read(EMBEDDING if tied else HEAD)
+    assert [stored[name].dtype for name in HEADS] == ["I8", "I4", "I8"]
+    made = torch.cat([rounded.read(name) for name in HEADS])
+    assert made.shape == whole.shape
+    assert float((made - whole).abs().max()) < 0.15 * float(whole.abs().max())
+
+
+def test_a_head_whose_precision_is_named_stays_whole(tiny_checkpoint: Make) -> None:
+    options = ExportOptions(str(tiny_checkpoint(WIDE)), (3,), "int4", head_precision="int8", bits=6.5)
+    stored = plan_export(options).weights.stored
+    assert stored[HEAD].dtype == "I8"
+    assert HEADS[0] not in stored
 
 
 @pytest.mark.parametrize("bits", [1.0, 4.2, 9.0, float("nan"), float("inf")])
