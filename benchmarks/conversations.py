@@ -69,8 +69,8 @@ def measure(given: Any, k: int | None) -> dict[str, Any]:
 def held_slots(conversation: vtx.Conversation) -> float:
     """Slots in memory, of all layers; of those that it shares its part."""
     caches = conversation.prefix_caches
-    both = [*caches.full.items(), *caches.pruned.items()]
-    return sum(cache.resident * len(caches.stages[number].cached) for number, cache in both)
+    segments = caches.segments.items()
+    return sum(segment.cache.resident * len(caches.stages[number].cached) for (number, _), segment in segments)
 
 
 def main() -> None:

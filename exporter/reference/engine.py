@@ -20,7 +20,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Removal
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.generate import generate
-from vtx.runtime.session.prefix import Prompt, no_check, prefix_key
+from vtx.runtime.session.prefix import Prompt, no_check
 from vtx.runtime.session.sampling import Sampler, Sampling
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.image import ImageSource
@@ -85,12 +85,12 @@ class EngineReference:
             caches = session.caches
             length = prompt.prefix_length
             question, answer = np.split(prompt.ids[length:], [len(prompt.ids) - length - sample.last + 1])
-            key = prefix_key(prompt, question if caches.two_way else None)
+            key = prompt.prefix_key(question if caches.embedding.two_way else None)
             if key != caches.prefix.key:
                 caches.enter(prompt, key, no_check)
             caches.prepare(self._full)
-            embedded = caches.embed_text(question, of_prompt=True)
-            entering = [embedded.then(caches.embed_text(answer)) if len(answer) else embedded]
+            embedded = caches.embedding.text(question, of_prompt=True)
+            entering = [embedded.then(caches.embedding.text(answer)) if len(answer) else embedded]
             for stage in stages:
                 entering.append(entering[-1].after(caches.run(len(entering) - 1, entering[-1])))
                 watch(stage.last, number, torch.from_numpy(np.asarray(entering[-1].hidden)))

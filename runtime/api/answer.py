@@ -79,6 +79,9 @@ class Stats:
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
     `reused_tokens`: tokens of the prompt that they served; system text and images count if no image token was run, and
     of images that were replaced what stands before the first token that differs.
+    `not_reused`: why image tokens were run in layers of the decoder, in one word; None if none were. "first": nothing
+    was asked before; "text", "image": the first token that differs is one of these; "question": image tokens see it;
+    "k": they left earlier before, or their hidden states were not kept; "reduction": it left others this time.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.
@@ -102,6 +105,7 @@ class Stats:
     reused_image: bool
     reused_layers: int
     reused_tokens: int
+    not_reused: str | None
     device: str
     compute: str
     precision: str

@@ -302,6 +302,7 @@ class AnswerInProgress(Request):
             reused_image=result.reused_image,
             reused_layers=result.reused_layers,
             reused_tokens=result.reused_tokens,
+            not_reused=result.not_reused,
             device=backend.device,
             compute=backend.compute,
             precision=manifest.precision,

@@ -117,7 +117,6 @@ class Conversation:
             self.reader = None
             self.images = images
             self._encoded = self._encoded.replaced(images)
-            self._session.caches.continues = True
 
     def ask(
         self,
@@ -293,7 +292,7 @@ class Conversation:
             if images is not self.images:  # they were replaced before the answer began
                 raise Ended("cancelled")
             session = self._session
-            unread = self._prefix_file is not None and not self._session.caches.full
+            unread = self._prefix_file is not None and not self._session.caches.segments
             if unread:
                 self._read_prefix(session.caches)
             yield session, self._encoded
@@ -315,7 +314,7 @@ class Conversation:
         from vtx.runtime.session.prefix_file import beginning, save_prefix
 
         assert self._prefix_file is not None
-        if caches.prefix.common < beginning(caches.prefix):
+        if caches.common < beginning(caches.prefix):
             try:
                 save_prefix(self._prefix_file, self.loaded.bundle, self.loaded.backend, caches)
             except VtxError as e:

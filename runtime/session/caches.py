@@ -1,7 +1,8 @@
 """The caches of one conversation's stages, and the prompt prefix on its way through them.
 
-Every stage may be needed with all image tokens (`full`) and after some or all have left (`pruned`), with different
-caches. Slots are not positions: a token keeps its position when tokens before it leave.
+Every stage may be needed with all image tokens and after some or all have left, with different caches: it has a
+segment for each. A prompt takes of a segment the longest beginning that it has in common with it, and runs the rest.
+Slots are not positions: a token keeps its position when tokens before it leave.
 """
 
 from __future__ import annotations
@@ -18,46 +19,48 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Boundary, Policy, Removal
-from vtx.runtime.session.prefix import Check, Key, Prefix, PrefixSlots, Prompt, SavedKV, assign_positions
+from vtx.runtime.session.embedding import Embedding
+from vtx.runtime.session.prefix import Check, Key, Prefix, PrefixSlots, Prompt, Remaining, SavedKV, Segment
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Scores, TokenStates
 
 
 class PrefixCaches:
-    """Each stage's `full` and `pruned` cache by number, made when first needed, and how far the prefix is in them.
+    """The segments of stages by number and whether all image tokens are there, and the `remaining` tokens of each.
 
-    Stages from `first_pruned` on run in `pruned`. An exception at any point costs a computation and leaves all of it
-    correct: what is known of the prefix is replaced as a whole at every step.
+    A segment is made when first needed. An exception at any point costs a computation and leaves all of it correct: a
+    segment is cut back before tokens run into it, and replaced as a whole behind.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         self._backend = backend
-        self._token_inputs = manifest.token_inputs
         self._model = manifest.model
-        self.two_way = manifest.model.two_way == "prompt"  # all of its tokens see each other
-        self._groups = manifest.model.two_way is not None  # tokens of a group do
-        self.stateful = bool(manifest.model.conv_layers)
+        self.embedding = Embedding(backend, manifest)
         self.stages = manifest.stages
         self.capacity = manifest.max_context
-        self._width = manifest.model.hidden
         self.keeping = [stage.keeps for stage in self.stages]  # the others read the K and V of earlier stages
-        # all can be cut back anywhere, and a suffix runs behind the prefix as any other tokens do
-        self.cuts = all(self.keeping) and not self.two_way and not self.stateful
-        self.full: dict[int, StageCache] = {}
-        self.pruned: dict[int, StageCache] = {}
-        self.first_pruned = len(self.stages)
-        self.prefix = self._empty_prefix()
-        self.continues = False  # the next prefix other than this one does not run again what both begin with
-        self.pruned_prefix: Prefix | None = None  # what `pruned` holds of it
-        self._former: Prefix | None = None  # what `pruned` holds of the prefix before, until another one runs there
+        self.segments: dict[tuple[int, bool], Segment] = {}
+        empty = Prefix.empty(Key(), manifest.model.hidden)
+        self.remaining = [Remaining.of(empty)] * len(self.stages)
+        self.common = 0  # tokens of the prefix that the first stage held when its last question began
         self.holding: set[int] = set()  # boundaries at which hidden states of all image tokens are kept
         self._exit = len(self.stages)  # the stage before which all image tokens leave for certain
         self._reading: tuple[dict[int, StageCache], StageCache] | None = None  # of the stage that keeps nothing
         self._text_only = True  # leave out the hidden states of image tokens that only another K would read
 
+    @property
+    def cuts(self) -> bool:
+        """True if all caches can be cut back anywhere, and a suffix runs behind the prefix as any other tokens do."""
+        return all(self.keeping) and not self.embedding.two_way and not self._model.conv_layers
+
+    @property
+    def prefix(self) -> Prefix:
+        """The prefix of the last prompt."""
+        return self.remaining[0].prefix
+
     def cache(self, number: int) -> StageCache:
         """The cache in which the suffix runs through stage `number`."""
         if self.keeping[number]:
-            return (self.full if number < self.first_pruned else self.pruned)[number]
+            return self.segments[self._key(number)].cache
         stage = self.stages[number]
         sources = dict[int, StageCache]()
         for layer in self._model.sources(stage.first, stage.last):
@@ -67,40 +70,48 @@ class PrefixCaches:
         return self._reading[1]
 
     @property
+    def complete(self) -> list[Segment]:
+        """The segments of the first stages that hold the whole prefix."""
+        segments = list[Segment]()
+        while (segment := self.segments.get((len(segments), True))) and segment.holds(self.remaining[0]):
+            segments.append(segment)
+        return segments
+
+    @property
     def depth(self) -> int:
-        """The number of stages that the prefix has run through, or need not, since they keep nothing of it."""
-        depth = self.prefix.depth
+        """The number of stages that hold the whole prefix, or need not, since they keep nothing of it."""
+        depth = len(self.complete)
         return depth + (0 < depth < len(self.stages) and not self.keeping[depth])
 
-    def prefix_in(self, number: int) -> Prefix:
-        """The tokens of the prefix that run through stage `number`."""
-        prefix = self.prefix if number < self.first_pruned else self.pruned_prefix
-        assert prefix is not None
-        return prefix
+    @property
+    def first_pruned(self) -> int:
+        """The first stage that not all image tokens enter, or the number of stages."""
+        return sum(not tokens.removals for tokens in self.remaining)
 
-    def enter(self, prompt: Prompt, key: Key, check: Check) -> None:
-        """Begin with a prompt's prefix, as `key` names it. If it `continues`, what the caches hold of its tokens stays.
+    def enter(self, prompt: Prompt, key: Key, check: Check) -> str | None:
+        """Begin with a prompt's prefix, as `key` names it. What the segments hold of its tokens stays.
 
-        Not where a token's K and V depend on those behind it, nor where layers keep a state, which cannot be cut back.
-        Their K and V come from a run of another length, so they are equal up to rounding.
+        Their K and V come from a run of another length, so they are equal up to rounding. Returns why some are not
+        there, in one word (`Stats`).
         """
-        prefix = self._embed(prompt, key, check)
-        if self.continues and not self.two_way and not self.stateful:
-            prefix = prefix.after(self.prefix)
-        self._former = self.pruned_prefix if prefix.common else None
-        self.pruned_prefix = None
-        self.prefix, self.continues, self.holding = prefix, False, set()
+        prefix = self.embedding.prefix(prompt, key, check)
+        difference = prefix.difference(self.prefix)
+        self.remaining = [Remaining.of(prefix)] * len(self.stages)
+        self.holding = set()
+        return difference
 
-    def begin(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
-        """Begin with another prefix, which the next one continues, and its K and V by layer in the first stages.
+    def begin(self, prefix: Prefix, text_states: Sequence[HiddenStates], kv: Mapping[int, Any]) -> None:
+        """Begin with a prefix, its K and V by layer in the first stages, and the hidden states of its text after each.
 
         Raises ValueError for other sizes or types.
         """
-        self._check_fits(prefix, kv)
-        slots = np.arange(prefix.size)
-        caches = dict[int, StageCache]()
-        for number, stage in enumerate(self.stages[: prefix.depth]):
-            cache = caches[number] = self._backend.stage(number, self.capacity)
+        stages = self.stages[: len(text_states)]
+        self._check_fits(prefix, kv, len(text_states))
+        slots = np.arange(len(prefix))
+        segments = dict[tuple[int, bool], Segment]()
+        tokens = Remaining.of(prefix)
+        for number, stage in enumerate(stages):
+            cache = self._backend.stage(number, self.capacity)
             none = cache.read(slots[:0])
             stored = [kv[layer] for layer in stage.cached]
             slides = isinstance(none, tuple)
@@ -108,119 +119,112 @@ class PrefixCaches:
                 if theirs.dtype != mine.dtype or theirs.shape != tuple(size or len(slots) for size in mine.shape):
                     raise ValueError(f"K and V of layer {layer} are {theirs.dtype} {list(theirs.shape)}")
             cache.write(slots, (stored, prefix.positions) if slides else stored, length=len(slots))
-        self.full = caches
-        self.prefix = prefix
-        self.continues = True
+            segments[number, True] = Segment(cache, tokens, ~prefix.is_vision, text_states[number])
+        self.segments = segments
+        self.remaining = [tokens] * len(self.stages)
 
-    def _check_fits(self, prefix: Prefix, kv: Mapping[int, Any]) -> None:
+    def _check_fits(self, prefix: Prefix, kv: Mapping[int, Any], depth: int) -> None:
         """Raise ValueError unless a prefix and its K and V have the bundle's stages, widths and inputs."""
-        stages = self.stages[: prefix.depth]
-        same = len(stages) == prefix.depth and prefix.boundaries[0].shape[1] == self._width
-        if prefix.size >= self.capacity or not same or not all(stage.keeps for stage in stages):
+        stages = self.stages[:depth]
+        same = len(stages) == depth and prefix.hidden.shape[1] == self._model.hidden
+        if len(prefix) >= self.capacity or not same or not all(stage.keeps for stage in stages):
             raise ValueError("it has more tokens or stages than the bundle, or others")
-        shapes = {declared.name: (prefix.size, declared.width) for declared in self._token_inputs}
-        if self._groups:
-            shapes[names.GROUP] = (prefix.size, 1)
+        token_inputs = self.embedding.manifest.token_inputs
+        shapes = {declared.name: (len(prefix), declared.width) for declared in token_inputs}
+        if self.embedding.grouped:
+            shapes[names.GROUP] = (len(prefix), 1)
         if {name: values.shape for name, values in prefix.inputs.items()} != shapes:
             raise ValueError("it has other inputs than the bundle")
         if kv.keys() != {layer for stage in stages for layer in stage.cached}:
             raise ValueError(f"it has K and V of layers {sorted(kv)}")
 
-    def _embed(self, prompt: Prompt, key: Key, check: Check) -> Prefix:
-        """A prompt's prefix before the decoder: its text embedded, its images encoded."""
-        length = prompt.prefix_length
-        if not length:
-            return replace(self._empty_prefix(), key=key)
-        is_vision = prompt.is_vision[:length]
-        embedded = self.embed_text(prompt.ids[:length], of_prompt=True)
-        images = []
-        for _, encode in prompt.encoders:
-            check()
-            images.append(encode())
-        hidden = embedded.hidden
-        inputs = embedded.inputs
-        hidden[is_vision] = np.concatenate([image.hidden for image in images])
-        for declared in self._token_inputs:
-            if declared.of_images:
-                signals = [image.patches.signals[names.token_input(declared.name)] for image in images]
-                inputs[declared.name][is_vision] = np.concatenate(signals)
-        if self._groups and not self.two_way:  # image tokens that follow each other are one
-            first = is_vision & ~np.concatenate([[False], is_vision[:-1]])
-            inputs[names.GROUP][is_vision, 0] = np.cumsum(first)[is_vision]
-        positions, following = assign_positions(is_vision, images)
-        patches = tuple(image.patches for image in images)
-        present = np.ones(length, bool)
-        return Prefix(key, is_vision, patches, positions, following, (hidden,), present, inputs)
-
-    def embed_text(self, ids: Ids, *, of_prompt: bool = False) -> TokenStates:
-        """Text tokens [n] before the decoder, with zeros for the inputs that the embed graph does not give.
-
-        `of_prompt`: they belong to a prompt, not to an answer.
-        """
-        tokens = self._backend.embed(ids)
-        if not self._token_inputs and not self._groups:
-            return tokens
-        missing = [declared for declared in self._token_inputs if not declared.of_text]
-        inputs = {declared.name: np.zeros((len(tokens), declared.width), np.float32) for declared in missing}
-        if self._groups:
-            inputs[names.GROUP] = np.full((len(tokens), 1), 0 if of_prompt and self.two_way else -1, np.float32)
-        return TokenStates(tokens.hidden, {**tokens.inputs, **inputs})
-
     def copy_prefix(self, other: PrefixCaches) -> None:
         """Begin with the prefix of another conversation, as far as it has come there, and copies of its K and V."""
-        prefix = other.prefix
-        pruned = other.pruned_prefix
-        if prefix.saved_kv:  # some of it is not in its caches
+        segments = {key: segment for key, segment in other.segments.items() if segment.tokens.prefix is other.prefix}
+        if any(segment.saved for segment in segments.values()):  # some of it is not in its caches
             return
-        first = other.first_pruned
-        if pruned is None or first == len(self.stages) or pruned.begun:
-            pruned = None
-            first = len(self.stages)
-        copied = [(self.full, other.full, number, prefix.size) for number in range(prefix.depth)]
-        if pruned is not None:
-            copied += [(self.pruned, other.pruned, number, pruned.size) for number in range(first, pruned.depth)]
-        for mine, theirs, number, size in copied:
-            mine[number] = self._backend.stage(number, theirs[number].capacity)
-            mine[number].copy(theirs[number], size)
-        self.prefix = replace(prefix, begun=prefix.begun[: prefix.depth])
-        self.pruned_prefix = pruned
-
-    def _empty_prefix(self) -> Prefix:
-        hidden = np.zeros((0, self._width), np.float32)
-        none = np.zeros(0, bool)
-        return Prefix((b"", ()), none, (), np.zeros(0, np.int64), 0, (hidden,), none)
+        for key, segment in segments.items():
+            if segment.holds(segment.tokens):
+                cache = self._backend.stage(key[0], segment.cache.capacity)
+                cache.copy(segment.cache, segment.length)
+                self.segments[key] = replace(segment, cache=cache)
+        self.remaining = [other.remaining[0]] * len(self.stages)
 
     def prepare(self, policy: Policy) -> None:
-        """Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens."""
-        prefix = self.prefix
-        if prefix.saved_kv:  # put back what full stages have lost
-            self.prefix = self._empty_prefix()
-            for saved in prefix.saved_kv:
-                cache = self.full[saved.stage]
-                cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=prefix.size)
-                cache.write(saved.dropped, saved.kv, length=prefix.size)
-            self.prefix = replace(prefix, saved_kv=())
+        """Before a question: segments whole again, and hidden states held wherever the policy may drop tokens."""
+        for key, segment in list(self.segments.items()):
+            if segment.saved is not None:
+                self._restore(key, segment, segment.saved)
         cuts = policy.partial_cuts
-        numbers = {number for number, stage in enumerate(self.stages) if stage.first in cuts}
-        self.holding |= numbers  # a caller that goes back to an earlier K finds them
-        self._exit = next((n for n, stage in enumerate(self.stages) if stage.first == policy.exit), len(self.stages))
-        if self.prefix.common and (numbers or len(self.prefix.begun) < self._exit):
-            self.prefix = self.prefix.whole_from(int(np.argmax(self.prefix.is_vision)))
-        missing = [number for number in numbers if not self.prefix.held(number)]
-        if self.prefix.depth < self._exit and not self.prefix.held(self.prefix.depth):
-            missing.append(self.prefix.depth)  # image tokens were to leave there, and now continue
-            self._text_only = False  # a caller that changes K once may do so again
-        if missing:  # back to the last boundary with all hidden states
-            boundary = min(missing)
-            while not self.prefix.held(boundary):
-                boundary -= 1
-            self.prefix = replace(self.prefix, boundaries=self.prefix.boundaries[: boundary + 1])
-        self.first_pruned = len(self.stages)
+        self.holding |= {number for number, stage in enumerate(self.stages) if stage.first in cuts}
+        self.remaining = [self.remaining[0]] * len(self.stages)
+        exits = [number for number, stage in enumerate(self.stages) if stage.first == policy.exit]
+        self._exit = exits[0] if exits and len(self.prefix) else len(self.stages)
+        self.common = self._cut_back(0, self._exit)
+
+    def _restore(self, key: tuple[int, bool], segment: Segment, saved: SavedKV) -> None:
+        """Put back what a segment has lost."""
+        self.segments[key] = segment.beginning(segment.tokens, 0)
+        cache = segment.cache
+        cache.write(saved.survivors, cache.read(np.arange(len(saved.survivors))), length=segment.length)
+        cache.write(saved.dropped, saved.kv, length=segment.length)
+        self.segments[key] = replace(segment, saved=None)
+
+    def _key(self, number: int) -> tuple[int, bool]:
+        return number, not self.remaining[number].removals
+
+    def _segment(self, number: int) -> Segment | None:
+        """The segment of stage `number`, cut to what it has in common with the tokens that remain there."""
+        tokens = self.remaining[number]
+        key = self._key(number)
+        segment = self.segments.get(key)
+        if segment is None:
+            return None
+        capacity = segment.cache.capacity
+        slots = self._slots(number)
+        if capacity < slots or (capacity > slots and not tokens.is_vision.any() and tokens.removals):
+            del self.segments[key]  # freed before the next one is made
+            return None
+        if segment.tokens is not tokens:
+            agreed = min(segment.length, tokens.agreement(segment.tokens))
+            segment = self.segments[key] = segment.beginning(tokens, segment.cache.nearest(agreed))
+        return segment
+
+    def _slots(self, number: int) -> int:
+        """Slots of the context without those of tokens that never enter the stage."""
+        tokens = self.remaining[number]
+        return self.capacity - (len(tokens.prefix) - len(tokens))
+
+    def _cut_back(self, first: int, end: int) -> int:
+        """Cut segments of stages from `first` to before `end` so far that the rest of their tokens can run.
+
+        A stage runs its tokens from their hidden states after the one before; where these are not known any more, it
+        runs them again. Returns the number of tokens that stage `first` holds.
+        """
+        following = len(self.remaining[first])  # the first token whose states the next stage needs
+        for number in reversed(range(first, end)):
+            tokens = self.remaining[number]
+            if not self.keeping[number]:
+                continue
+            if number + 1 in self.holding and number + 1 < end:
+                following = 0
+            segment = self._segment(number)
+            length = 0
+            if segment is not None:
+                unknown = np.flatnonzero(~segment.known[following:])
+                length = segment.length
+                if len(unknown):
+                    begin = 0 if segment.holds(tokens) else tokens.begin_of_group(following + int(unknown[0]))
+                    length = segment.cache.nearest(begin)
+                    self.segments[self._key(number)] = segment.beginning(tokens, length)
+                    self._text_only = self._text_only and number + 1 in self.holding
+            following = length
+        return following
 
     def layout(self, number: int) -> PrefixSlots:
-        """The part of the prefix that stage `number` sees, and where a suffix follows it."""
-        prefix = self.prefix_in(number)
-        return PrefixSlots(prefix.present, prefix.size, prefix.next_position)
+        """The slots that the prefix takes in stage `number`, and where a suffix follows it."""
+        tokens = self.remaining[number]
+        return PrefixSlots(len(tokens), tokens.next_position)
 
     def run(self, number: int, suffix: TokenStates, *, query: bool = False, alone: bool = False) -> HiddenStates:
         """Run a suffix [n] through stage `number`, and before it what continues of the prefix if it has yet to run.
@@ -231,117 +235,96 @@ class PrefixCaches:
         in `StageCache.attention`, for which `query` keeps its queries; of image tokens that see each other it always
         is. They always do where the prefix sees the suffix. Returns the suffix's hidden states.
         """
-        prefix = self.prefix_in(number)
+        tokens = self.remaining[number]
         if not self.keeping[number]:  # only the last token's hidden state is read
             end = len(suffix)
-            return self.cache(number).append(suffix.part(end - 1, end), np.array([prefix.next_position + end - 1]))
-        following = prefix.next_position + np.arange(len(suffix))
-        full = number < self.first_pruned
+            return self.cache(number).append(suffix.part(end - 1, end), np.array([tokens.next_position + end - 1]))
+        following = tokens.next_position + np.arange(len(suffix))
         if self.follow(number):
             return self.cache(number).append(suffix, following, query=query)
-        cache = self._cache_for(number, prefix, whole=full)
-        alone = query and (alone or self._groups)
-        together = self.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
+        segment = self.segments[self._key(number)]
+        cache = segment.cache
+        cache.keep(segment.length)
+        cache.mark(len(tokens))
+        alone = query and (alone or self.embedding.grouped)
+        together = self.embedding.two_way or (not alone and len(suffix) <= QUESTION_ROWS)
         behind = suffix if together else suffix.part(0, 0)
-        hidden, result = self._continue(number, prefix, behind, following[: len(behind)], query=query and together)
-        deeper = prefix.deeper(hidden, hold=number in self.holding)
-        if full:
-            self.prefix = deeper
-        else:
-            self.pruned_prefix = deeper
+        result = self._continue(number, segment, behind, following[: len(behind)], query=query and together)
         if len(result):
             return result
-        cache.keep(prefix.size)
         return cache.append(suffix, following, query=query)
 
-    def _cache_for(self, number: int, prefix: Prefix, *, whole: bool) -> StageCache:
-        """The cache of stage `number`, made if it is missing or too small, with what it holds of the prefix."""
-        if not whole:  # no slot for tokens that never enter it
-            slots = self._room(prefix)
-            pruned = self.pruned.get(number)
-            withdrawn = not (prefix.present & prefix.is_vision).any()
-            if pruned is None or pruned.capacity < slots or (withdrawn and pruned.capacity > slots):
-                pruned = None
-                self.pruned.pop(number, None)  # freed before the next one is made
-                self.pruned[number] = self._backend.stage(number, slots)
-        elif number not in self.full:
-            self.full[number] = self._backend.stage(number, self.capacity)
-        cache = self.cache(number)
-        cache.keep(prefix.start)
-        if self.stateful:
-            cache.mark(prefix.size)
-        return cache
-
     def _continue(
-        self, number: int, prefix: Prefix, behind: TokenStates, places: Ids, *, query: bool
-    ) -> tuple[HiddenStates, HiddenStates]:
-        """Run what stage `number` lacks of the prefix, and `behind` after it, at `places`: the hidden states of both.
+        self, number: int, segment: Segment, behind: TokenStates, places: Ids, *, query: bool
+    ) -> HiddenStates:
+        """Run what a segment lacks of the prefix, and `behind` after it, at `places`: the hidden states of these.
 
         Of the prefix only those that are needed afterwards, where the engine gains by it.
         """
-        start = prefix.start
-        states = prefix.boundaries[-1]
-        inputs = {name: array[start:] for name, array in prefix.inputs.items()}
-        tokens = TokenStates(states[len(states) - prefix.size + start :], inputs)
-        if not len(tokens):  # all of it is in the cache
-            return tokens.hidden, behind.hidden[:0]
-        cache = self.cache(number)
+        remaining = segment.tokens
+        start = segment.length
+        tokens = TokenStates(self._entering(number, start), remaining.inputs_from(start))
+        is_vision = remaining.is_vision[start:]
+        known = np.ones(len(tokens), bool)
         outputs: Ids | None = None  # the indices of those that are needed; None: all
-        count = len(tokens)
-        leaves = number < self.first_pruned and number + 1 == self._exit and number + 1 not in self.holding
-        if cache.selects_outputs and self._text_only and leaves:
-            text = np.flatnonzero(~prefix.is_vision[start:])
-            count = len(text)
-            outputs = np.concatenate([text, len(tokens) + np.arange(len(behind))])
-        positions = prefix.positions[start:]
+        leaves = not remaining.removals and number + 1 == self._exit and number + 1 not in self.holding
+        if segment.cache.selects_outputs and self._text_only and leaves:
+            known = ~is_vision
+            outputs = np.concatenate([np.flatnonzero(known), len(tokens) + np.arange(len(behind))])
+        positions = remaining.positions[start:]
         if positions.ndim > 1:  # text has one time, row and column
             places = places[:, None].repeat(positions.shape[1], 1)
-        pair = cache.append(tokens.then(behind), np.concatenate([positions, places]), query=query, outputs=outputs)
-        return pair[:count].copy(), pair[count:]
+        pair = segment.cache.append(
+            tokens.then(behind), np.concatenate([positions, places]), query=query, outputs=outputs
+        )
+        count = int(known.sum())
+        self.segments[self._key(number)] = segment.then(pair[:count].copy(), known)
+        if number and number not in self.holding and self.remaining[number - 1] is remaining:
+            before = self._key(number - 1)
+            self.segments[before] = self.segments[before].text_only()
+        return pair[count:]
+
+    def _entering(self, number: int, start: int) -> HiddenStates:
+        """The hidden states before stage `number` of the tokens that run there, from number `start` on."""
+        tokens = self.remaining[number]
+        if not number:
+            return tokens.prefix.hidden[start:]
+        of_all = np.flatnonzero(tokens.present)[start:]
+        places = np.cumsum(self.remaining[number - 1].present) - 1
+        return self.segments[self._key(number - 1)].states_of(places[of_all])
 
     def follow(self, number: int) -> bool:
         """Cut the cache of stage `number` to the prefix, so that a suffix follows it; False if that has yet to run."""
-        prefix = self.prefix_in(number)
-        if prefix.depth <= number:
-            if prefix.size or number >= self.first_pruned:
-                return False
-            if number not in self.full:  # nothing precedes the suffix
-                self.full[number] = self._backend.stage(number, self.capacity)
-            self.prefix = prefix.deeper(prefix.boundaries[-1], hold=False)
-        self.cache(number).keep(prefix.size)
+        tokens = self.remaining[number]
+        segment = self._segment(number)
+        if segment is None:
+            cache = self._backend.stage(number, self._slots(number))
+            segment = Segment(cache, tokens, np.zeros(0, bool), tokens.prefix.hidden[:0])
+            self.segments[self._key(number)] = segment
+        if not segment.holds(tokens):
+            return False
+        segment.cache.keep(len(tokens))
         return True
 
-    def _room(self, pruned: Prefix) -> int:
-        """Slots of the context without those of tokens that are gone."""
-        return self.capacity - (len(pruned.present) - pruned.size)
+    def remove(self, number: int, removal: Removal) -> Remaining:
+        """Remove image tokens before stage `number`. The rest runs anew, but for what its segments hold of it."""
+        tokens = self.remaining[number - 1].without(removal, number)
+        self.remaining = [*self.remaining[:number], *[tokens] * (len(self.stages) - number)]
+        self._cut_back(number, len(self.stages))
+        return tokens
 
-    def remove(self, number: int, removal: Removal) -> Prefix:
-        """Remove image tokens before stage `number`. The rest runs anew, unless the same ones left before."""
-        before = self.pruned_prefix
-        first = self.first_pruned == len(self.stages)
-        pruned = (self.prefix if first or before is None else before).without(removal, number)
-        again = first and before is not None and before.removals == pruned.removals and not removal.kept.any()
-        if not again:
-            former = self._former
-            self._former = None
-            caches = [self.pruned.get(n) for n in range(number, len(self.stages))]
-            if former is not None and all(cache and cache.capacity == self._room(pruned) for cache in caches):
-                pruned = pruned.after_removal(former, self.prefix.common, len(self.stages))
-            self.pruned_prefix = pruned
-        self.first_pruned = number if first else self.first_pruned
-        return pruned
-
-    def boundary(self, number: int, before: PrefixSlots, suffix: TokenStates, policy: Policy) -> Boundary:
+    def boundary(self, number: int, suffix: TokenStates, policy: Policy) -> Boundary:
         """The boundary before stage `number`, for the states `suffix` [n] of a question that has reached it.
 
-        `before` is what the stage before holds of the prefix. Nothing is computed until the policy asks for it, and
-        what is computed holds only while the caches stay as they are.
+        Nothing is computed until the policy asks for it, and what is computed holds only while the caches stay as they
+        are.
         """
-        prefix = self.prefix_in(number - 1)
+        prefix = self.prefix
+        tokens = self.remaining[number - 1]
         hidden = suffix.hidden
         layer = self.stages[number].first
-        slots = np.flatnonzero(prefix.is_vision[before.present])
-        is_vision = prefix.is_vision[prefix.present]  # of the tokens that have come this far
+        is_vision = tokens.is_vision  # of the tokens that have come this far
+        slots = np.flatnonzero(is_vision)
 
         def scores(last_only: bool, stage: int = number - 1) -> Scores:
             total, most = self.cache(stage).attention(last_only=last_only)
@@ -353,20 +336,17 @@ class PrefixCaches:
             return total[slots], most[slots]
 
         def next_scores() -> Scores:
-            pruned = self.pruned_prefix
             self.run(number, suffix, query=True)
-            if number >= self.first_pruned:  # for its attention alone: the tokens that stay run anew
-                self.pruned_prefix = pruned
             return scores(True, number)
 
         def image_hidden() -> HiddenStates:
-            return np.asarray(prefix.boundaries[number - prefix.first][is_vision])
+            return np.asarray(self._entering(number, 0)[is_vision])
 
         def positions() -> tuple[Ids, Ids]:
-            if prefix.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead
-                length = len(prefix.present)
-                return np.flatnonzero(prefix.present & prefix.is_vision), np.arange(length, length + len(hidden))
-            return prefix.positions[is_vision], np.arange(before.position, before.position + len(hidden))
+            if tokens.positions.ndim > 1:  # of three parts, which have no order: the index in the prompt instead
+                length = len(prefix)
+                return np.flatnonzero(tokens.present & prefix.is_vision), np.arange(length, length + len(hidden))
+            return tokens.positions[is_vision], tokens.next_position + np.arange(len(hidden))
 
         def keys() -> tuple[HiddenStates, HiddenStates]:
             flat = np.concatenate([*self.cache(number - 1).keys()], axis=-1)
@@ -376,7 +356,7 @@ class PrefixCaches:
             layer,
             hidden,
             prefix.images,
-            before.present[prefix.is_vision],
+            tokens.present[prefix.is_vision],
             scores,
             image_hidden,
             keys,
@@ -390,26 +370,26 @@ class PrefixCaches:
     ) -> list[PrefixSlots]:
         """Leave in these stages' caches only the survivors of the prefix, and `suffix` tokens (MustDrop section 3.5).
 
-        `layouts` are the stages' slots of the prefix; the new ones are returned. K/V that a full stage loses are
-        saved for the next question. Until all is done no prefix is known, so that an interrupt costs a computation.
+        `layouts` are the stages' slots of the prefix; the new ones are returned. What a stage with all image tokens
+        loses is saved for the next question. While slots move its segment holds nothing, so that an interrupt costs a
+        computation.
         """
-        prefix = self.prefix
-        self.prefix = self._empty_prefix()
-        self.pruned_prefix = None
-        saved = []
         layouts = list(layouts)
         for number in numbers:
             layout = layouts[number]
-            cache = self.cache(number)
-            stays = survivors[layout.present]
+            stays = survivors[self.remaining[number].present]
             if stays.all():
                 continue
-            indices = np.flatnonzero(stays)
+            key = self._key(number)
+            segment = self.segments[key]
+            cache = segment.cache
+            survivor_slots = np.flatnonzero(stays)
             dropped = np.flatnonzero(~stays)
-            if number < self.first_pruned:
-                saved.append(SavedKV(number, indices, dropped, cache.read(dropped)))
-            moved = np.concatenate([indices, np.arange(layout.slots, layout.slots + suffix)])
+            saved = SavedKV(survivor_slots, dropped, cache.read(dropped)) if key[1] else None
+            self.segments[key] = segment.beginning(segment.tokens, 0)
+            moved = np.concatenate([survivor_slots, np.arange(layout.slots, layout.slots + suffix)])
             cache.write(np.arange(len(moved)), cache.read(moved), length=len(moved))
-            layouts[number] = replace(layout, slots=len(indices))
-        self.prefix = replace(prefix, saved_kv=tuple(saved))
+            if saved is not None:
+                self.segments[key] = replace(segment, saved=saved)
+            layouts[number] = replace(layout, slots=len(survivor_slots))
         return layouts

@@ -93,7 +93,7 @@ def run_ahead(backend: BatchBackend, sessions: Sequence[Session]) -> None:
     try:
         ids = [session.to_run for session in sessions]
         counts = [len(of_session) for of_session in ids]
-        tokens = sessions[0].caches.embed_text(np.concatenate(ids).astype(np.int64))
+        tokens = sessions[0].caches.embedding.text(np.concatenate(ids).astype(np.int64))
         for number, stage in enumerate(zip(*caches, strict=True)):
             firsts = [session.next_position(number) for session in sessions]
             positions = np.concatenate([first + np.arange(count) for first, count in zip(firsts, counts, strict=True)])

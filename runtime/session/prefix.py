@@ -1,4 +1,4 @@
-"""The prefix of a prompt, system text and images, on its way through the decoder, also once tokens have left.
+"""The prefix of a prompt, system text and images, and the tokens of it that each stage runs.
 
 Records here are frozen and replaced as a whole at every step, so that an interrupt leaves the old one or the new one.
 """
@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.backend import StageCache
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.policies.base import Removal
 from vtx.runtime.vision.tokens import HiddenStates, Ids, ImageTokens, Mask, Patches
 
-Key = tuple[bytes, tuple[str, ...]]
 ImageEncoders = tuple[tuple[str, Callable[[], ImageTokens]], ...]
 Check = Callable[[], object]  # called before every step of a computation; it may raise, to stop there
 
 
 def no_check() -> None:
     """Never stop."""
+
+
+class Key(NamedTuple):
+    """Equal for prompts of equal prefixes: its ids, its images' keys, and the ids behind it if its tokens see them."""
+
+    ids: bytes = b""
+    images: tuple[str, ...] = ()
+    question: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +51,18 @@ class Prompt:
         """Tokens up to and including the last image token; 0 without an image."""
         return int(np.flatnonzero(self.is_vision)[-1]) + 1 if self.is_vision.any() else 0
 
-
-def prefix_key(prompt: Prompt, question: Ids | None) -> Key:
-    """Equal for prompts with the same K and V of their prefix; `question` is what it sees of the text behind it."""
-    behind = () if question is None else (question.tobytes().hex(),)
-    return prompt.ids[: prompt.prefix_length].tobytes(), (*(key for key, _ in prompt.encoders), *behind)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedKV:
-    """K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`."""
-
-    stage: int
-    survivors: Ids
-    dropped: Ids
-    kv: Any
+    def prefix_key(self, question: Ids | None) -> Key:
+        """The key of its prefix; `question` is what its tokens see of the text behind it."""
+        images = tuple(key for key, _ in self.encoders)
+        return Key(self.ids[: self.prefix_length].tobytes(), images, b"" if question is None else question.tobytes())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The prefix, or what removals of image tokens left of it, and how deep into the decoder it has come.
+    """The tokens [n] of a prompt up to its last image, before the decoder: what its K and V are computed from.
 
-    `is_vision` is a mask of all its tokens, and `present` of those that are left; `positions` [size] are theirs,
-    [size, 3] if images have positions of three parts, `next_position` is the suffix's first. `boundaries` hold their
-    hidden states after `first`, `first + 1`, ... stages: the first [size, hidden], the last likewise unless the image
-    leaves there, those between if tokens may leave there, else the text's only; after a removal the last alone.
-    `inputs` [size, width] are read by stages in addition. `saved_kv` is missing from the caches of full stages.
-    `removals`: at which boundary which image tokens stayed, and whether all took new positions.
-
-    The first `common` tokens are those of an earlier prefix: their K and V are in the caches of the next
-    `len(begun)` stages after `first`, and `begun` has the hidden states of the text tokens among them after each. Of
-    them, boundaries after these stages hold the text's only.
+    `hidden` [n, hidden] and `inputs` [n, width] go into the stages; `positions` [n] are the tokens', [n, 3] if images
+    have positions of three parts, and `next_position` is the suffix's first.
     """
 
     key: Key
@@ -81,123 +70,182 @@ class Prefix:
     images: tuple[Patches, ...]
     positions: Ids
     next_position: int
-    boundaries: tuple[HiddenStates, ...]
-    present: Mask
+    hidden: HiddenStates
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    saved_kv: tuple[SavedKV, ...] = ()
-    removals: tuple[tuple[int, bytes, bool], ...] = ()
-    first: int = 0
-    common: int = 0
-    begun: tuple[HiddenStates, ...] = ()
 
-    @property
-    def depth(self) -> int:
-        return self.first + len(self.boundaries) - 1
+    @classmethod
+    def empty(cls, key: Key, width: int) -> Prefix:
+        none = np.zeros(0, bool)
+        return cls(key, none, (), np.zeros(0, np.int64), 0, np.zeros((0, width), np.float32))
 
-    @property
-    def size(self) -> int:
-        return len(self.positions)
-
-    @property
-    def start(self) -> int:
-        """The number of leading tokens that the next stage need not run."""
-        return self.common if len(self.boundaries) <= len(self.begun) else 0
-
-    def deeper(self, hidden: HiddenStates, *, hold: bool) -> Prefix:
-        """With its tokens' hidden states after one more stage, those from `start` on; `hold` the image's before it."""
-        if self.start:
-            hidden = np.concatenate([self.begun[len(self.boundaries) - 1], hidden])
-        if self.removals:
-            return replace(self, boundaries=(hidden,), first=self.first + 1, begun=self.begun[1:])
-        last = self.boundaries[-1]
-        before = last if hold or not self.depth else last[~self.is_vision[self._tokens_of(last)]]
-        return replace(self, boundaries=(*self.boundaries[:-1], before, hidden))
-
-    def _tokens_of(self, hidden: HiddenStates) -> Mask:
-        """A mask of the tokens whose hidden states a boundary holds: all, all but the `common` image's, or the text."""
-        is_text = ~self.is_vision[self.present]
-        for mask in (np.ones(self.size, bool), is_text | (np.arange(self.size) >= self.common)):
-            if len(hidden) == mask.sum():
-                return mask
-        return is_text
-
-    def text_states(self, count: int) -> tuple[HiddenStates, ...]:
-        """The hidden states of the text among the first `count` tokens after each stage so far."""
-        text = ~self.is_vision
-        states = [hidden[text[self._tokens_of(hidden)]] for hidden in self.boundaries[1:]]
-        return tuple(hidden[: int(text[:count].sum())] for hidden in states)
+    def __len__(self) -> int:
+        return len(self.is_vision)
 
     def agreement(self, other: Prefix) -> int:
-        """The number of leading tokens with which another prefix begins, too, before the decoder."""
-        count = min(self.size, other.size)
-        if not count or self.positions.shape[1:] != other.positions.shape[1:]:
+        """The number of leading tokens that are equal, so that all which follows from them is equal, too."""
+        count = min(len(self), len(other))
+        if self is other or not count:
+            return count
+        if self.key.question != other.key.question or self.positions.shape[1:] != other.positions.shape[1:]:
             return 0
         same = self.is_vision[:count] == other.is_vision[:count]
         pairs: list[tuple[NDArray[Any], NDArray[Any]]] = [
             (values, other.inputs[name]) for name, values in self.inputs.items()
         ]
-        for mine, theirs in [*pairs, (self.positions, other.positions), (self.boundaries[0], other.boundaries[0])]:
+        for mine, theirs in [*pairs, (self.positions, other.positions), (self.hidden, other.hidden)]:
             same &= (mine[:count] == theirs[:count]).reshape(count, -1).all(1)
-        return count if same.all() else int(np.argmin(same))
+        return first_false(same)
 
-    def after(self, other: Prefix) -> Prefix:
-        """Begin where caches hold another prefix: what both have in common is not run again."""
-        count = 0 if other.saved_kv else self.agreement(other)
+    def difference(self, former: Prefix) -> str | None:
+        """The reason why not all of its tokens are those of a former one, in one word; None: all are."""
+        count = self.agreement(former)
+        if count == len(self):
+            return None
+        if not len(former):
+            return "first"
+        if self.key.question != former.key.question:
+            return "question"
+        return "image" if self.is_vision[count] else "text"
+
+    def begin_of_group(self, token: int) -> int:
+        """The first token of the group that this one continues, since those of a group see each other; or this one."""
         groups = self.inputs.get(names.GROUP)
-        if groups is not None and count < self.size and groups[count, 0] >= 0:  # none is cut in two
-            count = min(count, int(np.argmax(groups[:, 0] == groups[count, 0])))
-        if not count or not other.depth:
-            return self
-        return replace(self, common=count, begun=other.text_states(count))
+        if groups is None or token >= len(self) or groups[token, 0] < 0:
+            return token
+        return min(token, int(np.argmax(groups[:, 0] == groups[token, 0])))
 
-    def after_removal(self, other: Prefix, common: int, stages: int) -> Prefix:
-        """As `after`, for what is left of both, if that is text and `other` has run; before, `common` tokens agreed."""
-        mine = self.removals
-        theirs = other.removals
-        same = len(mine) == len(theirs) == 1 and (mine[0][0], mine[0][2]) == (theirs[0][0], theirs[0][2])
-        images = any((prefix.present & prefix.is_vision).any() for prefix in (self, other))
-        count = int(self.present[:common].sum())
-        if not same or images or other.depth < stages or not count:
-            return self
-        if not np.array_equal(self.positions[:count], other.positions[:count]):
-            return self
-        return replace(self, common=count, begun=(other.boundaries[0][:0],) * (stages - self.first))
 
-    def whole_from(self, token: int) -> Prefix:
-        """With hidden states to come of all tokens from this one on, not only of those after the `common` ones."""
-        count = min(self.common, token)
-        return replace(self, common=count, begun=tuple(hidden[:count] for hidden in self.begun) if count else ())
+@dataclass(frozen=True, slots=True, eq=False)
+class Remaining:
+    """The tokens of a prefix that run in a stage: those that are `present` [all of them], at `positions` [present].
 
-    def held(self, boundary: int) -> bool:
-        """True if the image tokens' hidden states at a boundary are there, or can still come."""
-        return boundary > self.depth or len(self.boundaries[boundary]) == self.size
+    `next_position` is the suffix's first. `removals`: the stages before which tokens left, and whether those that
+    stayed took new positions.
+    """
 
-    def without(self, removal: Removal, boundary: int) -> Prefix:
-        """The tokens that continue after a removal at a boundary."""
-        stays = np.ones(self.size, bool)
-        stays[self.is_vision[self.present]] = removal.kept
+    prefix: Prefix
+    present: Mask
+    positions: Ids
+    next_position: int
+    removals: tuple[tuple[int, bool], ...] = ()
+
+    @classmethod
+    def of(cls, prefix: Prefix) -> Remaining:
+        return cls(prefix, np.ones(len(prefix), bool), prefix.positions, prefix.next_position)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def is_vision(self) -> Mask:
+        """A mask of the tokens that are present."""
+        return self.prefix.is_vision[self.present]
+
+    @property
+    def serves_all(self) -> bool:
+        """True if these are the same tokens whatever is asked: no image token has left, or all at once."""
+        return not self.removals or (len(self.removals) == 1 and not self.is_vision.any())
+
+    def inputs_from(self, start: int) -> dict[str, NDArray[np.float32]]:
+        """The inputs of its tokens from number `start` on."""
+        indices = np.flatnonzero(self.present)[start:]
+        return {name: values[indices] for name, values in self.prefix.inputs.items()}
+
+    def agreement(self, other: Remaining) -> int:
+        """The number of leading tokens whose K and V in a stage are those of `other`'s: all before them is equal.
+
+        None if a question chose them: with another one they run in that one's pass, as in a fresh conversation.
+        """
+        if self is other:
+            return len(self)
+        if self.removals != other.removals or not (self.serves_all and other.serves_all):
+            return 0
+        count = self.prefix.agreement(other.prefix)
+        if count < max(len(self.prefix), len(other.prefix)):
+            count = min(part.prefix.begin_of_group(count) for part in (self, other))
+        return int(self.present[:count].sum())
+
+    def begin_of_group(self, token: int) -> int:
+        """As of `Prefix`, by the number among those present."""
+        indices = np.flatnonzero(self.present)
+        if token >= len(indices):
+            return token
+        return int(self.present[: self.prefix.begin_of_group(int(indices[token]))].sum())
+
+    def without(self, removal: Removal, number: int) -> Remaining:
+        """The tokens that continue after a removal before stage `number`."""
+        stays = np.ones(len(self), bool)
+        stays[self.is_vision] = removal.kept
         present = self.present.copy()
         present[self.present] = stays
-        hidden = self.boundaries[boundary - self.first]
-        hidden = hidden[stays[self._tokens_of(hidden)]]
-        assert len(hidden) == stays.sum(), "image tokens continue whose hidden states were not held"
         positions = self.positions[stays]
         following = self.next_position
         if removal.renumbers:
-            positions = np.arange(len(hidden), dtype=np.int64)
-            following = len(hidden)
-        return replace(
-            self,
-            positions=positions,
-            next_position=following,
-            boundaries=(hidden,),
-            present=present,
-            first=boundary,
-            inputs={name: values[stays] for name, values in self.inputs.items()},
-            removals=(*self.removals, (boundary, removal.kept.tobytes(), removal.renumbers)),
-            common=0,
-            begun=(),
-        )
+            following = len(positions)
+            positions = np.arange(following, dtype=np.int64)
+        removals = (*self.removals, (number, removal.renumbers))
+        return Remaining(self.prefix, present, positions, following, removals)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedKV:
+    """K/V of the `dropped` slots of a stage, after its cache has shrunk to `survivors`."""
+
+    survivors: Ids
+    dropped: Ids
+    kv: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A stage's cache and its content: the K and V of the first of `tokens`, one for each value of `known`.
+
+    `states` are their hidden states after the stage, of those that are `known`. `saved` is missing from the cache.
+    """
+
+    cache: StageCache
+    tokens: Remaining
+    known: Mask
+    states: HiddenStates
+    saved: SavedKV | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of tokens whose K and V it holds."""
+        return len(self.known)
+
+    def holds(self, tokens: Remaining) -> bool:
+        """True if all of these tokens are those that it holds."""
+        return self.tokens is tokens and self.length == len(tokens)
+
+    def beginning(self, tokens: Remaining, length: int) -> Segment:
+        """As far as it holds other tokens, which agree in the first `length`."""
+        known = self.known[:length]
+        return Segment(self.cache, tokens, known, self.states[: int(known.sum())])
+
+    def then(self, hidden: HiddenStates, known: Mask) -> Segment:
+        """With further tokens, and the hidden states of those `known` of them."""
+        if len(self.states):
+            hidden = np.concatenate([self.states, hidden])
+        return replace(self, known=np.concatenate([self.known, known]), states=hidden)
+
+    def text_only(self) -> Segment:
+        """Without the hidden states of image tokens."""
+        text = self.known & ~self.tokens.is_vision[: self.length]
+        return replace(self, known=text, states=self.states[text[self.known]])
+
+    def states_of(self, indices: Ids) -> HiddenStates:
+        """The hidden states of some tokens, rising, which must be known."""
+        assert self.known[indices].all(), "image tokens continue whose hidden states were not kept"
+        places = np.cumsum(self.known)[indices] - 1
+        if len(places) and places[-1] - places[0] + 1 == len(places):
+            return self.states[int(places[0]) : int(places[-1]) + 1]
+        return self.states[places]
+
+
+def first_false(mask: Mask) -> int:
+    """The index of the first False, or the number of values."""
+    return len(mask) if mask.all() else int(np.argmin(mask))
 
 
 def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Ids, int]:
@@ -229,11 +277,7 @@ def assign_positions(is_vision: Mask, images: Sequence[ImageTokens]) -> tuple[Id
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixSlots:
-    """The part of the prefix in a stage's cache, for one question: `present` of its tokens ran there, `slots` are left.
+    """The `slots` of a stage that a prefix takes. The suffix follows in the next one, at `position`."""
 
-    The suffix's first token is in the slot after these, at `position`.
-    """
-
-    present: Mask
     slots: int
     position: int

@@ -22,7 +22,7 @@ from vtx.runtime.bundle.safetensors import read_bits, read_header, write_safeten
 from vtx.runtime.bundle.seal import SIGNATURE, SIGNATURE_BYTES
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.session.caches import PrefixCaches
-from vtx.runtime.session.prefix import Prefix
+from vtx.runtime.session.prefix import Key, Prefix
 
 FORMAT = "vtx-prefix-2"
 Tensors = Mapping[str, NDArray[Any]]
@@ -41,8 +41,9 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
     ExportError: it cannot be written.
     """
     prefix = caches.prefix
-    count = 0 if prefix.saved_kv else beginning(prefix)
-    if not count or not prefix.depth:
+    segments = caches.complete
+    count = beginning(prefix)
+    if not count or not segments or any(segment.saved for segment in segments):
         raise RequestError(
             "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this "
             "reduction"
@@ -53,15 +54,16 @@ def save_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
             f"signature is required, and sign it: {_sign(path)}"
         )
     tensors: dict[str, NDArray[Any]] = {
-        "ids": np.frombuffer(prefix.key[0], np.int64)[:count],
+        "ids": np.frombuffer(prefix.key.ids, np.int64)[:count],
         "is_vision": prefix.is_vision[:count],
         "positions": prefix.positions[:count],
-        "hidden": prefix.boundaries[0][:count],
+        "hidden": prefix.hidden[:count],
     }
     tensors |= {f"input {name}": values[:count] for name, values in prefix.inputs.items()}
-    tensors |= {f"text {number}": values for number, values in enumerate(prefix.text_states(count))}
-    for number, stage in enumerate(caches.stages[: prefix.depth]):
-        kv = caches.full[number].read(np.arange(count))
+    text = np.flatnonzero(~prefix.is_vision[:count])
+    for number, (stage, segment) in enumerate(zip(caches.stages, segments, strict=False)):
+        tensors[f"text {number}"] = segment.states_of(text)
+        kv = segment.cache.read(np.arange(count))
         layers = kv[0] if isinstance(kv, tuple) else kv  # with positions, which are the prefix's, where layers slide
         if not isinstance(layers, list | np.ndarray):
             raise RequestError(f"on {backend.device} K and V stay on the GPU and cannot be saved; leave the file out")
@@ -117,13 +119,13 @@ def load_prefix(path: Path, bundle: Bundle, backend: Backend, caches: PrefixCach
         raise BundleError(f"{path.name} is damaged (its SHA-256 differs); remove it")
     try:
         kv = {int(name[3:]): tensor for name, tensor in tensors.items() if name.startswith("kv ")}
-        caches.begin(_prefix(tensors), kv)
+        caches.begin(*_prefix(tensors), kv)
     except (KeyError, ValueError, IndexError, TypeError) as e:
         raise BundleError(f"{path.name} does not hold a prompt of this bundle ({e}); remove it") from e
 
 
-def _prefix(tensors: Tensors) -> Prefix:
-    """The prefix of a file, which no prompt has by its key."""
+def _prefix(tensors: Tensors) -> tuple[Prefix, list[NDArray[Any]]]:
+    """The prefix of a file, which no prompt has by its key, and the hidden states of its text after each stage."""
     hidden = tensors["hidden"]
     is_vision = tensors["is_vision"].astype(bool)
     positions = tensors["positions"]
@@ -138,9 +140,8 @@ def _prefix(tensors: Tensors) -> Prefix:
     )
     if not count or not same or not typed or is_vision.ndim != 1 or hidden.ndim != 2:
         raise ValueError("its tensors have other sizes or types")
-    key = tensors["ids"].astype(np.int64).tobytes(), ("a file",)
-    present = np.ones(count, bool)
-    return Prefix(key, is_vision, (), positions, int(positions.max()) + 1, (hidden, *text), present, inputs)
+    key = Key(tensors["ids"].astype(np.int64).tobytes(), ("a file",))
+    return Prefix(key, is_vision, (), positions, int(positions.max()) + 1, hidden, inputs), text
 
 
 def _binding(bundle: Bundle, backend: Backend) -> dict[str, str]:

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import Backend, StageCache, Step
-from vtx.runtime.bundle.spec.manifest import Manifest
+from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec
 from vtx.runtime.errors import BundleError, ContextError, RequestError
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.session.caches import PrefixCaches
-from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check, prefix_key
+from vtx.runtime.session.prefix import Check, Key, PrefixSlots, Prompt, no_check
 from vtx.runtime.session.sampling import NOT_FINITE
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Mask, Patches, TokenStates
 
@@ -54,6 +54,19 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a prompt need not run: its `prefix` is the last one's, and the first `stages` hold its image tokens.
+
+    `suffix` tokens are in the caches. `obstacle`: why the prefix is another, in one word.
+    """
+
+    prefix: bool = False
+    stages: int = 0
+    suffix: int = 0
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillResult:
     """The outcome of a prefill. Per-layer lists start with layer 1; `slots` count right after the prompt, 0 in layers
     without K and V.
@@ -62,7 +75,8 @@ class PrefillResult:
     `images` are the image tokens that entered. `reused_layers`: in layers 1 to this one no image token was run, since
     the caches of an earlier question hold them. `reused_tokens`: tokens of the prompt that they served; the prefix
     counts if no image token was run, or the part of it that an earlier prefix has in common with it.
-    `cuts`: the layers before which some left. A chat's next turn continues after `selection`.
+    `cuts`: the layers before which some left. A chat's next turn continues after `selection`. `not_reused`: why image
+    tokens were run, in one word (see `Stats`).
     """
 
     logits: NDArray[np.float32]
@@ -77,6 +91,7 @@ class PrefillResult:
     cuts: tuple[Cut, ...] = ()
     selection: Selection | None = None
     rest: int = 0
+    not_reused: str | None = None
 
 
 def common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
@@ -97,29 +112,37 @@ class Session:
         if manifest.action is not None:
             raise RequestError(f"{manifest.model.name} outputs actions, not text; use act, or vtx-run --act")
         self._backend = backend
-        self._stages = manifest.stages
-        self._image_token = manifest.text.image_token_id
         self._manifest = manifest
         self._run_step: Callable[..., Step] | None = getattr(backend, "step", None)  # of a `SteppingBackend`
-        self.chooses = self._run_step is not None  # so that `choose` can run a token
         self.caches = PrefixCaches(backend, manifest)
-        self.capacity = manifest.max_context
         self._suffix: list[int] = []  # ids after the prefix that the caches hold
         self.selection: Selection | None = None  # the question that selected the cached image tokens
-        self._reused_stages = 0  # from the first on, in which the last prefill ran no image token
-        self._layouts: list[PrefixSlots] = []
+        self._reuse = Reuse()  # of the last prompt
+        self._layouts: list[PrefixSlots] = []  # of each stage, for the last question
         self._cuts: list[Cut] = []
-        self._check: Check = no_check
         self.next_token: int | None = None  # the next argument of `decode`, if that is certain
         self.waiting: list[int] = []  # the end of a prompt that has begun, while nothing else of it is left to run
         self._embedded: TokenStates | None = None  # `waiting` before the decoder, if that is known
-        self._begun = False, 0  # of that prompt: if its prefix was known, and tokens behind that the caches held
         # logits [vocab] after `next_token`, or after `waiting`, run together with other sessions
         self._ahead: NDArray[np.float32] | None = None
         # tokens that ran on trial, the logits after each, and its hidden state [1, hidden]
         self._drafts = deque[tuple[int, NDArray[np.float32], HiddenStates]]()
         self._state: HiddenStates = np.zeros((1, 0), np.float32)  # [1, hidden], where the backend keeps it
         self._states: HiddenStates | None = None  # [suffix, hidden], of a prompt that was to keep them
+
+    @property
+    def _stages(self) -> Sequence[StageSpec]:
+        return self._manifest.stages
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens or positions of the conversation."""
+        return self._manifest.max_context
+
+    @property
+    def chooses(self) -> bool:
+        """True if `choose` can run a token."""
+        return self._run_step is not None
 
     @property
     def state(self) -> NDArray[np.float32]:
@@ -131,7 +154,7 @@ class Session:
     def length(self) -> int:
         """Tokens of the conversation so far, or positions if there are more: the context has room for this many."""
         prefix = self.caches.prefix
-        return max(prefix.next_position, prefix.size) + len(self._suffix)
+        return max(prefix.next_position, len(prefix)) + len(self._suffix)
 
     @property
     def kv_slots(self) -> int:
@@ -151,8 +174,9 @@ class Session:
     @property
     def _caches_held(self) -> list[tuple[StageCache, int]]:
         """The caches, each with the number of its layers that keep K and V."""
-        caches = [*self.caches.full.items(), *self.caches.pruned.items()]
-        return [(cache, len(self._stages[number].cached)) for number, cache in caches]
+        return [
+            (segment.cache, len(self._stages[number].cached)) for (number, _), segment in self.caches.segments.items()
+        ]
 
     def agreement(self, ids: Ids) -> tuple[int, int]:
         """The number of leading tokens of a prompt about these images that the conversation has, and of all it has.
@@ -160,8 +184,8 @@ class Session:
         Image tokens count as in the prompt, even if some left before the decoder.
         """
         prefix = self.caches.prefix
-        is_vision = ids == self._image_token
-        before = np.frombuffer(prefix.key[0], np.int64)[~prefix.is_vision]
+        is_vision = ids == self._manifest.text.image_token_id
+        before = np.frombuffer(prefix.key.ids, np.int64)[~prefix.is_vision]
         cached_ids = np.concatenate([before, np.array(self._suffix, np.int64)])
         text = np.flatnonzero(~is_vision)
         if not len(cached_ids):
@@ -203,49 +227,49 @@ class Session:
         """
         self._check_room(len(prompt.ids) + prompt.skipped, int(prompt.is_vision.sum()))
         length = prompt.prefix_length
-        key = prefix_key(prompt, prompt.ids[length:] if self.caches.two_way else None)
+        key = prompt.prefix_key(prompt.ids[length:] if self.caches.embedding.two_way else None)
         suffix: list[int] = prompt.ids[length:].tolist()
         if not suffix:
             raise RequestError(
                 "the prompt ends with an image and leaves no token to answer from; "
                 "export with a --chat-template that prints the question, or ASSISTANT:, after the images"
             )
-        self._check = check
         self.next_token = None
         self._ahead = None
         self.waiting = []
         self._embedded = None
         self._states = None
         self._drafts.clear()  # every stage's cache is cut to what is known before it runs
-        try:
-            same = key == self.caches.prefix.key
-            reused = same and length > 0 and self.caches.prefix.depth > 0
-            if not same:
-                self.caches.enter(prompt, key, check)
-                self._suffix = []
-                self.selection = None
-            agreed = 0  # tokens of the suffix that the caches hold
-            if scored:
-                self._states = self._select(Selection(key, policy, tuple(suffix)))
-            elif after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
-                self._select(Selection(key, policy, tuple(suffix)), waits=self.caches.cuts)
-            else:
-                cached = after == self.selection
-                if cached:
-                    self._reused_stages = len(self._stages)
-                else:
-                    self._select(after)
-                agreed = self._held(common_prefix(self._suffix, suffix))
-                self._suffix = self._suffix[:agreed]
-                for number, layout in enumerate(self._layouts):
-                    self.caches.cache(number).keep(layout.slots + agreed)
-                self.waiting = suffix[agreed:]
-                if not self.caches.cuts:
-                    self._run_waiting(check)
-                agreed = agreed if cached else 0
-            self._begun = reused, agreed
-        finally:
-            self._check = no_check
+        known = key == self.caches.prefix.key
+        reuse = Reuse(prefix=known and length > 0 and self.caches.depth > 0)
+        if not known:
+            reuse = Reuse(obstacle=self.caches.enter(prompt, key, check))
+            self._suffix = []
+            self.selection = None
+        if scored:
+            self._reuse = reuse
+            self._states = self._select(Selection(key, policy, tuple(suffix)), check)
+        elif after is None or policy.rest_cut is not None or not after.leads_to(key, policy, suffix):
+            self._reuse = reuse
+            self._select(Selection(key, policy, tuple(suffix)), check, waits=self.caches.cuts)
+        else:
+            self._continue(suffix, after, reuse, check)
+
+    def _continue(self, suffix: Sequence[int], after: Selection, reuse: Reuse, check: Check) -> None:
+        """Begin a prompt that continues `after` a question: as far as the caches hold its suffix."""
+        self._reuse = reuse
+        cached = after == self.selection
+        if not cached:
+            self._select(after, check)
+        agreed = self._held(common_prefix(self._suffix, suffix))
+        if cached:
+            self._reuse = replace(reuse, stages=len(self._stages), suffix=agreed)
+        self._suffix = self._suffix[:agreed]
+        for number, layout in enumerate(self._layouts):
+            self.caches.cache(number).keep(layout.slots + agreed)
+        self.waiting = [*suffix[agreed:]]
+        if not self.caches.cuts:
+            self._run_waiting(check)
 
     def suffix_logits(self, first: int, last: int) -> NDArray[np.float32]:
         """The logits [tokens, vocab] after tokens `first` to before `last` of the suffix of a prompt that is scored."""
@@ -258,9 +282,9 @@ class Session:
         self._ahead = None
         if self.waiting:
             self._run_waiting(check)
-        for cache in self.decoding_caches if self.caches.stateful else ():
+        for cache in self.decoding_caches:
             cache.mark(cache.length)
-        return self._result(self._backend.head(self._state)[0] if logits_ahead is None else logits_ahead, *self._begun)
+        return self._result(self._backend.head(self._state)[0] if logits_ahead is None else logits_ahead)
 
     def _run_waiting(self, check: Check) -> None:
         """Run the end of a prompt; of a stage that keeps nothing only its last token is read."""
@@ -269,7 +293,7 @@ class Session:
         self.waiting = []
         self._embedded = None
         if tokens is None:
-            tokens = self.caches.embed_text(np.array(ids, np.int64))
+            tokens = self.caches.embedding.text(np.array(ids, np.int64))
         for number in range(len(self._stages)):
             check()
             first = self.next_position(number)
@@ -343,7 +367,7 @@ class Session:
     def _append(self, ids: Sequence[int]) -> HiddenStates:
         """Run these next tokens in one pass; the states [tokens, hidden] of the last layer."""
         self._check_room(self.length + len(ids) - 1)
-        tokens = self.caches.embed_text(np.array(ids, np.int64))
+        tokens = self.caches.embedding.text(np.array(ids, np.int64))
         for number in range(len(self._stages)):
             first = self.next_position(number)
             positions = np.arange(first, first + len(tokens), dtype=np.int64)
@@ -409,7 +433,7 @@ class Session:
                 self.capacity,
             )
 
-    def _select(self, selection: Selection, *, waits: bool = False) -> HiddenStates:
+    def _select(self, selection: Selection, check: Check, *, waits: bool = False) -> HiddenStates:
         """Run a question through all stages, asking its policy at each boundary which image tokens continue.
 
         Returns its states [suffix, hidden] as far as it has come. If it `waits` and the policy asks for nothing of the
@@ -425,18 +449,18 @@ class Session:
         self._layouts = []
         depth = caches.depth
         survivors: Mask | None = None
-        tokens = caches.embed_text(ids, of_prompt=True)
+        tokens = caches.embedding.text(ids, of_prompt=True)
         waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
         for number, stage in enumerate(self._stages):
             if number and self._image_count(number - 1):
                 shrunk = self._cut(number, tokens, policy)
                 survivors = survivors if shrunk is None else shrunk
-            self._check()
+            check()
             self._layouts.append(caches.layout(number))
             if waits and caches.follow(number):
                 continue
             for earlier in range(number) if waits else ():
-                self._check()
+                check()
                 tokens = tokens.after(caches.run(earlier, tokens))
             waits = False
             readers = policy.readers(stage.last, self._image_count(number))
@@ -446,7 +470,8 @@ class Session:
             self._shrink(policy.needs.shrinks, survivors, len(ids))
         if policy.renumbers:  # as the released code decodes: each layer at its own cache's length
             self._layouts = [replace(layout, position=layout.slots) for layout in self._layouts]
-        self.selection, self._reused_stages = selection, min(depth, caches.first_pruned)
+        self.selection = selection
+        self._reuse = replace(self._reuse, stages=min(depth, caches.first_pruned))
         if waits:
             self.waiting = [*selection.ids]
             self._embedded = tokens
@@ -462,7 +487,7 @@ class Session:
     def _cut(self, number: int, tokens: TokenStates, policy: Policy) -> Mask | None:
         """Remove what the policy removes before stage `number`; the tokens left, if all stages shrink to them later."""
         caches = self.caches
-        removal = policy.ask(caches.boundary(number, self._layouts[-1], tokens, policy))
+        removal = policy.ask(caches.boundary(number, tokens, policy))
         if removal is None:
             return None
         present = caches.remove(number, removal).present
@@ -477,35 +502,44 @@ class Session:
 
     def _image_count(self, number: int) -> int:
         """The number of image tokens that the suffix sees in stage `number`."""
-        return int((self._layouts[number].present & self.caches.prefix.is_vision).sum())
+        return int(self.caches.remaining[number].is_vision.sum())
 
-    def _result(self, logits: NDArray[np.float32], reused: bool, reused_suffix: int) -> PrefillResult:
-        """`reused`: the prefix was known; `reused_suffix`: tokens of the suffix that the caches held."""
+    def _not_reused(self) -> str | None:
+        """The reason why image tokens were run, in one word; None: none were."""
+        first = self._reuse.stages
+        for number, stage in enumerate(self._stages[first:], first):
+            if stage.keeps and self._image_count(number):
+                chosen = self.caches.remaining[first].removals
+                return self._reuse.obstacle or ("reduction" if chosen else "k")
+        return None
+
+    def _result(self, logits: NDArray[np.float32]) -> PrefillResult:
         prefix = self.caches.prefix
         stages = self._stages
-        first_run = self._reused_stages
+        reuse = self._reuse
         counts = [self._image_count(number) for number in range(len(stages))]
         exit_stage = counts.index(0) if prefix.is_vision.any() and 0 in counts else None
         k = None if exit_stage is None else stages[exit_stage].first
         rest = self._rest_cut()
         if rest is not None:
             k = rest.layer
-        image_ran = any(
-            count for count, stage in zip(counts[first_run:], stages[first_run:], strict=True) if stage.keeps
-        )
+        not_reused = self._not_reused()
+        reused_prefix = self.caches.common
+        if reuse.prefix:
+            reused_prefix = 0 if not_reused else len(prefix)
         slots = list[int]()
         vision_kept = list[int]()
         for number, stage in enumerate(stages):
             length = self.caches.cache(number).length
-            cached = stage.cached
-            slots += [length * (layer in cached) for layer in range(stage.first, stage.last + 1)]
+            slots += [length * (layer in stage.cached) for layer in range(stage.first, stage.last + 1)]
             vision_kept += [counts[number]] * stage.layers
         return PrefillResult(
             logits=logits,
             k=k,
-            reused_image=reused,
-            reused_layers=stages[first_run - 1].last if reused and first_run else 0,
-            reused_tokens=reused_suffix + (prefix.size if reused and not image_ran else 0 if reused else prefix.common),
+            reused_image=reuse.prefix,
+            reused_layers=stages[reuse.stages - 1].last if reuse.prefix and reuse.stages else 0,
+            reused_tokens=reuse.suffix + reused_prefix,
+            not_reused=not_reused,
             vision_tokens=int(prefix.is_vision.sum()),
             slots=tuple(slots),
             vision_kept=tuple(vision_kept),

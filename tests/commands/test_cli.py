@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("home")
 Make = Callable[..., Path]
 FIELDS = {
     "text", "token_ids", "k", "full_layers", "exit_layer", "prompt_tokens", "vision_tokens", "vision_tokens_kept",
-    "kv_slots", "kv_bytes", "reused_image", "reused_layers", "reused_tokens", "device", "compute", "precision",
-    "timings_ms", "reduce", "rest", "question", "image", "bundle", "stopped",
+    "kv_slots", "kv_bytes", "reused_image", "reused_layers", "reused_tokens", "not_reused", "device", "compute",
+    "precision", "timings_ms", "reduce", "rest", "question", "image", "bundle", "stopped",
 }  # fmt: skip
 TIMINGS = {"load", "vision", "prefill", "first_token", "decode_per_token"}
 COMMANDS = ("export", "run", "inspect", "doctor")

@@ -296,6 +296,9 @@ class ReadingCache:
         out: HiddenStates = _run(self._session, inputs)[names.HIDDEN_OUT]
         return out if outputs is None else out[outputs]
 
+    def mark(self, length: int) -> None:
+        """Nothing is held."""
+
     def keep(self, length: int) -> None:
         """Nothing is held."""
 

@@ -169,7 +169,6 @@ class _Recorder:
         images = EncodedImages(model.backend, tuple(prepared))
         expand = partial(model.loaded.text.prompt, messages)
         prompt = images.prompt(ids, token, policy, text, expand)
-        self._session.caches.continues |= question.replaces
         result = self._session.prefill(prompt, policy, after=after)
         self._selection = result.selection
         recorded: dict[str, NDArray[Any]] = {"ids": prompt.ids, "is_vision": prompt.is_vision.astype(np.uint8)}

@@ -114,7 +114,7 @@ def test_closing_frees_the_caches_and_starts_afresh(model: Model, fresh: dict[An
     conversation = model.open(IMAGE)
     conversation.ask(QUESTIONS[0], 3, OPTIONS)
     session = conversation._session
-    caches = [weakref.ref(cache) for cache in (*session.caches.full.values(), *session.caches.pruned.values())]
+    caches = [weakref.ref(segment.cache) for segment in session.caches.segments.values()]
     del session
     assert len(caches) == 5
     conversation.close()

@@ -297,13 +297,14 @@ def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them
 ) -> None:
     session, first = Session(model.backend, model.manifest), KS[0]
     text = int((~prompts[1].is_vision[: prompts[1].prefix_length]).sum())
+    stages = {stage.last + 1: number for number, stage in enumerate(model.manifest.stages)}
     for k, layers, rows in ((first, 0, text), (first, first - 1, text), (None, 0, None), (first, first - 1, None)):
         done = session.prefill(prompts[1], policy(k))
         np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=SAME, rtol=0)
         assert done.reused_layers == layers
         if rows is not None:
-            assert len(session.caches.prefix.boundaries[-1]) == rows
-    assert len(session.caches.prefix.boundaries[-1]) == session.caches.prefix.size
+            assert len(session.caches.segments[stages[first], True].states) == rows
+    assert len(session.caches.segments[stages[first], True].states) == prompts[1].prefix_length
 
 
 def stage_specs(model: Model) -> Sequence[Any]:

@@ -40,7 +40,8 @@ def libvtx(model: Model, device: str = "cpu") -> Iterator[Loaded]:
 
 def facts(answer: dict[str, Any]) -> dict[str, Any]:
     answer = json.loads(json.dumps(answer))  # tuples are lists
-    return {key: answer[key] for key in ("token_ids", "k", "kv_slots", "vision_tokens_kept", "reused_tokens")}
+    keys = ("token_ids", "k", "kv_slots", "vision_tokens_kept", "reused_tokens", "not_reused")
+    return {key: answer[key] for key in keys}
 
 
 def compared(

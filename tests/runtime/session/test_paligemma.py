@@ -41,6 +41,6 @@ def test_an_image_in_the_caches_of_another_question_is_another_image(models: Mod
     )
     wanted, slots = greedy(model, second, None, 1).logits[0], second.prefix_length
     session.prefill(first, policy(None))
-    of_first = np.stack(session.caches.full[0].read(np.arange(slots)))
+    of_first = np.stack(session.caches.segments[0, True].cache.read(np.arange(slots)))
     np.testing.assert_allclose(session.prefill(second, policy(None)).logits, wanted, atol=2e-5, rtol=0)
-    assert np.abs(np.stack(session.caches.full[0].read(np.arange(slots))) - of_first).max() > 1e-2
+    assert np.abs(np.stack(session.caches.segments[0, True].cache.read(np.arange(slots))) - of_first).max() > 1e-2

@@ -32,6 +32,7 @@ from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores
 
 STEPS = 5
+ROUNDING = 1e-5
 BEGINNING = 100  # lines of the session's modules that a question runs up to its first layer, and more
 LAYERS = (2, 4, 6)
 # A little below 1/16, what each of 16 rows gets on average: some rows leave at each of the three cuts.
@@ -172,7 +173,8 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
         backend.fuse = Fuse()
         for number, other in ((0, way), (1, "none"), (2, "mustdrop"), (3, "withdrawal")):
             found = answer(session, fused(backend, prompts[number]), policy(model, other), 2)
-            assert np.array_equal(found, fresh[number, other][:2]), (at, other)
+            tolerance = ROUNDING if number == 3 else 0  # of another image: only the text before it is in the caches
+            np.testing.assert_allclose(found, fresh[number, other][:2], atol=tolerance, rtol=0, err_msg=f"{at} {other}")
     assert at > 15, "the question made fewer calls than it has stages, scores and caches that shrink"
 
 
@@ -225,7 +227,7 @@ def test_the_image_is_not_run_again_before_the_first_cut(model: Model, prompts: 
     session = Session(model.backend, model.manifest)
     session.prefill(prompts[0], policy(model, "mustdrop"))
     ran: list[int] = []
-    for cache in session.caches.full.values():
+    for cache in [segment.cache for (_, whole), segment in session.caches.segments.items() if whole]:
         append = cache.append
         cache.append = lambda rows, *rest, append=append, **how: (ran.append(len(rows)), append(rows, *rest, **how))[1]  # type: ignore[method-assign]
     assert session.prefill(prompts[2], policy(model, "mustdrop")).reused_image
@@ -334,7 +336,9 @@ def test_what_is_set_aside_is_what_full_stages_lost(model: Model, prompts: list[
     """A stage before the first cut sets K and V of the dropped rows saved; later ones run anew and keep nothing."""
     session = Session(model.backend, model.manifest)
     done = session.prefill(prompts[0], policy(model, "mustdrop"))
-    (saved,) = session.caches.prefix.saved_kv
+    (number,) = [number for (number, _), segment in session.caches.segments.items() if segment.saved]
+    saved = session.caches.segments[number, True].saved
+    assert saved is not None
     spec, dropped = model.manifest.model, int((~done.cuts[-1].kept).sum())
-    assert model.manifest.stages[saved.stage].first == 2
+    assert model.manifest.stages[number].first == 2
     assert [layer.shape for layer in saved.kv] == [(2, 1, spec.kv_heads, dropped, spec.head_dim)]

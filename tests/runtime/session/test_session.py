@@ -257,5 +257,4 @@ def test_withdrawn_stages_hold_no_slot_for_vision_rows(roomy: Model) -> None:
     session.prefill(prompt(roomy, prompt_messages(QUESTIONS[0]), [random_image(1)]), policy(3))
     full, text = caches(session)
     assert (full.capacity, text.capacity) == (4096, 4096 - 16)
-    assert set(session.caches.full) == {0}
-    assert set(session.caches.pruned) == {1}
+    assert set(session.caches.segments) == {(0, True), (1, False)}

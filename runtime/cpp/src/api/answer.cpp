@@ -192,6 +192,7 @@ void describe(Answer& answer, const Model& model, const Policy& policy, bool log
                    {"reused_image", done.reused_image},
                    {"reused_layers", done.reused_layers},
                    {"reused_tokens", done.reused_tokens},
+                   {"not_reused", done.not_reused.empty() ? Json() : Json(done.not_reused)},
                    {"device", model.backend().device},
                    {"compute", model.backend().compute},
                    {"precision", m.precision},

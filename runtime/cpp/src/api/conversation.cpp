@@ -178,7 +178,6 @@ bool Conversation::replace(std::vector<PreparedImage> images, double near) {
     images_.swap(images);
     throw;
   }
-  session_.continue_prefix();
   turns_.clear();
   selection_.reset();
   return true;

@@ -7,28 +7,9 @@
 namespace vtxcore {
 namespace {
 
-// Which tokens `count` hidden states are of: all, all but the images' among the first `common` ones, or the text.
-Mask tokens_of(const Mask& is_vision, size_t common, size_t count) {
-  Mask all(is_vision.size(), 1), some = all, text = all;
-  for (size_t i = 0; i < all.size(); ++i) {
-    text[i] = !is_vision[i];
-    some[i] = text[i] || i >= common;
-  }
-  for (const Mask& mask : {all, some})
-    if (static_cast<size_t>(count_of(mask)) == count) return mask;
-  return text;
-}
-
-// Of these hidden states those of the text among the first `count` tokens.
-Rows text_of(const Rows& hidden, const Mask& is_vision, size_t common, size_t count) {
-  Mask held = tokens_of(is_vision, common, hidden.count());
-  Ids which;
-  int64_t row = 0;
-  for (size_t i = 0; i < count; ++i) {
-    if (held[i] && !is_vision[i]) which.push_back(row);
-    row += held[i];
-  }
-  return take(hidden, which);
+// Whether the i-th rows of both are equal.
+bool same_row(const Rows& a, const Rows& b, size_t i) {
+  return a.width == b.width && std::equal(a.row(i), a.row(i) + a.width, b.row(i));
 }
 
 }  // namespace
@@ -45,60 +26,33 @@ std::string Prompt::prefix_key(bool whole) const {
   return key;
 }
 
-void Prefix::deepen(Rows hidden, bool hold) {
-  if (start() > 0) {
-    Rows all = *begun[depth()];
-    vtxcore::append(all, hidden);
-    hidden = std::move(all);
-  }
-  if (!hold && depth() > 0)
-    boundaries.back() = std::make_shared<Rows>(text_of(*boundaries.back(), is_vision, common, size()));
-  boundaries.push_back(std::make_shared<Rows>(std::move(hidden)));
-}
-
-std::vector<SharedRows> Prefix::text_states(size_t count) const {
-  std::vector<SharedRows> out;
-  for (size_t i = 1; i < boundaries.size(); ++i)
-    out.push_back(std::make_shared<Rows>(text_of(*boundaries[i], is_vision, common, count)));
-  return out;
-}
-
 size_t Prefix::agreement(const Prefix& other) const {
-  const Rows &mine = *boundaries.front(), &theirs = *other.boundaries.front();
   size_t most = std::min(size(), other.size()), count = 0;
-  auto same_row = [&count](const Rows& a, const Rows& b) {
-    return std::equal(a.row(count), a.row(count) + a.width, b.row(count), b.row(count) + b.width);
-  };
+  if (this == &other) return most;
+  if (question != other.question) return 0;
   for (; count < most; ++count) {
     if (is_vision[count] != other.is_vision[count] || positions[count] != other.positions[count]) break;
-    bool same = same_row(mine, theirs);
-    for (const auto& [name, rows] : inputs) same = same && same_row(rows, other.inputs.at(name));
+    bool same = same_row(hidden, other.hidden, count);
+    for (const auto& [name, rows] : inputs) same = same && same_row(rows, other.inputs.at(name), count);
     if (!same) break;
   }
   return count;
 }
 
-void Prefix::follow(const Prefix& other) {
-  size_t count = other.saved_kv.empty() && other.depth() > 0 ? agreement(other) : 0;
+std::string Prefix::difference(const Prefix& former) const {
+  size_t count = agreement(former);
+  if (count == size()) return "";
+  if (former.size() == 0) return "first";
+  if (question != former.question) return "question";
+  return is_vision[count] ? "image" : "text";
+}
+
+size_t Prefix::begin_of_group(size_t token) const {
   auto groups = inputs.find(names::kGroup);
-  if (groups != inputs.end() && count < size() && groups->second.data[count] >= 0) {  // none is cut in two
-    const Floats& of = groups->second.data;
-    count = std::min(count, static_cast<size_t>(std::find(of.begin(), of.end(), of[count]) - of.begin()));
-  }
-  if (count > 0) common = count, begun = other.text_states(count), filed = std::min(count, other.filed);
-}
-
-void Prefix::run_from(size_t token) {
-  common = std::min(common, token);
-  if (common == 0) begun.clear();
-  for (SharedRows& rows : begun) rows = std::make_shared<Rows>(take(*rows, count_up(0, common)));
-}
-
-bool Prefix::held(size_t boundary) const { return boundary > depth() || boundaries[boundary]->count() == size(); }
-
-void Prefix::rewind(size_t boundary) {
-  while (!held(boundary)) --boundary;
-  if (boundary < depth()) boundaries.resize(boundary + 1);
+  if (groups == inputs.end() || token >= size()) return token;
+  const Floats& of = groups->second.data;
+  if (of[token] < 0) return token;
+  return std::min(token, static_cast<size_t>(std::find(of.begin(), of.end(), of[token]) - of.begin()));
 }
 
 std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images) {
@@ -127,48 +81,86 @@ std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images)
   return {positions, at};
 }
 
-PrunedPrefix PrunedPrefix::whole(const Prefix& prefix, size_t boundary) {
-  return {{},       Mask(prefix.size(), 1), prefix.positions, prefix.next_position, prefix.boundaries[boundary],
-          boundary, prefix.common};
+RemainingPtr Remaining::of(Prefix prefix) {
+  auto shared = std::make_shared<const Prefix>(std::move(prefix));
+  return std::make_shared<const Remaining>(
+      Remaining{shared, Mask(shared->size(), 1), shared->positions, shared->next_position, {}});
 }
 
-PrunedPrefix PrunedPrefix::without(const Removal& removal, const Mask& is_vision) const {
-  Mask stays(static_cast<size_t>(size()), 1), of_image(stays.size());
-  PrunedPrefix out{removals, present, {}, next_position, hidden, depth};
+Mask Remaining::is_vision() const { return take(prefix->is_vision, indices_of(present)); }
+
+size_t Remaining::agreement(const Remaining& other) const {
+  if (this == &other) return size();
+  if (removals != other.removals || !serves_all() || !other.serves_all()) return 0;
+  size_t count = prefix->agreement(*other.prefix);
+  if (count < prefix->size() || count < other.prefix->size())
+    count = std::min(prefix->begin_of_group(count), other.prefix->begin_of_group(count));
+  return static_cast<size_t>(std::count(present.begin(), present.begin() + static_cast<std::ptrdiff_t>(count), 1));
+}
+
+size_t Remaining::begin_of_group(size_t token) const {
+  if (token >= size()) return token;
+  size_t first = prefix->begin_of_group(static_cast<size_t>(indices_of(present)[token]));
+  return static_cast<size_t>(std::count(present.begin(), present.begin() + static_cast<std::ptrdiff_t>(first), 1));
+}
+
+RemainingPtr Remaining::without(const Removal& removal, size_t number) const {
+  Remaining out{prefix, present, {}, next_position, removals};
   size_t token = 0, image = 0;
   for (size_t i = 0; i < present.size(); ++i) {
     if (!present[i]) continue;
-    of_image[token] = is_vision[i];
-    if (is_vision[i]) stays[token] = removal.kept[image++];
-    out.present[i] = stays[token++];
+    if (prefix->is_vision[i]) out.present[i] = removal.kept[image++];
+    if (out.present[i]) out.positions.push_back(positions[token]);
+    ++token;
   }
-  Ids which = indices_of(stays), rows;
-  int64_t row = 0;
-  Mask held = tokens_of(of_image, common, hidden->count());
-  for (size_t i = 0; i < held.size(); ++i) {
-    if (held[i] && stays[i]) rows.push_back(row);
-    row += held[i];
-  }
-  out.hidden = std::make_shared<Rows>(take(*hidden, rows));
-  if (rows.size() != which.size()) fail(Kind::device, "image tokens continue whose hidden states were not held");
-  out.positions = take(positions, which);
   if (removal.renumbers) {
-    out.positions = text_positions(0, which.size());
-    out.next_position = static_cast<int64_t>(which.size());
+    out.next_position = static_cast<int64_t>(out.size());
+    out.positions = text_positions(0, out.size());
   }
-  out.removals.push_back({depth, removal.renumbers, removal.kept});
-  return out;
+  out.removals.emplace_back(number, removal.renumbers);
+  return std::make_shared<const Remaining>(std::move(out));
 }
 
-void PrunedPrefix::follow(const PrunedPrefix& other, size_t agreed, size_t stages) {
-  if (removals.size() != 1 || other.removals.size() != 1 || other.depth < stages) return;
-  const Removed &mine = removals.front(), &theirs = other.removals.front();
-  if (mine.boundary != theirs.boundary || mine.renumbers != theirs.renumbers) return;
-  if (count_of(mine.kept) + count_of(theirs.kept) > 0) return;
-  auto count = std::count(present.begin(), present.begin() + static_cast<std::ptrdiff_t>(agreed), 1);
-  if (!std::equal(positions.begin(), positions.begin() + count, other.positions.begin())) return;
-  common = static_cast<size_t>(count);
-  hidden = std::make_shared<Rows>(take(*hidden, count_up(count, hidden->count() - common)));
+void Segment::cut_back(const RemainingPtr& other, size_t length) {
+  Mask first(known.begin(), known.begin() + static_cast<std::ptrdiff_t>(length));
+  auto count = static_cast<size_t>(count_of(first));
+  if (count < states->count()) states = std::make_shared<const Rows>(take(*states, count_up(0, count)));
+  tokens = other;
+  known = std::move(first);
+  saved.reset();
+}
+
+void Segment::extend(Rows hidden, const Mask& more) {
+  if (states->count() > 0) {
+    Rows all = *states;
+    vtxcore::append(all, hidden);
+    hidden = std::move(all);
+  }
+  states = std::make_shared<const Rows>(std::move(hidden));
+  known.insert(known.end(), more.begin(), more.end());
+}
+
+void Segment::leave_text() {
+  Mask text = known, is_vision = tokens->is_vision();
+  Ids rows;
+  int64_t row = 0;
+  for (size_t i = 0; i < known.size(); ++i) {
+    text[i] = known[i] && !is_vision[i];
+    if (text[i]) rows.push_back(row);
+    row += known[i];
+  }
+  states = std::make_shared<const Rows>(take(*states, rows));
+  known = std::move(text);
+}
+
+Rows Segment::states_of(const Ids& indices) const {
+  Ids row_of, rows;
+  int64_t row = 0;
+  for (uint8_t bit : known) row_of.push_back(bit ? row++ : -1);
+  for (int64_t index : indices) rows.push_back(static_cast<size_t>(index) < row_of.size() ? row_of[static_cast<size_t>(index)] : -1);
+  if (std::find(rows.begin(), rows.end(), -1) != rows.end())
+    fail(Kind::device, "image tokens continue whose hidden states were not kept");
+  return take(*states, rows);
 }
 
 }  // namespace vtxcore

@@ -1,4 +1,4 @@
-// The prefix of a prompt, system text and images, on its way through the decoder: whole, and once tokens have left.
+// The prefix of a prompt, system text and images, and the tokens of it that each stage runs.
 //
 // Hidden states are shared and never written to, so that a step that fails leaves what was there before.
 #pragma once
@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "backends/backend.hpp"
 #include "base/tensors.hpp"
 #include "policies/policy.hpp"
 
@@ -37,83 +38,81 @@ struct Prompt {
   std::string prefix_key(bool whole) const;
 };
 
-// K/V of the `dropped` slots of a full stage, after its cache has shrunk to `survivors`.
-struct SavedKV {
-  size_t stage;
-  Ids survivors, dropped;
-  SavedSlots kv;
-};
-
-// The prefix with all its image tokens, and how deep into the decoder it has come. `boundaries` hold its hidden states
-// after 0, 1, 2, ... stages: the first whole, the last likewise unless the image leaves there, those between where tokens
-// may leave there, else the text's only.
-//
-// The first `common` tokens are those of an earlier prefix: their K and V are in the caches of the first `begun.size()`
-// stages, and `begun` has the hidden states of the text among them after each. Of them, boundaries after these stages hold
-// the text's only.
+// The tokens of a prompt up to its last image, before the decoder: what its K and V are computed from. `question`: the ids
+// behind it, if its tokens see them; `hidden` and `inputs` go into the stages.
 struct Prefix {
-  std::string key;
+  std::string key, question;
   Mask is_vision;
   Images images;
   Positions positions;
   int64_t next_position = 0;
-  std::vector<SharedRows> boundaries;
-  std::vector<SavedKV> saved_kv;
-  std::map<std::string, Rows> inputs;  // of all its tokens, which stages read in addition to hidden states
-  size_t common = 0;
-  std::vector<SharedRows> begun;
-  size_t filed = 0;  // the number of first tokens that a prefix file has
+  Rows hidden;
+  std::map<std::string, Rows> inputs;
 
-  size_t depth() const { return boundaries.size() - 1; }
   size_t size() const { return is_vision.size(); }
-  size_t text_size() const { return size() - static_cast<size_t>(count_of(is_vision)); }
-  // The number of first tokens that the next stage need not run.
-  size_t start() const { return boundaries.size() <= begun.size() ? common : 0; }
-  // With the hidden states after one more stage of its tokens from `start` on; `hold` the image tokens' before it.
-  void deepen(Rows hidden, bool hold);
-  // The hidden states of the text among the first `count` tokens after each stage so far.
-  std::vector<SharedRows> text_states(size_t count) const;
-  // The number of first tokens with which another prefix begins, too, before the decoder.
+  // The number of leading tokens that are equal, so that all which follows from them is equal, too.
   size_t agreement(const Prefix& other) const;
-  // Begins where caches hold another prefix: what both have in common is not run again.
-  void follow(const Prefix& other);
-  // With hidden states to come of all tokens from this one on, not only of those after the `common` ones.
-  void run_from(size_t token);
-  // Whether the image tokens' hidden states at a boundary are there, or can still come.
-  bool held(size_t boundary) const;
-  // Back to the last boundary up to this one where all hidden states are there.
-  void rewind(size_t boundary);
+  // Why not all of its tokens are those of a former one, in one word; empty: all are.
+  std::string difference(const Prefix& former) const;
+  // The first token of the group that this one continues, since those of a group see each other; or this one.
+  size_t begin_of_group(size_t token) const;
 };
 
 // Positions of a prefix's tokens, and the next one: an image's tokens keep the gaps between them, and their rows and
 // columns.
 std::pair<Positions, int64_t> place(const Mask& is_vision, const Images& images);
 
-// A removal of image tokens at a boundary: which stayed, and whether all tokens took new positions.
-struct Removed {
-  size_t boundary;
-  bool renumbers;
-  Mask kept;
-  bool operator==(const Removed& o) const { return boundary == o.boundary && renumbers == o.renumbers && kept == o.kept; }
-};
+struct Remaining;
+using RemainingPtr = std::shared_ptr<const Remaining>;
 
-// The prefix after some image tokens have left. `present` of the prefix's tokens are still there; `hidden` stands at the
-// boundary after `depth` stages, the text's only where no more was held. The first `common` of those that are left are in
-// the caches of all stages to come, and `hidden` is without them.
-struct PrunedPrefix {
-  std::vector<Removed> removals;
+// The tokens of a prefix that run in a stage: those that are `present`, at `positions`. `next_position` is the suffix's.
+// `removals`: the stages before which tokens left, and whether those that stayed took new positions.
+struct Remaining {
+  std::shared_ptr<const Prefix> prefix;
   Mask present;
   Positions positions;
-  int64_t next_position = 0;
-  SharedRows hidden;
-  size_t depth = 0, common = 0;
+  int64_t next_position;
+  std::vector<std::pair<size_t, bool>> removals;
 
-  static PrunedPrefix whole(const Prefix& prefix, size_t boundary);
-  int64_t size() const { return count_of(present); }
-  PrunedPrefix without(const Removal& removal, const Mask& is_vision) const;
-  // As Prefix::follow, for what is left of both, if that is text and `other` has run through all `stages`; before,
-  // `agreed` tokens of the prefix agreed.
-  void follow(const PrunedPrefix& other, size_t agreed, size_t stages);
+  static RemainingPtr of(Prefix prefix);
+  size_t size() const { return positions.size(); }
+  Mask is_vision() const;  // of those present
+  // Whether these are the same tokens whatever is asked: no image token has left, or all at once.
+  bool serves_all() const { return removals.empty() || (removals.size() == 1 && count_of(is_vision()) == 0); }
+  // The number of leading tokens whose K and V in a stage are those of `other`'s: all before them is equal. None if a
+  // question chose them: with another one they run in that one's pass, as in a fresh conversation.
+  size_t agreement(const Remaining& other) const;
+  // As of Prefix, by the number among those present.
+  size_t begin_of_group(size_t token) const;
+  // The tokens that continue after a removal before stage `number`.
+  RemainingPtr without(const Removal& removal, size_t number) const;
+};
+
+// K/V of the `dropped` slots of a stage, after its cache has shrunk to `survivors`.
+struct SavedKV {
+  Ids survivors, dropped;
+  SavedSlots kv;
+};
+
+// A stage's cache and its content: the K and V of the first of `tokens`, one for each value of `known`. `states` are their
+// hidden states after the stage, of those that are `known`. `saved` is missing from the cache.
+struct Segment {
+  std::unique_ptr<StageCache> cache;
+  RemainingPtr tokens;
+  Mask known;
+  SharedRows states;
+  std::optional<SavedKV> saved;
+
+  // True if all of these tokens are those that it holds.
+  bool holds(const RemainingPtr& all) const { return tokens == all && known.size() == all->size(); }
+  // Forgets all but the first `length`, which are those of other tokens, too.
+  void cut_back(const RemainingPtr& other, size_t length);
+  // Further tokens, and the hidden states of those `more` of them.
+  void extend(Rows hidden, const Mask& more);
+  // Forgets the hidden states of image tokens.
+  void leave_text();
+  // The hidden states of some tokens, rising, which must be known.
+  Rows states_of(const Ids& indices) const;
 };
 
 // What a stage's cache holds of the prefix for one question: `present` of its tokens ran there, `slots` are left. The

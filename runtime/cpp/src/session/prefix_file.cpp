@@ -90,13 +90,15 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
   const Prefix& prefix = session.prefix();
   Ids of_images = indices_of(prefix.is_vision);
   size_t last = prefix.images.empty() ? 0 : prefix.images.back()->rows.count(), count = 0;
-  if (last > 0 && prefix.saved_kv.empty() && prefix.depth() > 0)
+  std::vector<Segment*> segments = session.complete();
+  bool whole = std::none_of(segments.begin(), segments.end(), [](const Segment* each) { return each->saved.has_value(); });
+  if (last > 0 && whole && !segments.empty())
     count = static_cast<size_t>(of_images[of_images.size() - last]);
   if (count == 0)
     fail(Kind::request,
          "the caches do not hold what stands before the prompt's last image; leave the prefix file out with this ",
          "reduction");
-  if (prefix.filed >= count) return;
+  if (session.filed() >= count) return;
   if (bundle.key())
     fail(Kind::request, name_of(path), " is not written, as it must be signed, and the key that signs is not here; write ",
          "it where no signature is required, and sign it: ", sign(name_of(path)));
@@ -107,13 +109,13 @@ void save_prefix(const std::string& path, const Bundle& bundle, const Backend& b
       {"ids", {"I64", {size}, prefix.key.substr(0, count * sizeof(int64_t))}},
       {"is_vision", tensor_of("BOOL", {size}, Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end))},
       {"positions", tensor_of({prefix.positions.begin(), prefix.positions.begin() + end}, model.position_parts())},
-      {"hidden", rows_tensor(*prefix.boundaries.front(), count)}};
+      {"hidden", rows_tensor(prefix.hidden, count)}};
   for (const auto& [name, rows] : prefix.inputs) tensors["input " + name] = rows_tensor(rows, count);
-  std::vector<SharedRows> text = prefix.text_states(count);
+  const Ids text = indices_of(Mask(prefix.is_vision.begin(), prefix.is_vision.begin() + end), false);
   const std::vector<StageSpec>& stages = bundle.manifest().stages;
-  for (size_t number = 0; number < text.size(); ++number) {
-    tensors[cat("text ", number)] = rows_tensor(*text[number], text[number]->count());
-    StageCache& cache = session.full_cache(number);
+  for (size_t number = 0; number < segments.size(); ++number) {
+    tensors[cat("text ", number)] = rows_tensor(segments[number]->states_of(text), text.size());
+    StageCache& cache = *segments[number]->cache;
     SavedSlots kv;
     for (size_t index = 0, at = 0; index < stages[number].cached.size(); ++index) {
       std::optional<LayerForm> form = cache.layer_form(size, index);
@@ -202,11 +204,11 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
   for (auto first = positions.begin(); first != positions.end(); first += parts)
     prefix.positions.push_back({*first, first[parts / 2], first[parts - 1]});
   prefix.next_position = *std::max_element(positions.begin(), positions.end()) + 1;
-  prefix.filed = prefix.size();
-  prefix.boundaries = {std::make_shared<Rows>(rows_of(hidden))};
+  prefix.hidden = rows_of(hidden);
   for (const std::string& each : inputs) prefix.inputs[each] = rows_of(tensors["input " + each]);
+  std::vector<SharedRows> of_text;
   for (size_t number = 0; number < depth; ++number) {
-    prefix.boundaries.push_back(std::make_shared<Rows>(rows_of(tensors[cat("text ", number)])));
+    of_text.push_back(std::make_shared<const Rows>(rows_of(tensors[cat("text ", number)])));
     SavedSlots kv;
     for (int64_t layer : m.stages[number].cached) {
       const std::string& bytes = tensors[cat("kv ", layer)].bytes;
@@ -214,7 +216,7 @@ void load_prefix(const std::string& path, const Bundle& bundle, Backend& backend
     }
     caches[number]->write_kv(count_up(0, static_cast<size_t>(count)), kv, prefix.positions, count);
   }
-  session.begin(std::move(prefix), std::move(caches));
+  session.begin(std::move(prefix), std::move(caches), std::move(of_text));
 }
 
 }  // namespace vtxcore

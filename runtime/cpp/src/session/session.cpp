@@ -24,9 +24,9 @@ TokenStates last_of(const TokenStates& tokens) {
 }  // namespace
 
 Session::Session(Backend& backend, const Manifest& manifest)
-    : backend_(backend), m_(manifest), stages_(manifest.stages), first_pruned_(manifest.stages.size()) {
+    : backend_(backend), m_(manifest), stages_(manifest.stages) {
   if (manifest.action) fail(Kind::request, manifest.model.name, " outputs actions, not text; use act, or vtx-run --act");
-  prefix_ = empty_prefix();
+  remaining_.assign(stages_.size(), Remaining::of(empty_prefix()));
 }
 
 PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const Selection* after, const Check& check) {
@@ -35,8 +35,9 @@ PrefillResult Session::prefill(const Prompt& prompt, const Policy& policy, const
     fail(Kind::request, "the prompt ends with an image and leaves no token to answer from; export with a --chat-template ",
          "that prints the question, or ASSISTANT:, after the images");
   check_ = check;
-  bool known = prompt.prefix_key(whole_prompt()) == prefix_.key;
-  bool reused = known && prompt.prefix_length() > 0 && prefix_.depth() > 0;
+  bool known = prompt.prefix_key(whole_prompt()) == prefix().key;
+  bool reused = known && prompt.prefix_length() > 0 && depth() > 0;
+  obstacle_.clear();
   if (!known) replace_prefix(prompt);
   Rows hidden = run_suffix(prompt, policy, after);
   states_ = Rows(0, hidden.width);  // a copy, so that the memory of the others is not held
@@ -128,18 +129,16 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
   Needs needs = policy.needs();
   rest_cut_ = policy.rest_cut();
   prepare(policy);
-  first_pruned_ = stages_.size();
   cuts_.clear();
   layouts_.clear();
-  size_t depth = prefix_.depth();  // with the stage that need not run, since it keeps nothing of the prefix
-  if (depth > 0 && depth < stages_.size() && !stages_[depth].keeps()) ++depth;
+  size_t held_stages = depth();
   std::optional<Mask> survivors;
   TokenStates here = embed(selection.ids, true);
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (number > 0 && image_count(number - 1) > 0) {
       if (std::optional<Removal> removal = policy.ask(boundary(number, here, policy))) {
-        const PrunedPrefix& pruned = remove(number, *removal);
-        if (removal->shrinks) survivors = pruned.present;
+        const Remaining& left = remove(number, *removal);
+        if (removal->shrinks) survivors = left.present;
       }
     }
     check_();
@@ -153,7 +152,7 @@ Rows Session::select(const Selection& selection, const Policy& policy) {
     for (PrefixSlots& layout : layouts_) layout.position = layout.slots;
   selection_ = selection;
   suffix_ = selection.ids;
-  reused_stages_ = std::min(depth, first_pruned_);
+  reused_stages_ = std::min(held_stages, first_pruned());
   return std::move(here.hidden);
 }
 
@@ -204,7 +203,7 @@ std::unique_ptr<StageCache> Session::new_cache(size_t number, int64_t slots) {
 
 StageCache& Session::cache(size_t number) {
   const StageSpec& stage = stages_[number];
-  if (stage.keeps()) return *(number < first_pruned_ ? full_ : pruned_).at(number);
+  if (stage.keeps()) return *segments_.at(key(number)).cache;
   Sources sources;
   for (int64_t layer : m_.model.sources(stage.first, stage.last)) {
     auto holds = [layer](const StageSpec& one) { return one.first <= layer && layer <= one.last; };
@@ -222,35 +221,17 @@ StageCache& Session::cache(size_t number) {
 int64_t Session::image_count(size_t number) const {
   const Mask& present = layouts_[number].present;
   int64_t count = 0;
-  for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix_.is_vision[i];
+  for (size_t i = 0; i < present.size(); ++i) count += present[i] && prefix().is_vision[i];
   return count;
 }
 
 // What a policy may know before stage `number`.
 Boundary Session::boundary(size_t number, const TokenStates& suffix, const Policy& policy) {
   const Rows& hidden = suffix.hidden;
-  const Mask& before = layouts_[number - 1].present;
-  Ids slots, image_slots;
-  Mask present;
-  for (size_t i = 0; i < before.size(); ++i) {
-    if (prefix_.is_vision[i]) present.push_back(before[i]);
-    if (!before[i]) continue;
-    if (prefix_.is_vision[i]) image_slots.push_back(static_cast<int64_t>(slots.size()));
-    slots.push_back(static_cast<int64_t>(i));
-  }
-  int64_t first = layouts_[number - 1].position;
-  bool pruned = first_pruned_ < stages_.size();
-  auto here = [this, number, pruned] { return pruned ? *pruned_prefix_ : PrunedPrefix::whole(prefix_, number); };
-  auto of_image = [this](const PrunedPrefix& at) {
-    Ids which;
-    int64_t token = 0;
-    for (size_t i = 0; i < at.present.size(); ++i)
-      if (at.present[i]) {
-        if (prefix_.is_vision[i]) which.push_back(token);
-        ++token;
-      }
-    return which;
-  };
+  const RemainingPtr tokens = remaining_[number - 1];
+  const Mask is_vision = tokens->is_vision();
+  const Ids image_slots = indices_of(is_vision);
+  const Mask present = take(tokens->present, indices_of(prefix().is_vision));
   auto scores_of = [this, image_slots](size_t stage, bool last_only) {
     auto [total, most] = cache(stage).attention(last_only);
     for (const Floats* values : {&total, &most})
@@ -262,34 +243,28 @@ Boundary Session::boundary(size_t number, const TokenStates& suffix, const Polic
   };
   auto scores = [number, scores_of](bool last_only) { return scores_of(number - 1, last_only); };
   auto next_scores = [this, number, scores_of, &suffix] {
-    std::optional<PrunedPrefix> before_run = pruned_prefix_;
     run(number, suffix, true);
-    if (number >= first_pruned_) pruned_prefix_ = std::move(before_run);  // for its attention alone: what stays runs anew
     return scores_of(number, true);
   };
-  auto image_hidden = [here, of_image] {
-    PrunedPrefix at = here();
-    return host(take(*at.hidden, of_image(at)));
-  };
+  auto image_hidden = [this, number, image_slots] { return host(take(entering(number, 0), image_slots)); };
   auto keys = [this, number, image_slots, &hidden] {
     Rows all = cache(number - 1).keys();
     return std::pair(take(all, image_slots),
                      take(all, count_up(static_cast<int64_t>(all.count() - hidden.count()), hidden.count())));
   };
   // The first parts of them; where there are three, which have no order, the index in the prompt instead.
-  auto positions = [this, here, of_image, first, &hidden] {
-    PrunedPrefix at = here();
+  auto positions = [this, tokens, image_slots, &hidden] {
     Ids image;
     if (m_.model.position_parts() > 1) {
-      for (size_t i = 0; i < at.present.size(); ++i)
-        if (at.present[i] && prefix_.is_vision[i]) image.push_back(static_cast<int64_t>(i));
-      return std::pair(image, count_up(static_cast<int64_t>(at.present.size()), hidden.count()));
+      for (size_t i = 0; i < tokens->present.size(); ++i)
+        if (tokens->present[i] && prefix().is_vision[i]) image.push_back(static_cast<int64_t>(i));
+      return std::pair(image, count_up(static_cast<int64_t>(tokens->present.size()), hidden.count()));
     }
-    for (int64_t token : of_image(at)) image.push_back(at.positions[static_cast<size_t>(token)].front());
-    return std::pair(image, count_up(first, hidden.count()));
+    for (int64_t slot : image_slots) image.push_back(tokens->positions[static_cast<size_t>(slot)].front());
+    return std::pair(image, count_up(tokens->next_position, hidden.count()));
   };
   auto question_hidden = [&hidden] { return host(hidden); };
-  return {stages_[number].first, question_hidden, prefix_.images, present, scores, image_hidden, keys, positions,
+  return {stages_[number].first, question_hidden, prefix().images, present, scores, image_hidden, keys, positions,
           &policy.final_norm,    next_scores};
 }
 
@@ -330,85 +305,184 @@ void Session::replace_prefix(const Prompt& prompt) {
       }
     }
     std::tie(prefix.positions, prefix.next_position) = place(prefix.is_vision, prefix.images);
-    prefix.boundaries = {std::make_shared<Rows>(std::move(tokens.hidden))};
+    prefix.hidden = std::move(tokens.hidden);
     prefix.inputs = std::move(tokens.inputs);
   }
   suffix_.clear();
   selection_.reset();
   prefix.key = prompt.prefix_key(whole_prompt());
-  if (continues_) prefix.follow(prefix_);
-  former_ = prefix.common > 0 ? std::move(pruned_prefix_) : std::nullopt;
-  pruned_prefix_.reset();
-  prefix_ = std::move(prefix);
-  continues_ = false;
+  if (whole_prompt()) prefix.question = prefix.key;
+  filed_ = std::min(filed_, prefix.agreement(this->prefix()));
+  obstacle_ = prefix.difference(this->prefix());
+  remaining_.assign(stages_.size(), Remaining::of(std::move(prefix)));
   holding_.clear();
 }
 
-void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches) {
+void Session::begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches, std::vector<SharedRows> text) {
   reading_.reset();
-  for (size_t number = 0; number < caches.size(); ++number) full_[number] = std::move(caches[number]);
-  prefix_ = std::move(prefix);
-  continue_prefix();
+  Mask is_text = prefix.is_vision;
+  for (uint8_t& bit : is_text) bit = !bit;
+  RemainingPtr tokens = Remaining::of(std::move(prefix));
+  for (size_t number = 0; number < caches.size(); ++number)
+    segments_[{number, true}] = {std::move(caches[number]), tokens, is_text, text[number], std::nullopt};
+  remaining_.assign(stages_.size(), tokens);
+  filed_ = tokens->size();
 }
 
 void Session::copy_prefix(Session& other) {
-  continues_ = other.continues_;
-  if (other.prefix_.size() == 0 || !other.prefix_.saved_kv.empty()) return;  // some of it is not in its caches
-  Prefix prefix = other.prefix_;
-  auto size = static_cast<int64_t>(prefix.size());
-  for (size_t number = 0; number < prefix.depth(); ++number) {
-    full_[number] = new_cache(number, capacity());
-    full_[number]->copy(*other.full_.at(number), size);
+  const RemainingPtr& whole = other.remaining_.front();
+  auto of_prefix = [&whole](const Segment& segment) { return segment.tokens->prefix == whole->prefix; };
+  for (const auto& [place, segment] : other.segments_)
+    if (of_prefix(segment) && segment.saved) return;  // some of it is not in its caches
+  for (const auto& [place, segment] : other.segments_) {
+    if (!of_prefix(segment) || !segment.holds(segment.tokens)) continue;
+    std::unique_ptr<StageCache> copied = new_cache(place.first, segment.cache->capacity);
+    copied->copy(*segment.cache, static_cast<int64_t>(segment.known.size()));
+    segments_[place] = {std::move(copied), segment.tokens, segment.known, segment.states, std::nullopt};
   }
-  prefix.begun.resize(std::min(prefix.begun.size(), prefix.depth()));
-  prefix.filed = 0;
-  prefix_ = std::move(prefix);
+  remaining_.assign(stages_.size(), whole);
 }
 
 Prefix Session::empty_prefix() const {
   Prefix prefix;
-  prefix.boundaries = {std::make_shared<Rows>(0, static_cast<size_t>(m_.model.hidden))};
+  prefix.hidden = Rows(0, static_cast<size_t>(m_.model.hidden));
   return prefix;
 }
 
-// Before a question: full caches whole again, and hidden states held wherever the policy may drop tokens.
-void Session::prepare(const Policy& policy) {
-  if (!prefix_.saved_kv.empty()) {  // put back what full stages have lost
-    Prefix prefix = std::move(prefix_);
-    prefix_ = empty_prefix();
-    auto size = static_cast<int64_t>(prefix.size());
-    for (const SavedKV& saved : prefix.saved_kv) {
-      StageCache& here = *full_.at(saved.stage);
-      here.write(saved.survivors, here.read(count_up(0, saved.survivors.size())), size);
-      here.write(saved.dropped, saved.kv, size);
-    }
-    prefix.saved_kv.clear();
-    prefix_ = std::move(prefix);
+std::vector<Segment*> Session::complete() {
+  std::vector<Segment*> out;
+  for (size_t number = 0; number < stages_.size(); ++number) {
+    auto place = segments_.find({number, true});
+    if (place == segments_.end() || !place->second.holds(remaining_.front())) break;
+    out.push_back(&place->second);
   }
+  return out;
+}
+
+// The number of stages that hold the whole prefix, or need not, since they keep nothing of it.
+size_t Session::depth() {
+  size_t depth = complete().size();
+  return depth + (depth > 0 && depth < stages_.size() && !stages_[depth].keeps());
+}
+
+// The first stage that not all image tokens enter, or the number of stages.
+size_t Session::first_pruned() const {
+  return static_cast<size_t>(std::count_if(remaining_.begin(), remaining_.end(),
+                                           [](const RemainingPtr& tokens) { return tokens->removals.empty(); }));
+}
+
+// Before a question: segments whole again, and hidden states held wherever the policy may drop tokens.
+void Session::prepare(const Policy& policy) {
+  for (auto& [place, segment] : segments_)
+    if (segment.saved) restore(segment);
   std::set<int64_t> cuts = policy.token_cuts();
   std::optional<int64_t> exit = policy.exit();
   for (exit_ = 0; exit_ < stages_.size() && stages_[exit_].first != exit;) ++exit_;
-  bool ranks = std::any_of(stages_.begin(), stages_.end(), [&](const StageSpec& s) { return cuts.count(s.first) > 0; });
-  if (prefix_.common > 0 && (ranks || prefix_.begun.size() < exit_))
-    prefix_.run_from(
-        static_cast<size_t>(std::find(prefix_.is_vision.begin(), prefix_.is_vision.end(), 1) - prefix_.is_vision.begin()));
-  size_t lacking = stages_.size();
-  for (size_t number = 0; number < stages_.size(); ++number) {
-    if (cuts.count(stages_[number].first) == 0) continue;
-    holding_.insert(number);  // also for the questions to come, some of which go back to this K
-    if (!prefix_.held(number)) lacking = std::min(lacking, number);
+  if (prefix().size() == 0) exit_ = stages_.size();
+  for (size_t number = 0; number < stages_.size(); ++number)  // also for the questions to come, some of which go back to this K
+    if (cuts.count(stages_[number].first) > 0) holding_.insert(number);
+  remaining_.assign(stages_.size(), RemainingPtr(remaining_.front()));
+  common_ = cut_back(0, exit_);
+}
+
+// Puts back what a segment has lost.
+void Session::restore(Segment& segment) {
+  const SavedKV saved = std::move(*segment.saved);
+  const Mask known = segment.known;
+  const SharedRows states = segment.states;
+  segment.cut_back(RemainingPtr(segment.tokens), 0);
+  auto size = static_cast<int64_t>(known.size());
+  StageCache& here = *segment.cache;
+  here.write(saved.survivors, here.read(count_up(0, saved.survivors.size())), size);
+  here.write(saved.dropped, saved.kv, size);
+  segment.known = known;
+  segment.states = states;
+}
+
+// Slots of the context without those of tokens that never enter the stage.
+int64_t Session::slots(size_t number) const {
+  const Remaining& tokens = *remaining_[number];
+  return capacity() - static_cast<int64_t>(tokens.prefix->size() - tokens.size());
+}
+
+// The segment of stage `number`, cut to what it has in common with the tokens that remain there; null if it has yet to be made.
+Segment* Session::segment(size_t number) {
+  const RemainingPtr tokens = remaining_[number];
+  auto place = segments_.find(key(number));
+  if (place == segments_.end()) return nullptr;
+  Segment& segment = place->second;
+  const int64_t room = segment.cache->capacity, wanted = slots(number);
+  if (room < wanted || (room > wanted && !tokens->removals.empty() && count_of(tokens->is_vision()) == 0)) {
+    reading_.reset();  // it may be over this one
+    segments_.erase(place);  // freed before the next one is made
+    return nullptr;
   }
-  if (size_t depth = prefix_.depth(); depth < exit_ && !prefix_.held(depth)) {
-    lacking = std::min(lacking, depth);  // image tokens were to leave there, and now go on
-    drops_unread_ = false;               // who changes K once may do so again
+  if (segment.tokens != tokens) {
+    auto agreed = static_cast<int64_t>(std::min(segment.known.size(), tokens->agreement(*segment.tokens)));
+    segment.cut_back(tokens, static_cast<size_t>(segment.cache->nearest(agreed)));
   }
-  if (lacking < stages_.size()) prefix_.rewind(lacking);
+  return &segment;
+}
+
+// Cuts segments of stages from `first` to before `end` so far that the rest of their tokens can run: from their hidden
+// states after the stage before, which runs them again where these are not known any more. The number of tokens that
+// stage `first` holds.
+size_t Session::cut_back(size_t first, size_t end) {
+  size_t following = remaining_[first]->size();  // the first token whose states the next stage needs
+  for (size_t number = end; number-- > first;) {
+    if (!stages_[number].keeps()) continue;
+    const bool ranks = number + 1 < end && holding_.count(number + 1) > 0;
+    if (ranks) following = 0;
+    Segment* here = segment(number);
+    size_t length = here ? here->known.size() : 0;
+    for (size_t token = following; token < length; ++token) {
+      if (here->known[token]) continue;
+      const RemainingPtr& tokens = remaining_[number];
+      auto from = here->holds(tokens) ? 0 : static_cast<int64_t>(tokens->begin_of_group(token));
+      length = static_cast<size_t>(here->cache->nearest(from));
+      here->cut_back(remaining_[number], length);
+      drops_unread_ = drops_unread_ && ranks;  // who changes K once may do so again
+    }
+    following = length;
+  }
+  return following;
+}
+
+// The hidden states before stage `number` of the tokens that run there, from number `start` on.
+Rows Session::entering(size_t number, size_t start) {
+  const Remaining& tokens = *remaining_[number];
+  if (number == 0)
+    return take(prefix().hidden, count_up(static_cast<int64_t>(start), prefix().size() - start));
+  const Mask& before = remaining_[number - 1]->present;
+  Ids indices;
+  int64_t place = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (tokens.present[i]) indices.push_back(place);
+    place += before[i];
+  }
+  indices.erase(indices.begin(), indices.begin() + static_cast<std::ptrdiff_t>(start));
+  return segments_.at(key(number - 1)).states_of(indices);
 }
 
 // What of the prefix stage `number` sees, and where a suffix follows it.
 PrefixSlots Session::layout(size_t number) const {
-  if (number >= first_pruned_) return {pruned_prefix_->present, pruned_prefix_->size(), pruned_prefix_->next_position};
-  return {Mask(prefix_.size(), 1), static_cast<int64_t>(prefix_.size()), prefix_.next_position};
+  const Remaining& tokens = *remaining_[number];
+  return {tokens.present, static_cast<int64_t>(tokens.size()), tokens.next_position};
+}
+
+// Cuts the cache of stage `number`, made if it is missing, to the prefix, so that a suffix follows it; false if that has
+// yet to run.
+bool Session::follow(size_t number) {
+  Segment* here = segment(number);
+  if (!here) {
+    here = &segments_[key(number)];
+    here->cache = new_cache(number, slots(number));
+    here->tokens = remaining_[number];
+    here->states = std::make_shared<const Rows>(0, static_cast<size_t>(m_.model.hidden));
+  }
+  if (!here->holds(remaining_[number])) return false;
+  here->cache->keep(static_cast<int64_t>(here->known.size()));
+  return true;
 }
 
 // Runs a suffix through stage `number`, and before it what continues of the prefix if it has yet to run: both in one run,
@@ -416,116 +490,95 @@ PrefixSlots Session::layout(size_t number) const {
 // there, as it always is of image tokens that see each other; always where the prefix sees the suffix. The suffix's hidden
 // states.
 Rows Session::run(size_t number, const TokenStates& suffix, bool query, bool alone) {
+  const Remaining& tokens = *remaining_[number];
   if (!stages_[number].keeps()) {  // only the last token's hidden state is read
-    const int64_t position = layout(number).position + static_cast<int64_t>(suffix.count()) - 1;
+    const int64_t position = tokens.next_position + static_cast<int64_t>(suffix.count()) - 1;
     return cache(number).append(last_of(suffix), text_positions(position, 1));
   }
-  bool whole = number < first_pruned_;
-  PrunedPrefix* pruned = whole ? nullptr : &*pruned_prefix_;
-  std::unique_ptr<StageCache>& cached = (whole ? full_ : pruned_)[number];
-  bool due = (whole ? prefix_.depth() : pruned->depth) <= number;
-  if (whole && !cached) cached = new_cache(number, capacity());
-  if (!whole && due) {  // no slot for tokens that never enter it
-    int64_t wanted = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned->size());
-    bool withdrawn = pruned->size() == static_cast<int64_t>(prefix_.text_size());
-    if (!cached || cached->capacity < wanted || (withdrawn && cached->capacity > wanted)) {
-      cached.reset();  // freed before the next one is made
-      cached = new_cache(number, wanted);
-    }
+  if (!follow(number)) {
+    alone = query && (alone || m_.model.two_way == TwoWay::images);
+    if (whole_prompt() || (!alone && suffix.count() <= static_cast<size_t>(names::kQuestionRows)))
+      return run_rest(number, suffix, query);
+    run_rest(number, {Rows(0, suffix.hidden.width)}, false);
   }
-  StageCache& here = *cached;
-  PrefixSlots slots = layout(number);
-  if (due) {
-    const Rows& states = whole ? *prefix_.boundaries.back() : *pruned->hidden;
-    size_t start = whole ? prefix_.start() : pruned->common, count = static_cast<size_t>(slots.slots) - start;
-    here.keep(static_cast<int64_t>(start));
-    here.mark(slots.slots);
-    Rows found(0, states.width), behind;
-    if (count > 0) {  // all of it may be in the cache
-      alone = query && (alone || m_.model.two_way == TwoWay::images);
-      bool joins = whole_prompt() || (!alone && suffix.count() <= static_cast<size_t>(names::kQuestionRows));
-      auto first = static_cast<std::ptrdiff_t>(start);
-      Ids running = indices_of(slots.present);
-      Positions positions = whole ? prefix_.positions : pruned->positions;
-      running.erase(running.begin(), running.begin() + first);
-      positions.erase(positions.begin(), positions.begin() + first);
-      TokenStates both{take(states, count_up(static_cast<int64_t>(states.count() - count), count)),
-                       take(prefix_.inputs, running)};
-      if (joins) {
-        vtxcore::append(both.hidden, suffix.hidden);
-        for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
-        for (const Position& position : text_positions(slots.position, suffix.count())) positions.push_back(position);
-      }
-      bool leaves =
-          whole && here.selects_outputs() && drops_unread_ && number + 1 == exit_ && holding_.count(number + 1) == 0;
-      Ids outputs = leaves ? indices_of(Mask(prefix_.is_vision.begin() + first, prefix_.is_vision.end()), false) : Ids();
-      size_t own = leaves ? outputs.size() : count;
-      for (size_t row = count; row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
-      found = here.append(both, positions, query && joins, leaves ? &outputs : nullptr);
-      behind = take(found, count_up(static_cast<int64_t>(own), found.count() - own));
-      cut(found, own);
-    }
-    if (whole)
-      prefix_.deepen(std::move(found), holding_.count(number) > 0);
-    else
-      pruned->hidden = std::make_shared<Rows>(std::move(found)), ++pruned->depth;
-    if (behind.count() > 0) return behind;
-  }
-  here.keep(slots.slots);
-  return here.append(suffix, text_positions(slots.position, suffix.count()), query);
+  return cache(number).append(suffix, text_positions(tokens.next_position, suffix.count()), query);
 }
 
-// Some image tokens leave before stage `number`. What is left runs anew, unless they left before as well.
-const PrunedPrefix& Session::remove(size_t number, const Removal& removal) {
-  bool first = first_pruned_ == stages_.size();
-  PrunedPrefix here = first || !pruned_prefix_ ? PrunedPrefix::whole(prefix_, number) : *pruned_prefix_;
-  PrunedPrefix pruned = here.without(removal, prefix_.is_vision);
-  bool again = first && pruned_prefix_ && pruned_prefix_->removals == pruned.removals && count_of(removal.kept) == 0;
-  Mask kept;
-  for (size_t i = 0; i < pruned.present.size(); ++i)
-    if (prefix_.is_vision[i]) kept.push_back(pruned.present[i]);
-  cuts_.push_back({stages_[number].first, removal.by, kept});
-  if (!again) {
-    bool held = former_.has_value();
-    int64_t room = capacity() - (static_cast<int64_t>(prefix_.size()) - pruned.size());
-    for (size_t stage = number; stage < stages_.size(); ++stage)
-      held = held && pruned_.count(stage) > 0 && pruned_.at(stage)->capacity == room;
-    if (held) pruned.follow(*former_, prefix_.common, stages_.size());
-    former_.reset();
-    pruned_prefix_ = std::move(pruned);
+// Runs what the segment of stage `number` lacks of the prefix, and a suffix after it, maybe none: the hidden states of these. Of
+// the prefix only those that are needed afterwards, where the engine gains by it.
+Rows Session::run_rest(size_t number, const TokenStates& suffix, bool query) {
+  const RemainingPtr tokens = remaining_[number];
+  Segment& here = segments_.at(key(number));
+  const size_t start = here.known.size(), count = tokens->size() - start;
+  auto first = static_cast<std::ptrdiff_t>(start);
+  here.cache->keep(static_cast<int64_t>(start));
+  here.cache->mark(static_cast<int64_t>(tokens->size()));
+  Ids running = indices_of(tokens->present);
+  running.erase(running.begin(), running.begin() + first);
+  TokenStates both{entering(number, start), take(tokens->prefix->inputs, running)};
+  Positions positions(tokens->positions.begin() + first, tokens->positions.end());
+  if (suffix.count() > 0) {
+    vtxcore::append(both.hidden, suffix.hidden);
+    for (auto& [name, rows] : both.inputs) vtxcore::append(rows, suffix.inputs.at(name));
+    for (const Position& position : text_positions(tokens->next_position, suffix.count())) positions.push_back(position);
   }
-  if (first) first_pruned_ = number;
-  return *pruned_prefix_;
+  Mask known(count, 1);
+  bool leaves = tokens->removals.empty() && here.cache->selects_outputs() && drops_unread_ && number + 1 == exit_ &&
+                holding_.count(number + 1) == 0;
+  Ids outputs;
+  if (leaves) {
+    const Mask is_vision = tokens->is_vision();
+    for (size_t i = 0; i < count; ++i) known[i] = !is_vision[start + i];
+    outputs = indices_of(known);
+    for (size_t row = count; row < both.count(); ++row) outputs.push_back(static_cast<int64_t>(row));
+  }
+  Rows hidden = here.cache->append(both, positions, query, leaves ? &outputs : nullptr);
+  auto of_prefix = static_cast<size_t>(count_of(known));
+  Rows behind = take(hidden, count_up(static_cast<int64_t>(of_prefix), hidden.count() - of_prefix));
+  cut(hidden, of_prefix);
+  here.extend(std::move(hidden), known);
+  if (number > 0 && holding_.count(number) == 0 && remaining_[number - 1] == tokens) segments_.at(key(number - 1)).leave_text();
+  return behind;
+}
+
+// Some image tokens leave before stage `number`. What is left runs anew, but for what its segments hold of it.
+const Remaining& Session::remove(size_t number, const Removal& removal) {
+  const RemainingPtr left = remaining_[number - 1]->without(removal, number);
+  cuts_.push_back({stages_[number].first, removal.by, take(left->present, indices_of(prefix().is_vision))});
+  std::fill(remaining_.begin() + static_cast<std::ptrdiff_t>(number), remaining_.end(), left);
+  cut_back(number, stages_.size());
+  return *left;
 }
 
 // ---- caches that shrink after the prompt
 
-// Leaves in the caches from layer `from` on only the survivors of the prefix, and the suffix (MustDrop section 3.5).
-// What a full stage loses is saved for the next question. Until all is done the session knows no prefix, so that an
+// Leaves in the caches from layer `from` on only the survivors of the prefix, and the suffix (MustDrop section 3.5). What a
+// stage with all image tokens loses is saved for the next question. While slots move its segment holds nothing, so that an
 // exception costs a computation and leaves the session correct.
 void Session::shrink(int64_t from, const Mask& survivors, size_t suffix) {
-  Prefix prefix = std::move(prefix_);
-  prefix_ = empty_prefix();
-  pruned_prefix_.reset();
-  std::vector<PrefixSlots> layouts = layouts_;
-  prefix.saved_kv.clear();
   for (size_t number = 0; number < stages_.size(); ++number) {
     if (stages_[number].first < from) continue;
-    PrefixSlots& layout = layouts[number];
+    PrefixSlots& layout = layouts_[number];
     Ids kept, dropped;
     int64_t slot = 0;
     for (size_t i = 0; i < layout.present.size(); ++i)
       if (layout.present[i]) (survivors[i] ? kept : dropped).push_back(slot++);
     if (dropped.empty()) continue;
-    StageCache& here = cache(number);
-    if (number < first_pruned_) prefix.saved_kv.push_back({number, kept, dropped, here.read(dropped)});
+    Segment& here = segments_.at(key(number));
+    StageCache& slots = *here.cache;
+    const Mask known = here.known;
+    const SharedRows states = here.states;
+    SavedKV saved{kept, dropped, slots.read(dropped)};
+    here.cut_back(RemainingPtr(here.tokens), 0);
     Ids moved = kept, behind = count_up(layout.slots, suffix);
     moved.insert(moved.end(), behind.begin(), behind.end());
-    here.write(count_up(0, moved.size()), here.read(moved), static_cast<int64_t>(moved.size()));
+    slots.write(count_up(0, moved.size()), slots.read(moved), static_cast<int64_t>(moved.size()));
     layout.slots = static_cast<int64_t>(kept.size());
+    if (!here.tokens->removals.empty()) continue;
+    here.known = known;
+    here.states = states;
+    here.saved = std::move(saved);
   }
-  layouts_ = std::move(layouts);
-  prefix_ = std::move(prefix);
 }
 
 // ---- the result
@@ -534,7 +587,7 @@ PrefillResult Session::result(Floats logits, bool reused) {
   PrefillResult out;
   out.logits = std::move(logits);
   out.reused_image = reused;
-  out.vision_tokens = count_of(prefix_.is_vision);
+  out.vision_tokens = count_of(prefix().is_vision);
   Ids kept, slots;
   for (size_t number = 0; number < stages_.size(); ++number) {
     int64_t count = image_count(number);
@@ -551,11 +604,13 @@ PrefillResult Session::result(Floats logits, bool reused) {
   bool ran = false;
   for (size_t number = reused_stages_; number < stages_.size(); ++number)
     ran |= stages_[number].keeps() && image_count(number) > 0;
-  size_t served = reused ? (ran ? 0 : prefix_.size()) : prefix_.common;
+  if (ran) out.not_reused = obstacle_;
+  if (ran && obstacle_.empty()) out.not_reused = remaining_[reused_stages_]->removals.empty() ? "k" : "reduction";
+  size_t served = reused ? (ran ? 0 : prefix().size()) : common_;
   out.reused_tokens = static_cast<int64_t>(reused_suffix_ + served);
   out.slots = slots;
   out.vision_kept = per_layer(kept);
-  out.images = prefix_.images;
+  out.images = prefix().images;
   out.cuts = cuts_;
   if (selection_) out.selection = *selection_;
   return out;

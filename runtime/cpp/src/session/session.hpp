@@ -2,8 +2,9 @@
 //
 // A prompt is cut after its last image token. The *prefix* before the cut does not depend on the question: its hidden
 // states and KV slots are computed once and stay. The *suffix* after it is the question, and later the answer. Every
-// stage may be needed with all image tokens (`full_`) and after some or all have left (`pruned_`), with different
-// caches. Slots are not positions: a token keeps its position when tokens before it leave.
+// stage may be needed with all image tokens and after some or all have left, with different caches: it has a segment for
+// each. A prompt takes of a segment the longest beginning that it has in common with it, and runs the rest. Slots are not
+// positions: a token keeps its position when tokens before it leave.
 #pragma once
 
 #include <algorithm>
@@ -36,12 +37,13 @@ struct Cut {
 // What a prefill did. Per-layer vectors start with layer 1; `k` is the first layer without image tokens but for
 // a `rest` of them that stayed there, 0 where none left by K; `reused_layers`: in layers 1 to this one no image token was
 // run; `reused_tokens`: of the prompt that caches of an earlier question served: the prefix where no image token was run, or
-// what it has in common with the one before.
+// what it has in common with the one before; `not_reused`: why image tokens were run, in one word, or empty.
 struct PrefillResult {
   Floats logits;
   int64_t k = 0, rest = 0;
   bool reused_image = false;
   int64_t reused_layers = 0, reused_tokens = 0, vision_tokens = 0;
+  std::string not_reused;
   Ids slots, vision_kept;
   Images images;
   std::vector<Cut> cuts;
@@ -71,23 +73,22 @@ class Session {
   int64_t capacity() const { return m_.max_context; }
   // The hidden states [tokens, hidden] of the last layer, of which `prefill` or `decode` last gave the logits.
   const Rows& states() const { return states_; }
-  // The next prompt's prefix may be another one. What it has in common with this one is then not run again; its K and V come
-  // from a run of another length, so they are equal up to rounding. Not of a model whose tokens see those behind them, nor
-  // where layers keep a state, which cannot be cut back.
-  void continue_prefix() { continues_ = !whole_prompt() && m_.model.conv_layers.empty(); }
-  // Begins with another prefix, which the next one continues, and the caches of the first stages, which hold it. Only while
-  // nothing has run.
-  void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches);
-  // Begins with the prefix of another one as far as it has come in full caches, and copies of its K and V. Only while
-  // nothing has run.
+  // Begins with a prefix, the caches of the first stages, which hold it, and its text's hidden states after each. Only
+  // while nothing has run.
+  void begin(Prefix prefix, std::vector<std::unique_ptr<StageCache>> caches, std::vector<SharedRows> text);
+  // Begins with the prefix of another one as far as it has come there, and copies of its K and V. Only while nothing has
+  // run.
   void copy_prefix(Session& other);
-  bool has_run() const { return !full_.empty() || !pruned_.empty(); }
-  const Prefix& prefix() const { return prefix_; }
-  void note_filed(size_t tokens) { prefix_.filed = tokens; }
-  StageCache& full_cache(size_t number) { return *full_.at(number); }
+  bool has_run() const { return !segments_.empty(); }
+  const Prefix& prefix() const { return *remaining_.front()->prefix; }
+  // The number of first tokens of the prefix that a prefix file has.
+  size_t filed() const { return filed_; }
+  void note_filed(size_t tokens) { filed_ = tokens; }
+  // The segments of the first stages that hold the whole prefix.
+  std::vector<Segment*> complete();
   // Tokens so far, or positions if there are more: the context has room for this many.
   int64_t length() const {
-    return std::max(prefix_.next_position, static_cast<int64_t>(prefix_.size())) + static_cast<int64_t>(suffix_.size());
+    return std::max(prefix().next_position, static_cast<int64_t>(prefix().size())) + static_cast<int64_t>(suffix_.size());
   }
   // The cache that stage `number` runs in for this question; for whoever records positions.
   StageCache& cache(size_t number);
@@ -107,28 +108,35 @@ class Session {
   void replace_prefix(const Prompt& prompt);
   Prefix empty_prefix() const;
   void prepare(const Policy& policy);
+  void restore(Segment& segment);
+  size_t depth();
+  size_t first_pruned() const;
+  std::pair<size_t, bool> key(size_t number) const { return {number, remaining_[number]->removals.empty()}; }
+  int64_t slots(size_t number) const;
+  Segment* segment(size_t number);
+  size_t cut_back(size_t first, size_t end);
+  Rows entering(size_t number, size_t start);
+  bool follow(size_t number);
+  Rows run_rest(size_t number, const TokenStates& suffix, bool query);
   PrefixSlots layout(size_t number) const;
   Rows run(size_t number, const TokenStates& suffix, bool query, bool alone = false);
-  const PrunedPrefix& remove(size_t number, const Removal& removal);
+  const Remaining& remove(size_t number, const Removal& removal);
   void shrink(int64_t from, const Mask& survivors, size_t suffix);
   PrefillResult result(Floats logits, bool reused);
   Ids per_layer(const Ids& values) const;
 
-  using Caches = std::map<size_t, std::unique_ptr<StageCache>>;
-
   Backend& backend_;
   const Manifest& m_;
   const std::vector<StageSpec>& stages_;
-  Caches full_, pruned_;
+  std::map<std::pair<size_t, bool>, Segment> segments_;  // by stage, and whether all image tokens are there
+  std::vector<RemainingPtr> remaining_;                  // the prefix's tokens in each stage, for the last question
   Sources sources_;                      // that `reading_` is over
   std::unique_ptr<StageCache> reading_;  // of the stage whose layers keep nothing
-  Prefix prefix_;
-  bool continues_ = false;  // the next other prefix does not run again what it has in common with this one
-  std::optional<PrunedPrefix> pruned_prefix_;  // what `pruned_` holds of the prefix
-  std::optional<PrunedPrefix> former_;         // what it holds of the one before, until another one runs there
+  size_t common_ = 0;  // tokens of the prefix that the first stage held when its last question began
+  size_t filed_ = 0;
+  std::string obstacle_;  // why the last prompt's prefix was not the one before, in one word; empty: it was
   Ids suffix_;                                 // ids after the prefix that the caches hold
   std::optional<Selection> selection_;         // the question that selected the cached image tokens
-  size_t first_pruned_;                        // the stage from which on the suffix runs in `pruned_`
   std::set<size_t> holding_;                   // boundaries at which hidden states of all image tokens are kept
   size_t exit_ = 0;                            // the stage before which all image tokens leave for certain
   bool drops_unread_ = true;                   // whether hidden states that only another K would read are left out

@@ -150,7 +150,6 @@ class Recorder {
     const Selection* after = continues && selection_ ? &*selection_ : nullptr;
     EncodedImages encoded(model_.backend(), shown);
     Prompt prompt = prompt_of(messages_of(need(question, "messages")), shown, policy, encoded, after);
-    if (*need(question, "replaces").boolean()) session_.continue_prefix();
     PrefillResult result = session_.prefill(prompt, policy, after, [] {});
     selection_ = result.selection;
     record(prompt, result, start, out);
