@@ -106,6 +106,7 @@ def read_prompts(options: ExportOptions, source: SourceModel) -> Prompts:
             end_ids=original.end_ids if original else None,
             whole=family.prompt is not None,
             vocab=config.text.vocab,
+            fix_mistral_regex=family.fix_mistral_regex,
         ),
     )
     settings = replace(settings, boxes=family.boxes)

@@ -135,10 +135,11 @@ class Family:
     the form of boxes in answers, as the authors state it. `check` raises
     CheckpointError if tokenizer and template do not make prompts as in training. `reader`: it reads documents, whose
     image tokens leave only if the user accepts other answers. `spellings`: further pairs of model_type and architecture
-    in published files. `transposed` are canonical names of matrices that its checkpoints hold as [in, out]; `arrange`
-    makes the weights of graphs of its tensors, of which some hold several, or rows in another order. `downsampling`:
-    the values of `downsample_mode` in its files, among which an export may choose. A family with an `original` layout
-    is recognised by its `architecture` alone.
+    in published files. `fix_mistral_regex`: transformers' option, by which words are split as in training although a
+    tokenizer.json of its release 4 states another pattern. `transposed` are canonical names of matrices that its
+    checkpoints hold as [in, out]; `arrange` makes the weights of graphs of its tensors, of which some hold several, or
+    rows in another order. `downsampling`: the values of `downsample_mode` in its files, among which an export may
+    choose. A family with an `original` layout is recognised by its `architecture` alone.
     """
 
     model_type: str
@@ -162,6 +163,7 @@ class Family:
     downsampling: tuple[str, ...] = ()
     reader: bool = False
     spellings: tuple[tuple[str, str], ...] = ()
+    fix_mistral_regex: bool = False
 
 
 def read_llava_like(

@@ -91,7 +91,7 @@ def _loaded(request: dict[str, Any]) -> Any:
     if request.get("original") and (image == UNK_ID or (folder / SENTENCEPIECE).exists()):
         loaded = original_tokenizer(folder, request["name"], own_image_token=image != UNK_ID)
     else:
-        loaded = _load(folder, request["name"])
+        loaded = _load(folder, request["name"], fix_mistral_regex=bool(request.get("fix_mistral_regex")))
     if request.get("whole") and image == len(loaded):
         loaded.add_tokens(AddedToken(IMAGE, normalized=False, special=True), special_tokens=True)
     return loaded
@@ -147,7 +147,7 @@ def control_tokens(tokenizer: Tokenizer, settings: TextSettings) -> dict[str, in
     return {token: id for token, id in control.items() if id is not None}
 
 
-def _load(folder: Path, name: str) -> Any:
+def _load(folder: Path, name: str, *, fix_mistral_regex: bool = False) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     if (folder / "tokenizer.json").exists():
@@ -159,7 +159,8 @@ def _load(folder: Path, name: str) -> Any:
         return sentencepiece_tokenizer(folder, name)
     fix = "save it as a tokenizer.json"
     with rust_errors(CheckpointError, f"transformers cannot load the tokenizer of {name}; {fix}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        options = {"fix_mistral_regex": True} if fix_mistral_regex else {}
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or not hasattr(tokenizer, "backend_tokenizer"):
         raise CheckpointError(
             f"the tokenizer of {name} is a {type(tokenizer).__name__}, which has no tokenizer.json form; "

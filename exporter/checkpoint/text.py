@@ -51,7 +51,7 @@ class TextOptions:
     `template` replaces the checkpoint's. `original`: the tokenizer is a tokenizer.model without an image token, which
     gets one. `end_ids` end an answer, whatever the files say; if neither they nor generation_config.json are given, the
     tokenizer's end token and the template's end of a turn are added. `whole`: the template prints all of a prompt, to
-    which the tokenizer adds nothing. `vocab` is the number of the model's tokens.
+    which the tokenizer adds nothing. `vocab` is the number of the model's tokens. `fix_mistral_regex` as in `Family`.
     """
 
     template: str | None = None
@@ -61,6 +61,7 @@ class TextOptions:
     end_ids: tuple[int, ...] | None = None
     whole: bool = False
     vocab: int = MAX_ID + 1
+    fix_mistral_regex: bool = False
 
 
 def read_text(

@@ -146,7 +146,7 @@ FAMILIES = {
     ),
     "lighton_ocr": Family(
         LIGHTON, (3, 5), NEAR, WITHIN[:2], OF_TWO_BY_TWO, GOLDEN, {"tied": False}, pictures=2,
-        extreme=((64, 64), (65, 64), (199, 201), (17, 30)),
+        extreme=((64, 64), (65, 64), (199, 201), (17, 30)), dialects=True,
         variants=(replace(LIGHTON, names="saved", patch=7, image=99, tied=False),),
     ),
     "vipllava": Family(

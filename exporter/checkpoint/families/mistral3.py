@@ -11,4 +11,5 @@ FAMILY = Family(
     read=lambda config: read_pixtral(config, "Mistral3Config"),
     processors=(PROCESSOR,),
     adjust=adjust_pixtral,
+    fix_mistral_regex=True,
 )

@@ -26,7 +26,10 @@ def read_pixtral(config: Mapping[str, Any], kind: str, *, marks: bool = True) ->
     """Read `config.json` with transformers' class `kind`; `marks`: a token ends each row of an image's tokens."""
     parsed = parse_parts(kind, config, TEXT_FAMILIES, ("pixtral",))
     text = text_config_of(parsed)
-    merge = size(parsed, "spatial_merge_size", 64) if hasattr(parsed, "spatial_merge_size") else 1
+    merges = hasattr(parsed, "spatial_merge_size")
+    merge = size(parsed, "spatial_merge_size", 64) if merges else 1
+    if merges and merge == 1:  # transformers has a norm and a matrix there all the same
+        raise UnsupportedModelError("spatial_merge_size 1 is not supported; vtx exports models with 2 or more")
     vision = _tower(parsed.vision_config, merge)
     select = getattr(parsed, "vision_feature_select_strategy", "full")
     layers = feature_layers_of(getattr(parsed, "vision_feature_layer", -1), vision.layers)
@@ -43,7 +46,7 @@ def read_pixtral(config: Mapping[str, Any], kind: str, *, marks: bool = True) ->
         projector_activation=getattr(parsed, "projector_hidden_act", "gelu"),
         projector_bias=bool(getattr(parsed, "multimodal_projector_bias", False)),
         image_token_id=image_token_of(parsed, text),
-        layout=LongestEdge(vision.patch, merge, vision.image, vision.patch * merge, marks),
+        layout=_layout(vision, vision.image, vision.patch * merge, marks, "config.json: image_size"),
         projector_norm_eps=text.eps if merge > 1 else None,
     )
 
@@ -60,6 +63,14 @@ def _tower(config: Any, merge: int) -> VisionConfig:
     return replace(tower, native=True, projected=True, shuffle=merge)
 
 
+def _layout(vision: VisionConfig, longest: int, step: int, marks: bool, source: str) -> LongestEdge:
+    """The layout with a longest edge that `source` states. Raises CheckpointError."""
+    try:
+        return LongestEdge(vision.patch, vision.shuffle, longest, step, marks)
+    except BundleError as e:
+        raise CheckpointError(f"{source}: {e}") from e
+
+
 def adjust_pixtral(config: ModelConfig, processor: Mapping[str, Any], step: int | None = None) -> ModelConfig:
     """Set the image processor's longest edge; `step`: pixels of which an image's sides are multiples."""
     name = processor.get("image_processor_type")
@@ -73,8 +84,6 @@ def adjust_pixtral(config: ModelConfig, processor: Mapping[str, Any], step: int 
     if type(edge) is not int:
         raise CheckpointError(f"the image processor's longest_edge is {edge!r:.40}, not a number of pixels; correct it")
     assert isinstance(config.layout, LongestEdge)
-    try:
-        layout = replace(config.layout, longest=edge, step=step or config.layout.step)
-    except BundleError as e:
-        raise CheckpointError(f"the image processor's longest_edge: {e}") from e
+    unit = step or config.layout.step
+    layout = _layout(config.vision, edge, unit, config.layout.marks, "the image processor's longest_edge")
     return replace(config, layout=layout, vision=replace(config.vision, image=edge))

@@ -13,6 +13,8 @@ from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRA
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.checkpoint.families.mistral3 import FAMILY
+from vtx.exporter.checkpoint.text import TextOptions, read_text
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 from vtx.runtime.vision.layouts.longest import LongestEdge
 
@@ -34,6 +36,8 @@ def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..
         (MISTRAL3, {"vision_feature_layer": [-1, -2]}, None, UnsupportedModelError, "2 layers of a Pixtral tower"),
         (PIXTRAL, {"rope_theta": 5e5}, "vision_config", UnsupportedModelError, "rope_theta 500000.0 and heads of 16"),
         (PIXTRAL, {"num_attention_heads": 16}, "vision_config", UnsupportedModelError, "heads of 2 is not"),
+        (PIXTRAL, {"image_size": 16_000}, "vision_config", CheckpointError, "image_size: layout 'longest' has edges"),
+        (MISTRAL3, {"spatial_merge_size": 1}, None, UnsupportedModelError, "spatial_merge_size 1 is not supported"),
         (MISTRAL3, {"model_type": "mistral4"}, "text_config", UnsupportedModelError, "text model 'mistral4'"),
     ],
 )
@@ -101,3 +105,24 @@ def test_lightonocr_s_pages_are_multiples_of_a_patch_or_of_a_token(planned: Call
 def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(RequestError, match="this model reads documents"):
         plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON)), (3,)))
+
+
+@pytest.mark.parametrize(("release", "patterns"), [("4.50.0", 1), ("5.0.0", 0)])
+def test_words_of_mistral_3_are_split_as_in_training_whatever_release_wrote_its_tokenizer(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, release: str, patterns: int
+) -> None:
+    """Transformers knows a tokenizer of Mistral's by its size, the model_type and the release."""
+    from transformers import AutoTokenizer
+
+    folder = edited(tiny_checkpoint(MISTRAL3), tmp_path / "edited", "config.json", {"transformers_version": release})
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+    spec["model"]["vocab"] |= {f"filler {number}": number for number in range(MISTRAL3.vocab, 100_100)}
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    options = TextOptions(fix_mistral_regex=FAMILY.fix_mistral_regex)
+    tokenizer, _, _ = read_text(folder, config["image_token_index"], config["text_config"], config, options)
+    pattern = AutoTokenizer.from_pretrained(folder, local_files_only=True, fix_mistral_regex=True).backend_tokenizer
+    split = json.loads(tokenizer)["pre_tokenizer"]
+    assert split == json.loads(pattern.to_str())["pre_tokenizer"]
+    assert [part["type"] for part in split.get("pretokenizers", ())].count("Split") == patterns
