@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import random_image
-from vtx.runtime.errors import DeviceError, RequestError, VtxError
-from vtx_tune.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
+from tests.support.families.glm_ocr import GLM_OCR
+from tests.support.tiny import make, random_image
+from vtx.exporter.checkpoint.families.registry import read_config
+from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError, VtxError
+from vtx_tune.options import AROUND, Depths, Learning, LossWeights, Packing, Schedule, TuneOptions, check_tunable
 from vtx_tune.tune import open_workspace
 
 
@@ -23,6 +25,12 @@ def test_one_k_is_drawn_around_and_a_range_alike() -> None:
     assert [round(around[k] / 1000) for k in range(6, 11)] == [1, 2, 3, 2, 1]
     alike = Counter(Depths.parse("4-6").draw(rng) for _ in range(9000))
     assert {k: round(n / 1000) for k, n in alike.items()} == {4: 3, 5: 3, 6: 3}
+
+
+def test_a_decoder_with_norms_behind_its_parts_is_refused(tmp_path: Path) -> None:
+    config = json.loads((make(tmp_path, GLM_OCR) / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(UnsupportedModelError, match="norms behind attention and the MLP, which vtx-tune does not"):
+        check_tunable(read_config(config), "this model", original=False)
 
 
 def test_a_k_near_the_ends_of_the_model_stays_within_it() -> None:
