@@ -218,8 +218,6 @@ def _mixture(config: Any, layers: int) -> Mixture | None:
         )
     step = size(config, "decoder_sparse_step", MAX_LAYERS) if hasattr(config, "decoder_sparse_step") else 1
     listed = getattr(config, "mlp_only_layers", ())
-    if not isinstance(listed, list | tuple) or not all(type(index) is int for index in listed):
-        raise CheckpointError(f"config.json: mlp_only_layers {listed!r:.60} are not numbers of layers; correct them")
     dense = tuple(layer for layer in range(1, layers + 1) if layer - 1 in listed or layer % step)
     if len(dense) == layers:
         return None

@@ -171,7 +171,7 @@ class Tiny:
     taps: int = 3
     delta: tuple[int, int, int, int] = (2, 4, 32, 16)  # qwen3_5's heads of keys and of values, and their sizes
     partial: float = 0.5  # of a head rotates
-    experts: tuple[int, int, int] = (6, 2, 32)  # of a layer of a mixture, of a token, and their width
+    experts: tuple[int, int, int] = (6, 2, 48)  # of a layer of a mixture, of a token, and their width
     dense: tuple[int, ...] = ()  # layers of a mixture without experts, from 0
     apart: bool = False  # one tensor an expert
     full_every: int = 3  # gemma's layers that do not slide

@@ -171,7 +171,6 @@ def test_experts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 is beyond num_experts 6"),
         ({"num_experts": 1 << 20}, "num_experts is 1048576, not a number from 1"),
         ({"num_experts": 8}, "has shape"),
-        ({"mlp_only_layers": ["1"]}, "mlp_only_layers .* are not numbers of layers"),
         ({"mlp_only_layers": [1]}, r"layers\.1\.mlp\.gate_proj\.weight is missing"),
     ],
     ids=str,
