@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backends/backend.hpp"
+#include "bundle/bundle.hpp"
 #include "session/encoded_images.hpp"
 
 namespace vtxcore {
