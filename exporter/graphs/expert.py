@@ -152,7 +152,7 @@ class _Expert:
             b.from_float32(b.input(name(layer), FLOAT, shape)) for name in (names.past_key, names.past_value)
         )
         q = self._heads(b.linear(y, f"{p}.q_proj", bias=False), a.heads)
-        mask = None
+        hidden = self._hidden
         if sees_itself(a, layer):
             q = self._rotated(q, self._turn)
             k = self._rotated(self._heads(b.linear(y, f"{p}.k_proj", bias=False), c.kv_heads), self._turn)
@@ -160,24 +160,21 @@ class _Expert:
             keys = b.op("Concat", keys, k, axis=1)
             values = b.op("Concat", values, v, axis=1)
         else:
+            hidden = b.constant(np.zeros((a.rows, 1), np.int64))
             q = self._rotated(q, self._turn_from_0)
             keys, values = (
                 self._heads(b.linear(self._flat(part), f"{p}.{name}_proj", bias=False), c.kv_heads)
                 for part, name in ((keys, "k"), (values, "v"))
             )
         slots = b.op("Shape", keys, start=1, end=2)
-        if sees_itself(a, layer):
-            every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
-            visible = b.op("Less", every, b.op("Sub", slots, self._hidden))  # [rows, slots]
-            mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
+        every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
+        visible = b.op("Less", every, b.op("Sub", slots, hidden))  # [rows, slots]
+        mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
         shared = b.reshape(b.op("Mul", q, b.scalar(c.head_dim**-0.5)), c.kv_heads, -1, c.head_dim)
         products = b.op("MatMul", shared, b.op("Transpose", keys, perm=[0, 2, 1]))
-        if mask is not None:
-            products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, a.rows]), slots, axis=0))
-            products = b.op("Add", products, mask)
-        weights = b.op("Softmax", products, axis=-1)
-        if mask is not None:
-            weights = b.op("Reshape", weights, b.op("Concat", b.constant([c.kv_heads, -1]), slots, axis=0))
+        products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, a.rows]), slots, axis=0))
+        weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
+        weights = b.op("Reshape", weights, b.op("Concat", b.constant([c.kv_heads, -1]), slots, axis=0))
         attended = b.reshape(b.op("MatMul", weights, values), a.heads, a.rows, c.head_dim)
         attended = b.reshape(b.op("Transpose", attended, perm=[1, 0, 2]), a.rows, a.heads * c.head_dim)
         return b.linear(attended, f"{p}.o_proj", bias=False)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
-
 from vtx.exporter.checkpoint.config import ModelConfig, check_values, part_of
 from vtx.exporter.checkpoint.families.idefics.smolvlm import read_marked
 from vtx.exporter.checkpoint.families.lerobot.policy import action_spec, processor, square
@@ -80,11 +77,6 @@ def _expert(decoder: TextConfig, multiplier: float) -> TextConfig:
     return replace(decoder, hidden=hidden, ffn=-(-inner // MULTIPLE) * MULTIPLE)
 
 
-def _processor(config: Config, _: Config) -> Mapping[str, Any]:
-    sides = config.get("resize_imgs_with_padding", _DEFAULTS["resize_imgs_with_padding"])
-    return square(sides)
-
-
 _VLM = r"^(?:model\.)?vlm_with_expert\.vlm\.model\."
 FAMILY = Family(
     model_type="lerobot.smolvla",
@@ -100,8 +92,8 @@ FAMILY = Family(
     ),
     prompt=TEMPLATE,
     original=OriginalLayout(
-        processor=_processor,
+        processor=lambda config, _: square({**_DEFAULTS, **config}["resize_imgs_with_padding"]),
         template=lambda _: TEMPLATE,
-        base=lambda config: str(config.get("vlm_model_name", _DEFAULTS["vlm_model_name"])),
+        base=lambda config: str({**_DEFAULTS, **config}["vlm_model_name"]),
     ),
 )
