@@ -1,4 +1,4 @@
-"""Qwen-VL's tower: images at native resolution, rotary positions, windows, and mergers in place of a projector."""
+"""Qwen-VL's tower and those like it: images at native resolution, rotary positions, and mergers as projectors."""
 
 from __future__ import annotations
 
