@@ -47,7 +47,7 @@ def mix_experts(c: TextConfig, m: Mixture, x: Tensor, weights: LayerWeights, lin
         assert matrix is not None, part
         return F.linear(inputs, matrix)
 
-    for expert in chosen.unique().tolist():
+    for expert in sorted({*chosen.flatten().tolist()}):
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         inputs = tokens[rows]
         gate = activate(product(inputs, "gate", expert, m.ffn), c.activation)

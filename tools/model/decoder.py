@@ -192,9 +192,9 @@ class Decoder(ByLayer):
 
     def macs_after_attention(self, layer: int) -> int:
         """Multiply-accumulates of a layer after its attention, for one token."""
-        return self.hidden * self.heads_of(layer) * self.heads + self._products(self._mlp_tensors("", layer))
+        return self.hidden * self.heads_of(layer) * self.heads + self.products_of(self._mlp_tensors("", layer))
 
-    def _products(self, tensors: Shapes) -> int:
+    def products_of(self, tensors: Shapes) -> int:
         """Multiply-accumulates of the matrices among these for one token."""
         mixture = self.mixture
         matrices = ((name, shape) for name, shape in tensors if len(shape) > 1)
@@ -220,4 +220,4 @@ class Decoder(ByLayer):
 
 @lru_cache(maxsize=1024)
 def _layer_macs(decoder: Decoder, layer: int) -> int:
-    return decoder._products(decoder.layer_tensors(layer))
+    return decoder.products_of(decoder.layer_tensors(layer))

@@ -64,7 +64,7 @@ QWEN25 = replace(QWEN2, family="qwen2_5_vl")
 QWEN3 = replace(QWEN2, family="qwen3_vl", text="qwen3", patch=16)
 QWEN3_EXPERTS = replace(QWEN3, family="qwen3_vl_moe")
 QWEN35 = replace(QWEN3, family="qwen3_5", text="qwen3_5", head_dim=16, attending=(1, 4, 6), taps=4, context=512)
-QWEN35_EXPERTS = replace(QWEN35, family="qwen3_5_moe")
+QWEN35_EXPERTS = replace(QWEN35, family="qwen3_5_moe", experts=(5, 2, 32))
 GRID = 6  # side of the table of positions; images have 4 to 28 patches a side
 
 
