@@ -178,8 +178,8 @@ def parameters(function: Any) -> list[str]:
 
 def test_the_public_names_are_these() -> None:
     names = {
-        "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Guide", "Model", "Options", "Sampling",
-        "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
+        "ActionLoop", "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Continuation", "Conversation", "Guide",
+        "Model", "Options", "Sampling", "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
     }  # fmt: skip
     errors = {
         "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeadlineError", "DeviceError",
