@@ -15,9 +15,9 @@ HERE = Path(__file__).parent
 # (heading, text, objects)
 SECTIONS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("Loading and exporting", "", (vtx.load, vtx.export)),
-    ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat, vtx.ActionLoop)),
+    ("Asking", "", (vtx.Model, vtx.Conversation, vtx.Chat)),
     ("Images and videos", "", (vtx.bgr, vtx.video)),
-    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools, vtx.Continuation)),
+    ("Options", "", (vtx.Options, vtx.Sampling, vtx.Guide, vtx.Tools)),
     ("Answers", "", (vtx.AnswerStream, vtx.AsyncAnswerStream, vtx.Answer, vtx.Stats, vtx.ToolCall)),
     ("Reductions of your own", "A package announces a reduction by an entry point of the group `vtx.policies` with the "
      "name of the\nreduction. It then works in `--reduce`, `vtx.export(reduce=...)` and `ask(reduce=...)`.\n"
@@ -36,13 +36,19 @@ MADE_BY_USERS = (
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 
 
+LOOP: tuple[tuple[str, str, tuple[Any, ...]], ...] = (("Actions in a loop", "", (vtx.ActionLoop, vtx.Continuation)),)
+ACTIONS = "# Python API: actions\n\nThe third page; [the first](api.md) has `Model.act`."
 ANSWERS = "# Python API: options, answers, errors\n\nThe second page; [the first](api.md) has models and conversations."
 
 
 def pages() -> dict[Path, str]:
     """The text of each page."""
     introduction = (HERE / "api-introduction.md.in").read_text(encoding="utf-8").rstrip()
-    return {HERE / "api.md": _page(introduction, SECTIONS[:3]), HERE / "api-answers.md": _page(ANSWERS, SECTIONS[3:])}
+    return {
+        HERE / "api.md": _page(introduction, SECTIONS[:3]),
+        HERE / "api-answers.md": _page(ANSWERS, SECTIONS[3:]),
+        HERE / "api-actions.md": _page(ACTIONS, LOOP),
+    }
 
 
 def _page(introduction: str, sections: tuple[tuple[str, str, tuple[Any, ...]], ...]) -> str:

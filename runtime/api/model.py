@@ -157,15 +157,13 @@ class Model:
             steps: Euler steps from noise to actions, 1 to 1000; default: the checkpoint's. Fewer steps are faster and
                 change the actions; measure their quality yourself.
             normalized: `state` and the actions are in normalised units; both have the model's full widths.
-            deadline_ms: time limit from call to actions in milliseconds, including waiting for other threads. It is
-                checked before the tower, each decoder stage and each step of the expert, and after the last step. Once
+            deadline_ms: time limit from call to actions in milliseconds, including waiting for other threads. Once
                 it has passed, `DeadlineError` is raised and no actions are returned. Image tokens and K and V computed
                 by then are kept for the next call.
             unnorm_key: for models with action tokens, the dataset whose statistics scale the actions; optional if the
                 checkpoint has only one.
             reduce: for models with action tokens, a reduction spec as in `ask`.
-            after: for models with an expert, the actions that are left of the last chunk, which the new one continues;
-                `ActionLoop` does this at a fixed rate.
+            after: for models with an expert, the actions left of the last chunk, to be continued.
 
         Raises:
             DeadlineError: the deadline has passed.

@@ -33,7 +33,7 @@ def restored(spec: ActionSpec, what: str, numbers: Numbers) -> Numbers:
             mean, std = _statistics(spec, what, "mean", "std")
             return numbers * (std + SMALLEST) + mean
         low, high = _statistics(spec, what, "low", "high")
-        return (numbers + 1) * _range(low, high) / 2 + low
+        return (numbers + 1) * _range(low, high) * np.float32(0.5) + low
 
 
 def as_text(state: Numbers) -> str:

@@ -44,8 +44,8 @@ def test_a_page_can_be_read_in_one_go(page: Path) -> None:
     assert len(" ".join(line for line in text.splitlines() if not line.startswith("|")).split()) <= PROSE
 
 
-GENERATED = {"api.md", "api-answers.md", "commands.md", "commands-models.md", "commands-measuring.md", "cpp.md",
-             "endpoints.md", "limits.md", "models.md"}  # fmt: skip
+GENERATED = {"api.md", "api-actions.md", "api-answers.md", "commands.md", "commands-models.md", "commands-measuring.md",
+             "cpp.md", "endpoints.md", "limits.md", "models.md"}  # fmt: skip
 
 
 def words(page: Path) -> int:

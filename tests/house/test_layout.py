@@ -178,8 +178,8 @@ def parameters(function: Any) -> list[str]:
 
 def test_the_public_names_are_these() -> None:
     names = {
-        "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Conversation", "Guide", "Model", "Options", "Sampling",
-        "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
+        "ActionLoop", "Answer", "AnswerStream", "AsyncAnswerStream", "Chat", "Continuation", "Conversation", "Guide",
+        "Model", "Options", "Sampling", "Stats", "ToolCall", "Tools", "bgr", "export", "load", "video",
     }  # fmt: skip
     errors = {
         "BundleError", "CheckpointError", "ContextError", "ConversationBusyError", "DeadlineError", "DeviceError",
@@ -221,7 +221,7 @@ def test_the_calls_that_users_write_keep_their_parameters() -> None:
 
 
 def test_the_api_reference_describes_every_public_name() -> None:
-    pages = [ROOT / "docs" / "reference" / name for name in ("api.md", "api-answers.md")]
+    pages = [ROOT / "docs" / "reference" / name for name in ("api.md", "api-answers.md", "api-actions.md")]
     described = set(
         re.findall(r"^### vtx\.(\w+)$", "".join(p.read_text(encoding="utf-8") for p in pages), re.MULTILINE)
     )

@@ -49,7 +49,7 @@ def action_spec(config: Config, expert: TextConfig, **flags: Any) -> ActionSpec:
     check_values(config, "a LeRobot", ADJUSTED)
     policy = SimpleNamespace(**{"chunk_size": 50, "max_state_dim": 32, "max_action_dim": 32, **config})
     stated = config.get("policy", {})
-    statistics = {name: tuple(stated[name]) for name in _STATISTICS if name in stated}
+    statistics: dict[str, Any] = {name: tuple(stated[name]) for name in _STATISTICS if name in stated}
     width = size(policy, "max_state_dim")
     if flags["state_in"] == "text" and stated.get("state_width"):
         width = stated["state_width"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+
 from vtx.exporter.checkpoint.config import ModelConfig, check_values, part_of
 from vtx.exporter.checkpoint.families.idefics.smolvlm import read_marked
 from vtx.exporter.checkpoint.families.lerobot.policy import action_spec, processor, square
