@@ -23,7 +23,7 @@ from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.slots import HeldStates
-from vtx.runtime.backends.tensorrt.batch import StageBatch
+from vtx.runtime.backends.tensorrt.batch import TensorrtStageBatch
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
@@ -152,7 +152,7 @@ class TensorrtBackend:
             turned=turned,
         )
         self._steps: TokenSteps | None = None  # once a token was decoded
-        self._batches: Sequence[StageBatch] = []
+        self._batches: Sequence[TensorrtStageBatch] = []
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str] | None:
@@ -276,7 +276,7 @@ class TensorrtBackend:
                 "these engines take one conversation at a time; export the bundle again and build with --batch 8, if "
                 "no layer of the model keeps a state or reads K and V of others"
             )
-        self._batches = [StageBatch(self._caches, spec, graph, lanes) for spec, graph in stages]
+        self._batches = [TensorrtStageBatch(self._caches, spec, graph, lanes) for spec, graph in stages]
 
     def reaches(self, caches: Sequence[StageCache]) -> bool:
         return bool(self._batches)

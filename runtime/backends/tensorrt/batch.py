@@ -82,7 +82,7 @@ class LaneMemory:
         return context
 
 
-class StageBatch:
+class TensorrtStageBatch:
     """The lanes of one stage. All lanes have the slots of the longest conversation of a run, or up to twice as many."""
 
     def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, lanes: int) -> None:

@@ -104,7 +104,8 @@ def test_lanes_grow_with_the_longest_conversation_and_shrink_after_it(
         )
         alone = [np.asarray(apart[n].append(TokenStates(rows[[i]]), positions[[i]]))[0] for i, n in enumerate(chosen)]
         np.testing.assert_allclose(states, alone, atol=1e-5)
-        capacities.append(engine._batches[0]._memory.capacity // SMALL_GROWTH)
+        keys = together[chosen[0]].regions()[0]
+        capacities.append(keys.pitch // (LANES * keys.row * SMALL_GROWTH))
     assert capacities == [1, 4, 1, 4, 4]
 
 
