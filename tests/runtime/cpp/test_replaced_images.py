@@ -95,7 +95,7 @@ def test_any_sequence_of_frames_is_answered_as_by_python(models: Models, family:
         wide = random_image(4, size)
         pool = [wide, random_image(5, size), *(marked(wide, rng.random()) for _ in range(4))]
         asked = list[tuple[list[Image.Image], Any, str]]()
-        for _ in range(16):
+        for _ in range(24):
             reduce = rng.choice(("none", "none", *reductions))
             count = 2 if family == "llava" and rng.random() < 0.5 else 1
             asked.append((rng.choices(pool, k=count), rng.choice((None, 3, 5)) if reduce == "none" else None, reduce))
