@@ -77,11 +77,8 @@ class Stats:
     `exit_layer` is the layer before it, None likewise. `kv_slots` and `kv_bytes` count filled slots right after the
     prompt.
     `reused_layers`: in layers 1 to this one no image token was run, since an earlier question's caches hold them.
-    `reused_tokens`: tokens of the prompt that they served; system text and images count if no image token was run, and
-    of images that were replaced what stands before the first token that differs.
-    `not_reused`: why image tokens were run in layers of the decoder, in one word; None if none were. "first": nothing
-    was asked before; "text", "image": the first token that differs is one of these; "question": image tokens see it;
-    "k": they left earlier before, or their hidden states were not kept; "reduction": it left others this time.
+    `reused_tokens`: tokens of the prompt that they served; of another prompt, those before the first that differs.
+    `not_reused`: why image tokens were run, in one word (docs/how-to/reduce.md); None if none were.
     `timings_ms.first_token` runs from the question to the first token, vision and prefill included.
     `device` computes in `compute` (f32, bf16, int8 or f16), with weights stored in `precision`.
     `gate` holds the decisions of the gates, in the order they were asked, if K was "auto"; else None.

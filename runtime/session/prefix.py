@@ -240,7 +240,8 @@ class Segment:
         places = np.cumsum(self.known)[indices] - 1
         if len(places) and places[-1] - places[0] + 1 == len(places):
             return self.states[int(places[0]) : int(places[-1]) + 1]
-        return self.states[places]
+        states: HiddenStates = self.states[places]
+        return states
 
 
 def first_false(mask: Mask) -> int:

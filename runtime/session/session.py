@@ -55,7 +55,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What a prompt need not run: its `prefix` is the last one's, and the first `stages` hold its image tokens.
+    """The part of a prompt that need not run: its `prefix` is the last one's, the first `stages` hold its image tokens.
 
     `suffix` tokens are in the caches. `obstacle`: why the prefix is another, in one word.
     """

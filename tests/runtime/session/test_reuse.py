@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.runtime.session.test_replaced_images import QUESTION, SYSTEM, asked, check
 from tests.support.exported import QUESTIONS, Models
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.replacing import QUESTION, SYSTEM, asked, check
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.session.prefix import Key, Prefix, Remaining
