@@ -41,7 +41,7 @@ def expert_tensors(c: TextConfig, a: ActionSpec) -> Shapes:
 
 
 def sees_itself(a: ActionSpec, layer: int) -> bool:
-    """Whether in a layer, from 1, the expert's tokens attend to each other."""
+    """Return True if the expert's tokens attend to each other in a layer, counted from 1."""
     return (layer - 1) % a.self_every == 0
 
 
@@ -89,7 +89,7 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
 
 
 def _mixed(b: Builder, x: ir.Value) -> ir.Value:
-    """What enters the expert of time, with the actions beside it or alone."""
+    """The mixed time that enters the expert, with the actions beside it or alone."""
     inner = activate(b, b.linear(x, "head.action_time_mlp_in", bias=True), "silu")
     return b.linear(inner, "head.action_time_mlp_out", bias=True)
 
@@ -142,7 +142,7 @@ class _Expert:
         return b.op("Add", b.op("Mul", y, b.op("Add", scale, b.scalar(1))), shift), gate
 
     def attended(self, y: ir.Value, layer: int) -> ir.Value:
-        """What attention adds in a layer to rows that are normed."""
+        """The sum that attention adds in a layer to rows that are normed."""
         b = self._b
         c = self._c
         a = self._a

@@ -51,7 +51,7 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What config.json says of inputs and outputs."""
+    """The inputs and outputs in config.json."""
 
     input_features: dict[str, Feature]
     output_features: dict[str, Feature]

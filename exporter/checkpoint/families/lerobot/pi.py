@@ -1,4 +1,4 @@
-"""What LeRobot's pi0 and pi0.5 share: PaliGemma of fixed sizes, and an expert of one of two."""
+"""The shared parts of LeRobot's pi0 and pi0.5: PaliGemma of fixed sizes, and an expert of one of two."""
 
 from __future__ import annotations
 

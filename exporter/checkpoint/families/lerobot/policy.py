@@ -1,4 +1,4 @@
-"""What all policies of LeRobot share: the expert's record, and settings that change actions beyond vtx."""
+"""The shared parts of LeRobot's policies: the expert's record, and settings that change actions beyond vtx."""
 
 from __future__ import annotations
 
