@@ -157,7 +157,8 @@ Rows Segment::states_of(const Ids& indices) const {
   Ids row_of, rows;
   int64_t row = 0;
   for (uint8_t bit : known) row_of.push_back(bit ? row++ : -1);
-  for (int64_t index : indices) rows.push_back(static_cast<size_t>(index) < row_of.size() ? row_of[static_cast<size_t>(index)] : -1);
+  row_of.resize(std::max(row_of.size(), tokens->size()), -1);  // those that it does not hold
+  for (int64_t index : indices) rows.push_back(row_of[static_cast<size_t>(index)]);
   if (std::find(rows.begin(), rows.end(), -1) != rows.end())
     fail(Kind::device, "image tokens continue whose hidden states were not kept");
   return take(*states, rows);

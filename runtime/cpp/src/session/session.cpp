@@ -504,8 +504,8 @@ Rows Session::run(size_t number, const TokenStates& suffix, bool query, bool alo
   return cache(number).append(suffix, text_positions(tokens.next_position, suffix.count()), query);
 }
 
-// Runs what the segment of stage `number` lacks of the prefix, and a suffix after it, maybe none: the hidden states of these. Of
-// the prefix only those that are needed afterwards, where the engine gains by it.
+// Runs what the segment of stage `number` lacks of the prefix, and a suffix after it, maybe none, whose hidden states it
+// gives. Of the prefix only those are computed that are needed afterwards, where the engine gains by it.
 Rows Session::run_rest(size_t number, const TokenStates& suffix, bool query) {
   const RemainingPtr tokens = remaining_[number];
   Segment& here = segments_.at(key(number));
