@@ -17,8 +17,9 @@ from vtx.exporter.bundling.source import SourceModel, read_source
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.generation import FILE as GENERATION
 from vtx.exporter.checkpoint.generation import generation_warnings
-from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
+from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.original.templates import TEMPLATES
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.exporter.checkpoint.text_tower import TextTowerCheckpoint
 from vtx.exporter.graphs.encoder import text_tower_tensors
 from vtx.exporter.graphs.expert import expert_tensors

@@ -11,8 +11,9 @@ from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.family import Family
-from vtx.exporter.checkpoint.loader import Checkpoint, read_settings
+from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.processor import read_image_processor
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.exporter.checkpoint.text import read_template
 from vtx.exporter.graphs.activations import check_activation
 from vtx.exporter.weights.plan import with_own_head

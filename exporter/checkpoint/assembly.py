@@ -14,14 +14,7 @@ from vtx.exporter.checkpoint.config import VISION_FAMILIES
 from vtx.exporter.checkpoint.families.registry import find_family
 from vtx.exporter.checkpoint.family import Config, OriginalLayout, OriginalParts
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import (
-    Checkpoint,
-    canonical_name,
-    check_model,
-    is_plain_path,
-    open_model,
-    read_settings,
-)
+from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, is_plain_path, open_model
 from vtx.exporter.checkpoint.mixture import stack_experts
 from vtx.exporter.checkpoint.original.known_towers import (
     CLIP_L_336,
@@ -35,6 +28,7 @@ from vtx.exporter.checkpoint.original.known_towers import (
 )
 from vtx.exporter.checkpoint.original.lerobot import policy_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.safetensors import shown
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.bundle.spec.text_settings import MAX_ID

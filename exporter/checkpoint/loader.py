@@ -26,6 +26,7 @@ from vtx.exporter.checkpoint.family import OriginalParts
 from vtx.exporter.checkpoint.hub import check_blob, checkpoint_files, in_cache, revision_of, snapshot
 from vtx.exporter.checkpoint.original.pickled import PICKLE, PICKLE_INDEX, pickled_tensors
 from vtx.exporter.checkpoint.quantised.opening import GPTQ_FILE, stated_settings, with_matrices
+from vtx.exporter.checkpoint.settings import MAX_CONFIG, read_settings
 from vtx.runtime.bundle.files import Folder, reason
 from vtx.runtime.bundle.safetensors import TensorInfo, header_of, open_data, shown
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError, VtxError
@@ -34,15 +35,11 @@ from vtx.tools.calibration.report import DOWNSAMPLED
 from vtx.tools.common.files import json_object
 from vtx.tools.common.hub import check_hub_id
 
-# Each is several times the largest of published files, in brackets: of OpenVLA 7B, Gemma 3, and OpenVLA 7B.
-MAX_CONFIG = 2**20  # [60,736 bytes]
-MAX_TOKENIZER_CONFIG = 8 * 2**20  # [1,157,007 bytes]
-MAX_INDEX = 8 * 2**20  # [94,764 bytes]
+MAX_INDEX = 8 * 2**20  # several times the largest that was published, OpenVLA 7B's of 94,764 bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-TOKENIZER_CONFIG = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
@@ -262,13 +259,6 @@ def canonical_name(name: str) -> str:
         if count:
             return renamed
     return name
-
-
-def read_settings(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint, empty if the file does not exist. Raises `CheckpointError`."""
-    files = checkpoint_files(folder)
-    limit = MAX_TOKENIZER_CONFIG if name == TOKENIZER_CONFIG else MAX_CONFIG
-    return json_object(files.read(name, limit), name) if files.exists(name) else {}
 
 
 def check_finite(array: NDArray[Any], name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.family import ONE_PIECE, ImageProcessor
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import read_settings
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.spec.image_settings import RESAMPLING, ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES

@@ -13,8 +13,8 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
+from vtx.exporter.checkpoint.settings import MAX_CONFIG, read_settings
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest

@@ -17,7 +17,7 @@ from typing import Any
 
 from vtx.exporter.checkpoint.generation import FILE as GENERATION
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import read_settings
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
 from vtx.runtime.host.confined import ChildLimits, confine

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from vtx.exporter.python import export as export
+    from vtx.runtime.api.action_loop import ActionLoop as ActionLoop
     from vtx.runtime.api.answer import Answer as Answer
     from vtx.runtime.api.answer import Stats as Stats
-    from vtx.runtime.api.chunks import ActionLoop as ActionLoop
     from vtx.runtime.api.chunks import Continuation as Continuation
     from vtx.runtime.api.conversation import Chat as Chat
     from vtx.runtime.api.conversation import Conversation as Conversation
@@ -59,7 +59,7 @@ _ERRORS = (
     "VtxError",
 )
 _HOMES = {
-    "ActionLoop": "runtime.api.chunks",
+    "ActionLoop": "runtime.api.action_loop",
     "Answer": "runtime.api.answer",
     "AnswerStream": "runtime.api.stream",
     "AsyncAnswerStream": "runtime.api.stream",

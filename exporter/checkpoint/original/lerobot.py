@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import MAX_CONFIG, read_settings
+from vtx.exporter.checkpoint.settings import MAX_CONFIG, read_settings
 from vtx.runtime.bundle.safetensors import unpack
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.strict import Strict, optional

@@ -52,7 +52,9 @@ class Ort(Dialect):
         unsigned, scales, *points = unsigned_parts(b, weight, block)
         sizes = {"K": width, "N": rows, "bits": bits, "block_size": block}
         if self.name == "ort":
-            added = [*(points or [None]), None, b.weight(bias)] if bias else points
+            added: list[ir.Value | None] = [*points]
+            if bias:
+                added = [*(points or [None]), None, b.weight(bias)]
             return b.op(
                 "MatMulNBits", x, unsigned, scales, *added, domain=MICROSOFT, accuracy_level=INT8_ACTIVATIONS, **sizes
             )

@@ -12,8 +12,9 @@ import safetensors.numpy
 
 from tests.support.checkpoints import COMMIT, CONFIG, Q_PROJ, SHARDS, WEIGHTS, make, make_cache, make_sharded, put_index
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite, read_settings
+from vtx.exporter.checkpoint.loader import INDEX, SINGLE, canonical_name, check_finite
 from vtx.exporter.checkpoint.original.pickled import PICKLE
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.safetensors import read_bits, read_header
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.tools.common.files import read_json_object

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vtx.runtime.api.chunks import ActionLoop, Continuation, Guide
+from vtx.runtime.api.action_loop import ActionLoop
+from vtx.runtime.api.chunks import Continuation, Guide
 from vtx.runtime.errors import DeadlineError, RequestError
 
 

@@ -14,8 +14,8 @@ from tests.support.tiny import Tiny, make
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.qwen.qwen2_vl import adjust
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.exporter.checkpoint.spec import config_size
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native

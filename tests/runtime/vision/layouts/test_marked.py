@@ -11,8 +11,8 @@ import pytest
 from tests.support.tiny import Tiny, make, random_image
 from tests.support.towers import tower_spec
 from vtx.exporter.checkpoint.families.registry import find_family, read_config
-from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, RequestError, UnsupportedModelError
 from vtx.runtime.vision.layout import limited_layout

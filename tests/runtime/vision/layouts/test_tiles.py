@@ -12,8 +12,8 @@ from tests.support.tiny import Tiny, make, random_image
 from tests.support.towers import tower_spec
 from vtx.exporter.checkpoint.families.internvl.internvl import FAMILY as INTERNVL
 from vtx.exporter.checkpoint.families.registry import read_config
-from vtx.exporter.checkpoint.loader import read_settings
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
+from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.vision.layout import limited_layout
