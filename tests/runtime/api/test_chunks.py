@@ -70,10 +70,11 @@ def model() -> Model:
     return Model()
 
 
-def finished(loop: ActionLoop) -> None:
+def finish(loop: ActionLoop, model: Model) -> None:
     """Let the running computation end."""
-    loop._model.ready.release()
-    loop._next.result()
+    model.ready.release()
+    while loop.computing:
+        pass
 
 
 def test_a_loop_executes_what_is_left_while_it_computes_and_drops_the_time_that_passed(model: Model) -> None:
@@ -82,7 +83,7 @@ def test_a_loop_executes_what_is_left_while_it_computes_and_drops_the_time_that_
         assert [loop.step(f"frame {n}", n)[0] for n in range(3)] == [100, 101, 102]
         assert loop.step("frame 3", 3)[0] == 103  # the next chunk is begun here
         assert loop.step("frame 4", 4)[0] == 104
-        finished(loop)
+        finish(loop, model)
         assert loop.step("frame 5", 5)[0] == 202  # two actions were executed meanwhile
         second = model.calls[1]
         assert (second["images"], second["state"], second["k"]) == ("frame 3", 3, 5)
