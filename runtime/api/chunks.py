@@ -66,7 +66,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Guide:
+class ChunkGuide:
     """The guidance of a chunk towards `actions` [horizon, width] by `weights` [horizon]."""
 
     actions: Numbers

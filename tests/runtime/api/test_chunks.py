@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vtx.runtime.api.chunks import ActionLoop, Continuation, Guide
+from vtx.runtime.api.chunks import ActionLoop, ChunkGuide, Continuation
 from vtx.runtime.errors import DeadlineError, RequestError
 
 
@@ -43,7 +43,7 @@ def test_a_guide_adds_the_weighted_error_of_the_end_as_the_paper_states_it(time:
     strength = min(5.0, (1 - tau) / (tau * r2)) if tau > 0 else 5.0
     end = noisy + (1 - tau) * -velocity
     wanted = -velocity + strength * np.diag(weights) @ (left - end)
-    np.testing.assert_allclose(-Guide(left, weights, 5.0)(noisy, velocity, time), wanted, atol=1e-5)
+    np.testing.assert_allclose(-ChunkGuide(left, weights, 5.0)(noisy, velocity, time), wanted, atol=1e-5)
 
 
 class Model:
