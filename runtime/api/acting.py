@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vtx.runtime.api.chunks import Continuation, Guide
+from vtx.runtime.api.chunks import ChunkGuide, Continuation
 from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
 from vtx.runtime.api.options import DEFAULT, K
 from vtx.runtime.api.robot_units import as_text, normalised, restored, width_of
@@ -178,7 +178,7 @@ class Actor:
             numbers = normalised(spec, "state", numbers)
         return np.pad(numbers, (0, spec.state - width))
 
-    def _guide(self, after: Continuation, *, normalized: bool) -> Guide:
+    def _guide(self, after: Continuation, *, normalized: bool) -> ChunkGuide:
         """The guidance towards actions that are left of the last chunk; numbers beyond the robot's are led to 0."""
         spec = self._spec
         width = spec.width if normalized else width_of(spec, "actions") or spec.width
@@ -189,7 +189,7 @@ class Actor:
         if not normalized:
             left = normalised(spec, "actions", left)
         padded = np.pad(left, ((0, spec.horizon - len(left)), (0, spec.width - width)))
-        return Guide(padded, weights, after.strength)
+        return ChunkGuide(padded, weights, after.strength)
 
     def _noise(self, noise: ArrayLike | None, seed: int | None) -> NDArray[np.float32]:
         shape = self._spec.horizon, self._spec.width

@@ -50,7 +50,7 @@ class Feature:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyFeatures:
     """The inputs and outputs in config.json."""
 
     input_features: dict[str, Feature]
@@ -68,7 +68,7 @@ class StepConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PolicyStep:
     """A step before or after the model; `state_file` has its tensors."""
 
     registry_name: str | None = optional(None)
@@ -77,10 +77,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class PolicySteps:
     """The contents of a file of steps."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PolicyStep, ...]
 
 
 class _Settings(Strict):
@@ -96,36 +96,36 @@ def policy_settings(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises CheckpointError, UnsupportedModelError.
     """
-    policy = READER.read(Policy, config, "config.json")
+    policy = READER.read(PolicyFeatures, config, "config.json")
     before = _steps(folder, BEFORE)
-    normalising = before.get("normalizer_processor", Step())
+    normalising = before.get("normalizer_processor", PolicyStep())
     mode = (normalising.config.norm_map or {}).get("VISUAL", IDENTITY)
     if mode != IDENTITY:
         raise UnsupportedModelError(f"{BEFORE}: pictures are normalised by {mode!r:.40}; vtx supports {IDENTITY}")
-    renaming = before.get("rename_observations_processor", Step())
+    renaming = before.get("rename_observations_processor", PolicyStep())
     names = {target: source for source, target in (renaming.config.rename_map or {}).items()}
     images = [n for n, feature in policy.input_features.items() if feature.type == "VISUAL" and not EMPTY.match(n)]
     if not images:
         raise CheckpointError("config.json: input_features has no camera; add its VISUAL features")
-    restoring = _steps(folder, AFTER).get("unnormalizer_processor", Step())
+    restoring = _steps(folder, AFTER).get("unnormalizer_processor", PolicyStep())
     state = policy.input_features.get(STATE)
     return {
         "cameras": [names.get(name, name).removeprefix(IMAGES) for name in images],
         "state_width": None if state is None else state.shape[0],
-        "instruction_tokens": before.get("tokenizer_processor", Step()).config.max_length,
+        "instruction_tokens": before.get("tokenizer_processor", PolicyStep()).config.max_length,
         **_statistics(folder, normalising, "state", STATE, state),
         **_statistics(folder, restoring, "actions", ACTION, policy.output_features.get(ACTION)),
     }
 
 
-def _steps(folder: Path, file: str) -> dict[str | None, Step]:
+def _steps(folder: Path, file: str) -> dict[str | None, PolicyStep]:
     """The steps of a file by their names. Raises CheckpointError, UnsupportedModelError."""
     if not checkpoint_files(folder).exists(file):
         raise CheckpointError(
             f"{folder} has no {file}, so it is of a LeRobot before 0.4; convert it with LeRobot's "
             "migrate_policy_normalization"
         )
-    steps = READER.read(Steps, read_settings(folder, file), file).steps
+    steps = READER.read(PolicySteps, read_settings(folder, file), file).steps
     for step in steps:
         if step.registry_name not in KNOWN and (step.registry_name not in UNUSED or step.config.enabled):
             raise UnsupportedModelError(
@@ -134,7 +134,9 @@ def _steps(folder: Path, file: str) -> dict[str | None, Step]:
     return {step.registry_name: step for step in steps}
 
 
-def _statistics(folder: Path, step: Step, field: str, name: str, feature: Feature | None) -> dict[str, list[float]]:
+def _statistics(
+    folder: Path, step: PolicyStep, field: str, name: str, feature: Feature | None
+) -> dict[str, list[float]]:
     """The statistics of a feature by their fields; none if the policy has none, as one that is to be trained further.
 
     Raises CheckpointError, UnsupportedModelError.

@@ -54,7 +54,8 @@ class Ort(Dialect):
         if self.name == "ort":
             added: list[ir.Value | None] = [*points]
             if bias:
-                added = [*(points or [None]), None, b.weight(bias)]
+                added += [None] * (2 - len(points))
+                added.append(b.weight(bias))
             return b.op(
                 "MatMulNBits", x, unsigned, scales, *added, domain=MICROSOFT, accuracy_level=INT8_ACTIVATIONS, **sizes
             )

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+<<<<<<< HEAD
 from vtx.runtime.api.action_loop import ActionLoop
 from vtx.runtime.api.chunks import Continuation, Guide
+=======
+from vtx.runtime.api.chunks import ActionLoop, ChunkGuide, Continuation
+>>>>>>> robots
 from vtx.runtime.errors import DeadlineError, RequestError
 
 
@@ -44,7 +48,7 @@ def test_a_guide_adds_the_weighted_error_of_the_end_as_the_paper_states_it(time:
     strength = min(5.0, (1 - tau) / (tau * r2)) if tau > 0 else 5.0
     end = noisy + (1 - tau) * -velocity
     wanted = -velocity + strength * np.diag(weights) @ (left - end)
-    np.testing.assert_allclose(-Guide(left, weights, 5.0)(noisy, velocity, time), wanted, atol=1e-5)
+    np.testing.assert_allclose(-ChunkGuide(left, weights, 5.0)(noisy, velocity, time), wanted, atol=1e-5)
 
 
 class Model:
@@ -71,10 +75,11 @@ def model() -> Model:
     return Model()
 
 
-def finished(loop: ActionLoop) -> None:
+def finish(loop: ActionLoop, model: Model) -> None:
     """Let the running computation end."""
-    loop._model.ready.release()
-    loop._next.result()
+    model.ready.release()
+    while loop.computing:
+        pass
 
 
 def test_a_loop_executes_what_is_left_while_it_computes_and_drops_the_time_that_passed(model: Model) -> None:
@@ -83,7 +88,7 @@ def test_a_loop_executes_what_is_left_while_it_computes_and_drops_the_time_that_
         assert [loop.step(f"frame {n}", n)[0] for n in range(3)] == [100, 101, 102]
         assert loop.step("frame 3", 3)[0] == 103  # the next chunk is begun here
         assert loop.step("frame 4", 4)[0] == 104
-        finished(loop)
+        finish(loop, model)
         assert loop.step("frame 5", 5)[0] == 202  # two actions were executed meanwhile
         second = model.calls[1]
         assert (second["images"], second["state"], second["k"]) == ("frame 3", 3, 5)
