@@ -40,6 +40,11 @@ class ActionLoop:
         self._thread = ThreadPoolExecutor(1, "vtx-actions")
         self.delay = delay
 
+    @property
+    def computing(self) -> bool:
+        """True while the next chunk is computed."""
+        return self._next is not None and not self._next.done()
+
     def step(self, images: Cameras, state: ArrayLike | None = None) -> NDArray[np.float32]:
         """The next action [action size]. Waits only if there is none, at the beginning or if a chunk is late.
 

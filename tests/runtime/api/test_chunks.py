@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
 from vtx.runtime.api.action_loop import ActionLoop
-from vtx.runtime.api.chunks import Continuation, Guide
-=======
-from vtx.runtime.api.chunks import ActionLoop, ChunkGuide, Continuation
->>>>>>> robots
+from vtx.runtime.api.chunks import ChunkGuide, Continuation
 from vtx.runtime.errors import DeadlineError, RequestError
 
 
