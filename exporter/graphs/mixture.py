@@ -32,9 +32,13 @@ def mix_experts(b: Builder, c: TextConfig, m: Mixture, x: ir.Value, name: str) -
 def _by_operator(b: Builder, c: TextConfig, m: Mixture, x: ir.Value, logits: ir.Value, name: str) -> ir.Value:
     """MoE or QMoE of onnxruntime. They take the softmax of logits and choose themselves."""
     attributes = {
-        "k": m.active, "normalize_routing_weights": 1, "activation_type": "swiglu", "swiglu_fusion": 1,
-        "activation_alpha": 1.0, "activation_beta": 0.0,
-    }  # fmt: skip
+        "k": m.active,
+        "normalize_routing_weights": 1,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+    }
     gate, up, down = (f"{name}{part}_proj.weight" for part in ("gate", "up", "down"))
     if any(b.location(matrix).scales is None for matrix in (gate, up, down)):
         first = _by_turns(b, m, _matrix(b, gate), _matrix(b, up))
