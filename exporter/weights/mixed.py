@@ -27,7 +27,7 @@ from vtx.runtime.precision import PRECISIONS
 Shape = tuple[int, ...]
 # Ends of names; all other matrices have the last turn.
 TURNS = ("head.first", "head.last"), ("v_proj",), ("k_proj",), ("o_proj", "out_proj")
-FREQUENT = 8  # the first of so many parts of a head's rows
+FREQUENT = 8  # parts of a head's rows, of which the first is int8
 ADDED = 2048  # rows at its end
 
 
