@@ -83,12 +83,12 @@ class PolicySteps:
     steps: tuple[PolicyStep, ...]
 
 
-class _Settings(Strict):
+class _PolicyFiles(Strict):
     def unknown(self, where: str, name: str) -> None:
         """Other keys are LeRobot's."""
 
 
-READER = _Settings(CheckpointError, "download it again")
+READER = _PolicyFiles(CheckpointError, "download it again")
 
 
 def policy_settings(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
