@@ -63,17 +63,8 @@ LARGE = 256 << 20
 def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> None:
     """Write the parts of the bundle that `journal` lacks into `folder`; `report` gets (phase, done, total)."""
     started = time.time()
-    texts = {spec.TOKENIZER: plan.tokenizer, spec.TEMPLATE: plan.template}
-    if plan.text_tower is not None:
-        texts[plan.text_tower.spec.tokenizer] = plan.text_tower.tokenizer
-    for name, text in texts.items():
-        (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-    sliding = plan.config.text.sliding
-    tables = dict(zip((names.COS, names.SIN), rope_tables(plan.config.text.rope, plan.max_context), strict=True))
-    if sliding is not None:
-        own = rope_tables(sliding.rope, plan.max_context)
-        tables |= dict(zip((names.SLIDING_COS, names.SLIDING_SIN), own, strict=True))
-    write_safetensors(folder / spec.ROPE, tables, None)
+    _write_texts(folder, plan)
+    _write_positions(folder, plan)
     stored = dict(plan.weights.stored)
     if plan.gates is not None:
         gates = {n: w for k in plan.gated_ks for n, w in zip(gate_tensors(k), plan.gates.by_k[k], strict=True)}
@@ -94,6 +85,36 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
         factors, measured = read_factors(folder / FACTORS)
     scaled = scalings(plan.config.text, factors, read_inputs(folder))
     records = write_weights(plan.weights, folder, journal, counter(report, "weights", plan.prediction.work), scaled)
+    _write_small_tensors(folder, plan)
+    if "golden" not in journal.parts:
+        with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
+            _write_golden(folder, plan, report)
+        journal.add_part("golden")
+    manifest = _manifest(folder, plan, records, measured, started, report)
+    seal_manifest(folder, manifest)
+
+
+def _write_texts(folder: Path, plan: Plan) -> None:
+    """Write the chat template and the tokenizers."""
+    texts = {spec.TOKENIZER: plan.tokenizer, spec.TEMPLATE: plan.template}
+    if plan.text_tower is not None:
+        texts[plan.text_tower.spec.tokenizer] = plan.text_tower.tokenizer
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+
+
+def _write_positions(folder: Path, plan: Plan) -> None:
+    """Write the tables of rotary positions."""
+    sliding = plan.config.text.sliding
+    tables = dict(zip((names.COS, names.SIN), rope_tables(plan.config.text.rope, plan.max_context), strict=True))
+    if sliding is not None:
+        own = rope_tables(sliding.rope, plan.max_context)
+        tables |= dict(zip((names.SLIDING_COS, names.SLIDING_SIN), own, strict=True))
+    write_safetensors(folder / spec.ROPE, tables, None)
+
+
+def _write_small_tensors(folder: Path, plan: Plan) -> None:
+    """Write the weights that the runtime itself computes with."""
     if plan.reductions.needs.final_norm or plan.text.seg_token_id is not None:
         weight = CheckpointWeights(plan.checkpoint).read("text.norm.weight").numpy()
         write_safetensors(folder / spec.FINAL_NORM, {FINAL_NORM_WEIGHT: weight}, None)
@@ -104,12 +125,6 @@ def fill(folder: Path, plan: Plan, journal: ExportJournal, report: Progress) -> 
         projection = BundleWeights(folder, plan.weights.stored)
         parts = {name: projection.read(f"{STATE_PROJECTION}.{name}").numpy() for name in ("weight", "bias")}
         write_safetensors(folder / spec.STATE, parts, None)
-    if "golden" not in journal.parts:
-        with returning_memory() if plan.prediction.disk > LARGE else nullcontext():
-            _write_golden(folder, plan, report)
-        journal.add_part("golden")
-    manifest = _manifest(folder, plan, records, measured, started, report)
-    seal_manifest(folder, manifest)
 
 
 def end(folder: Path, journal: ExportJournal) -> None:
@@ -203,7 +218,6 @@ def _manifest(
 ) -> Manifest:
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
     precisions = plan.precisions
-    options = plan.options
     others = {*weights, JOURNAL, FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     hashed = counter(report, "checksums", sum(p.stat().st_size for p in paths))
@@ -213,38 +227,7 @@ def _manifest(
     record = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 1),
-        "source": {
-            "model": plan.name,
-            "revision": plan.checkpoint.revision,
-            "fingerprint": plan.checkpoint.fingerprint(),
-            "tower": plan.config.vision.family,
-            "fit": trained_fit(plan.image),
-            "parameters": plan.parameters,
-        },
-        "options": {
-            "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
-            "k": list(plan.ks),
-            "reduce": list(options.reductions),
-            "precision": precisions.decoder,
-            "vision_precision": precisions.vision,
-            "head_precision": precisions.head,
-            "kv_precision": precisions.kv,
-            "max_context": options.max_context,
-            "dialects": list(options.dialects),
-            "chat_template": options.template is not None,
-            **({"text_tower": options.text_tower} if options.text_tower else {}),
-            **{f"{precision}_block": block for precision, block in precisions.blocks.items()},
-            **({"tower": options.tower} if options.tower else {}),
-            **({"allow_pickle": True} if options.allow_pickle else {}),
-            **({"bits": options.bits} if options.bits is not None else {}),
-            **({"downsample": options.downsample} if options.downsample else {}),
-            **({"allow_changed_answers": True} if options.allow_changed_answers else {}),
-        },
-        **({"text_tower": {"fingerprint": plan.text_tower.checkpoint.fingerprint()}} if plan.text_tower else {}),
-        **({"gates": {"features": FEATURES, **plan.gates.metadata}} if plan.gates else {}),
-        **({"calibration": json_value(options.calibration)} if options.calibration else {}),
-        **({"activation_aware": factors} if factors else {}),
-        **({"mixed": mixed_record(precisions, plan.weights.stored)} if options.bits is not None else {}),
+        **_record(plan, factors),
         "versions": {"python": platform.python_version(), **packages(f"{DISTRIBUTION}[export]")},
     }
     return Manifest(
@@ -278,6 +261,61 @@ def _manifest(
         action=plan.config.action,
         bins=plan.config.bins,
     )
+
+
+def _record(plan: Plan, factors: Mapping[str, Any]) -> dict[str, Any]:
+    """The source, the options and the measurements that a bundle was made of."""
+    options = plan.options
+    parts: dict[str, Any] = {
+        "source": {
+            "model": plan.name,
+            "revision": plan.checkpoint.revision,
+            "fingerprint": plan.checkpoint.fingerprint(),
+            "tower": plan.config.vision.family,
+            "fit": trained_fit(plan.image),
+            "parameters": plan.parameters,
+        },
+        "options": _options(plan),
+    }
+    if plan.text_tower:
+        parts["text_tower"] = {"fingerprint": plan.text_tower.checkpoint.fingerprint()}
+    if plan.gates:
+        parts["gates"] = {"features": FEATURES, **plan.gates.metadata}
+    if options.calibration:
+        parts["calibration"] = json_value(options.calibration)
+    if factors:
+        parts["activation_aware"] = factors
+    if options.bits is not None:
+        parts["mixed"] = mixed_record(plan.precisions, plan.weights.stored)
+    return parts
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """The options of an export that change its bundle."""
+    options = plan.options
+    precisions = plan.precisions
+    choices = {
+        "text_tower": options.text_tower,
+        **{f"{precision}_block": block for precision, block in precisions.blocks.items()},
+        "tower": options.tower,
+        "allow_pickle": options.allow_pickle,
+        "bits": options.bits,
+        "downsample": options.downsample,
+        "allow_changed_answers": options.allow_changed_answers,
+    }
+    return {
+        "model": options.model.encode("utf-8", "replace").decode(),  # a directory's name need not be Unicode
+        "k": list(plan.ks),
+        "reduce": list(options.reductions),
+        "precision": precisions.decoder,
+        "vision_precision": precisions.vision,
+        "head_precision": precisions.head,
+        "kv_precision": precisions.kv,
+        "max_context": options.max_context,
+        "dialects": list(options.dialects),
+        "chat_template": options.template is not None,
+        **{name: choice for name, choice in choices.items() if choice},
+    }
 
 
 DISTRIBUTION = "vtx-edge"

@@ -141,24 +141,10 @@ def check_fidelity(
             "that has them, vtx-fit measures it"
         )
     if not kinds and not is_rounded(manifest):
-        return
+        return None
     device = DEVICE if kinds else "cpu"
-    memory = memory_to_measure(folder, device, kinds)
-    named = " and ".join(("f32", *kinds))
-    rooms = {"is free": available_memory(), "is allowed": wanted.memory}
-    short = next((f" ({size(room)} {what})" for what, room in rooms.items() if room is not None and memory > room), "")
-    if short and not wanted.always:
-        return say(
-            f"not measuring the bundle's answers in {named} arithmetic, which needs about {size(memory)} of "
-            f"memory{short}: it is answered in f32. Export where more memory is free, or measure all the same with "
-            "--arithmetic measured"
-        )
-    if memory >= LARGE or short:
-        limit = "" if wanted.always else f" and {SECONDS / 60:.0f} minutes"
-        say(
-            f"measuring the bundle's answers in {named} arithmetic, which needs about {size(memory)} of "
-            f"memory{short}{limit}; --arithmetic f32 leaves it out"
-        )
+    if not _has_memory(memory_to_measure(folder, device, kinds), kinds, wanted, say):
+        return None
     record = measure(folder, plan, device, kinds, wanted, report)
     if not record:
         return say("not measuring the bundle's answers: no question about one image fits its template and its context")
@@ -169,6 +155,28 @@ def check_fidelity(
             f"{record['tokens']} tokens, the limit is {MOST:g}; {lost['same']:.0%} keep the most probable token. Use "
             "--precision int8 or fp16, or make it all the same with --allow-changed-answers"
         )
+    return None
+
+
+def _has_memory(memory: int, kinds: Sequence[str], wanted: MeasuredArithmetic, say: Callable[[str], None]) -> bool:
+    """Return True if the answers are measured, which needs this memory; `say` what it takes, or why they are not."""
+    named = " and ".join(("f32", *kinds))
+    rooms = {"is free": available_memory(), "is allowed": wanted.memory}
+    short = next((f" ({size(room)} {what})" for what, room in rooms.items() if room is not None and memory > room), "")
+    if short and not wanted.always:
+        say(
+            f"not measuring the bundle's answers in {named} arithmetic, which needs about {size(memory)} of "
+            f"memory{short}: it is answered in f32. Export where more memory is free, or measure all the same with "
+            "--arithmetic measured"
+        )
+        return False
+    if memory >= LARGE or short:
+        limit = "" if wanted.always else f" and {SECONDS / 60:.0f} minutes"
+        say(
+            f"measuring the bundle's answers in {named} arithmetic, which needs about {size(memory)} of "
+            f"memory{short}{limit}; --arithmetic f32 leaves it out"
+        )
+    return True
 
 
 def measure(
@@ -193,21 +201,9 @@ def measure(
         report("arithmetic", min(done, total), total)
 
     report("arithmetic", 0, total)  # before an engine takes memory, which is not the export's own
-    exchanges = list[Exchange]()
-    given = list[Logits]()
     with _loaded(folder, device, "f32") as model:
-        for item in items:
-            if exchanges and time.monotonic() - started > FIRST_SHARE * limit:
-                break
-            if wanted.data is None and sum(len(exchange.answer) for exchange in exchanges) >= ENOUGH:
-                break
-            try:
-                exchange, logits = answer(model, item)
-            except RequestError:  # its template needs an image, say
-                continue
-            exchanges.append(exchange)
-            given.append(logits)
-            step()
+        enough = ENOUGH if wanted.data is None else None
+        exchanges, given = _answers(model, items, enough, started + FIRST_SHARE * limit, step)
     if not exchanges:
         return {}
     first_seconds = time.monotonic() - started
@@ -237,6 +233,30 @@ def measure(
     changed = dataclasses.replace(manifest, arithmetic=accepted, record={**manifest.record, "arithmetic": record})
     seal_manifest(folder, changed)
     return record
+
+
+def _answers(
+    model: Model, items: Sequence[Item], enough: int | None, until: float, step: Callable[[], None]
+) -> tuple[list[Exchange], list[Logits]]:
+    """The answers to items and their logits, one at least: until there are `enough` tokens, or the clock says `until`.
+
+    Items that cannot be asked, since the template needs an image, say, are left out.
+    """
+    exchanges = list[Exchange]()
+    logits_of = list[Logits]()
+    for item in items:
+        if exchanges and time.monotonic() > until:
+            break
+        if enough is not None and sum(len(exchange.answer) for exchange in exchanges) >= enough:
+            break
+        try:
+            exchange, logits = answer(model, item)
+        except RequestError:
+            continue
+        exchanges.append(exchange)
+        logits_of.append(logits)
+        step()
+    return exchanges, logits_of
 
 
 def _measured(

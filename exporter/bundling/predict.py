@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
@@ -92,13 +92,7 @@ def predict(
         max_context=max_context,
         kv_bytes=KV_DTYPES[kv_dtype].bytes,
     )
-    resident = sum(
-        resident_bytes(tensor.dtype, tensor.shape, prod(tensor.scales.shape) if tensor.scales else 0, floats)
-        + (tensor.zeros.nbytes if tensor.zeros else 0)
-        for name, tensor in plan.stored.items()
-        # a table that is not the head stays in its file, read a row at a time, and so does the one of inputs to layers
-        if name != PER_LAYER and (HEAD not in plan.stored or name != EMBEDDING)
-    )
+    resident = _resident(plan, floats)
     # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
     # matrix, and its hidden states.
     golden = config.layout.count(*golden_image().size)
@@ -116,6 +110,22 @@ def predict(
         engine=engine,
         scratch=2 * _inputs(text, measured) if measured and PRECISIONS[precisions.decoder].bits == 4 else 0,
     )
+
+
+def _resident(plan: WeightPlan, floats: Mapping[str, int]) -> int:
+    """Bytes of the weights in memory, `floats` as an engine holds them.
+
+    A table that is not the head stays in its file, read a row at a time, and so does the one of inputs to layers.
+    """
+    total = 0
+    for name, tensor in plan.stored.items():
+        if name == PER_LAYER or (name == EMBEDDING and HEAD in plan.stored):
+            continue
+        scales = prod(tensor.scales.shape) if tensor.scales else 0
+        total += resident_bytes(tensor.dtype, tensor.shape, scales, floats)
+        if tensor.zeros:
+            total += tensor.zeros.nbytes
+    return total
 
 
 def _largest_read(text: TextConfig) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from vtx.exporter.checkpoint.config import VISION_FAMILIES
 from vtx.exporter.checkpoint.families.registry import find_family
-from vtx.exporter.checkpoint.family import Config, OriginalLayout, OriginalParts
+from vtx.exporter.checkpoint.family import Config, Family, OriginalLayout, OriginalParts
 from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, is_plain_path, open_model
 from vtx.exporter.checkpoint.mixture import stack_experts
@@ -29,7 +29,7 @@ from vtx.exporter.checkpoint.original.known_towers import (
 from vtx.exporter.checkpoint.original.lerobot import policy_settings
 from vtx.exporter.checkpoint.processor import ALONE, read_image_processor
 from vtx.exporter.checkpoint.settings import read_settings
-from vtx.runtime.bundle.safetensors import shown
+from vtx.runtime.bundle.safetensors import TensorInfo, shown
 from vtx.runtime.bundle.spec.stored import EMBEDDING
 from vtx.runtime.bundle.spec.text_settings import MAX_ID
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -60,12 +60,7 @@ def open_checkpoint(
         model, check_model, canonical_name, parts=folders, allow_pickle=allow_pickle, progress=progress
     )
     family = find_family(checkpoint.config)
-    turned = {name: checkpoint.tensors[name].turned for name in family.transposed if name in checkpoint.tensors}
-    tables = {EMBEDDING: checkpoint.tensors[TABLE]} if TABLE in checkpoint.tensors else {}
-    checkpoint = replace(checkpoint, tensors=stack_experts({**tables, **checkpoint.tensors, **turned}))
-    if family.arrange is not None:
-        arranged = family.arrange(family.read(checkpoint.config), checkpoint.tensors)
-        checkpoint = replace(checkpoint, tensors=dict(arranged))
+    checkpoint = replace(checkpoint, tensors=_arranged(family, checkpoint))
     layout = family.original
     if layout is not None and layout.base is not None:
         return _with_base(checkpoint, layout, layout.base(checkpoint.config), tower)
@@ -75,14 +70,11 @@ def open_checkpoint(
         raise RequestError("--tower is for checkpoints that only name their tower; this one holds it, leave it out")
     if layout is None:
         return checkpoint
-    folder = checkpoint.folder
-    config = checkpoint.config
     whole_layout = layout.whole
     if whole_layout is None:
-        config = {**config, **{k: read_settings(folder, f"{part}/config.json") for k, part in layout.folders.items()}}
-        text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
-        processor = layout.processor(config, read_image_processor(vision))
-        return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
+        return _in_folders(checkpoint, layout)
+    folder = checkpoint.folder
+    config = checkpoint.config
     if whole_layout.text is not None:
         config = {**config, "text_config": config.get(whole_layout.text)}
     if whole_layout.image_token is not None:
@@ -94,6 +86,28 @@ def open_checkpoint(
     return replace(
         checkpoint, config=config, tensors=dict(whole_layout.tensors(config, checkpoint.tensors)), original=parts
     )
+
+
+def _arranged(family: Family, checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
+    """The tensors as graphs take them: in the order that the family makes, experts together, matrices turned."""
+    tensors = dict(checkpoint.tensors)
+    for name in family.transposed:
+        if name in tensors:
+            tensors[name] = tensors[name].turned
+    if TABLE in tensors:
+        tensors.setdefault(EMBEDDING, tensors[TABLE])
+    stacked = stack_experts(tensors)
+    return stacked if family.arrange is None else dict(family.arrange(family.read(checkpoint.config), stacked))
+
+
+def _in_folders(checkpoint: Checkpoint, layout: OriginalLayout) -> Checkpoint:
+    """A checkpoint whose parts are in folders of their own, with the settings of all."""
+    folder = checkpoint.folder
+    settings = {key: read_settings(folder, f"{part}/config.json") for key, part in layout.folders.items()}
+    config = {**checkpoint.config, **settings}
+    text, vision = (folder / layout.folders[key] for key in ("llm_cfg", "vision_tower_cfg"))
+    processor = layout.processor(config, read_image_processor(vision))
+    return replace(checkpoint, config=config, original=OriginalParts(processor, layout.template(config), text))
 
 
 def _with_base(checkpoint: Checkpoint, layout: OriginalLayout, name: str, given: str | None) -> Checkpoint:

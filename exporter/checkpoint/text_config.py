@@ -85,6 +85,15 @@ class TextConfig(Decoder):
         return [*range(turned), *first, *range(turned, 2 * turned), *second]
 
 
+def _fields_of(config: Any, family: str, layers: int) -> dict[str, Any]:
+    """The fields that text models of some families have beside those of all."""
+    if family == "qwen3_5":
+        return _qwen3_5(config, layers)
+    if family == "gemma2":
+        return _gemma2(config)
+    return {"post_norms": True} if family == "glm" else {}
+
+
 def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     """`three_part`: positions have three parts if the text model can have them."""
     config = parsed.text_config
@@ -102,17 +111,11 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     ffn = size(config, "shared_expert_intermediate_size" if mixture and mixture.shared else "intermediate_size")
     eps = number(vars(config), "norm_eps" if family == "lfm2" else "rms_norm_eps")
     factors = tuple[tuple[str, float], ...]()
-    fields = dict[str, Any]()
     if family == "granite":
         eps, factors = _granite(config, eps, head_dim)
+    fields = _fields_of(config, family, layers)
     if family == "lfm2":
         ffn, fields = _lfm2(config, layers, ffn)
-    if family == "qwen3_5":
-        fields = _qwen3_5(config, layers)
-    if family == "gemma2":
-        fields = _gemma2(config)
-    if family == "glm":
-        fields = {"post_norms": True}
     biases = ("use_bias", "use_bias") if family == "ernie" else ("attention_bias", "mlp_bias")
     biased, mlp_biased = (bool(getattr(config, name, False)) for name in biases)
     biased = biased and family != "glm"

@@ -113,6 +113,21 @@ def _gated_input(b: Builder, c: TextConfig, x: ir.Value, layer_input: ir.Value, 
     return b.dialect.norm(b, projected, f"{prefix}.post_per_layer_input_norm.weight", c.eps)
 
 
+def _mix_by_states(b: Builder, c: TextConfig, states: States, x: ir.Value, prefix: str, layer: int) -> ir.Value:
+    """A layer's mixer that keeps a state: a convolution, with the gated delta rule behind it if the decoder has one."""
+    if c.delta is None:
+        return mix_by_convolution(b, c, states, x, f"{prefix}.conv", layer)
+    return mix_by_delta_rule(b, c, states, x, f"{prefix}.linear_attn", layer)
+
+
+def _feed_forward(b: Builder, c: TextConfig, x: ir.Value, name: str, layer: int) -> ir.Value:
+    """A layer's MLP, or its experts."""
+    mixture = c.mixture_of(layer)
+    if mixture is None:
+        return gated_mlp(b, x, name, c.activation, bias=c.mlp_bias)
+    return mix_experts(b, c, mixture, x, name)
+
+
 def build_stage(
     b: Builder,
     c: TextConfig,
@@ -129,22 +144,18 @@ def build_stage(
     """
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
     attention = b.dialect.stage_attention(b, c, kv_type, range(first, last + 1))
-    convolved = [layer for layer in range(first, last + 1) if layer in c.conv_layers]
+    convolved = sorted({*range(first, last + 1)} & {*c.conv_layers})
     states = States(b, c, convolved) if convolved else None
     delta: ir.Value | None = None
     for layer in range(first, last + 1):
         prefix = f"text.layers.{layer - 1}"
         norm = f"{prefix}.input_layernorm.weight"
-        mlp = f"{prefix}.mlp"
         if delta is None:
             x = b.dialect.norm(b, total, norm, c.eps)
         else:
             x, total = b.dialect.add_norm(b, delta, total, norm, c.eps)
         if states is not None and layer in convolved:
-            if c.delta is None:
-                delta = mix_by_convolution(b, c, states, x, f"{prefix}.conv", layer)
-            else:
-                delta = mix_by_delta_rule(b, c, states, x, f"{prefix}.linear_attn", layer)
+            delta = _mix_by_states(b, c, states, x, prefix, layer)
         else:
             delta, q = _attention(b, c, x, f"{prefix}.self_attn", attention, layer)
         before = "post_attention_layernorm"
@@ -152,16 +163,12 @@ def build_stage(
             delta = b.dialect.norm(b, delta, f"{prefix}.{before}.weight", c.eps)
             before = "pre_feedforward_layernorm"
         x, total = b.dialect.add_norm(b, delta, total, f"{prefix}.{before}.weight", c.eps)
-        mixture = c.mixture_of(layer)
-        if mixture is None:
-            delta = gated_mlp(b, x, mlp, c.activation, bias=c.mlp_bias)
-        else:
-            delta = mix_experts(b, c, mixture, x, mlp)
+        delta = _feed_forward(b, c, x, f"{prefix}.mlp", layer)
         if c.post_norms:
             delta = b.dialect.norm(b, delta, f"{prefix}.post_feedforward_layernorm.weight", c.eps)
-        if inputs and layer in inputs:
-            width = inputs[layer].width
-            layer_input = b.from_float32(b.input(names.token_input(inputs[layer].name), FLOAT, ["tokens", width]))
+        given = None if inputs is None else inputs.get(layer)
+        if given is not None:
+            layer_input = b.from_float32(b.input(names.token_input(given.name), FLOAT, ["tokens", given.width]))
             if c.per_layer is None:
                 total = b.op("Add", total, layer_input)
             else:

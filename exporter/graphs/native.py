@@ -26,6 +26,50 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     decoder are further outputs, [tokens, hidden] each.
     """
     v = c.vision
+    patches = _embedded(b, c)
+    side = b.constant([v.shuffle])
+    rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
+    split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
+    squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
+    x = b.reshape(squares, -1, v.hidden)
+    if v.first_norm:
+        x = norm(b, v, x, FIRST_NORM)
+    grid = (rows, columns)
+    turn = _rotation(b, v, grid)
+    windows = _windows(b, v, grid) if v.window is not None else None
+    wide = v.hidden * v.shuffle**2
+    for layer in range(v.layers):
+        name = f"vision.blocks.{layer}"
+        y = norm(b, v, x, f"{name}.norm1")
+        if layer in v.convolved:
+            y = convolve(b, v, y, f"{name}.conv", grid)
+        else:
+            y = attend(b, v, y, f"{name}.attn", turn, None if layer in v.full_blocks else windows)
+        x = b.op("Add", x, y)
+        x = b.op("Add", x, _mlp(b, v, norm(b, v, x, f"{name}.norm2"), f"{name}.mlp"))
+        if layer in v.maps:
+            number = v.maps.index(layer)
+            merger = map_merger(number)
+            tokens = merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{merger}.ln_q"), merger)
+            output = names.token_input(c.token_inputs[number + 1].name)
+            b.output(b.to_float32(tokens), output, FLOAT, ["tokens", c.text.hidden])
+    if v.post_norm:
+        x = norm(b, v, x, LAST_NORM)
+    merged = downsample(b, c, x) if v.downsampled else merge(b, c, b.reshape(_merger_norm(b, c, x), -1, wide), MERGER)
+    out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
+    b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
+
+
+def _mlp(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
+    """A block's MLP, with a gate or without."""
+    gate = activate(b, b.linear(x, f"{name}.{'gate_proj' if v.gated else 'fc1'}", bias=v.qkv_bias), v.activation)
+    y = b.op("Mul", gate, b.linear(x, f"{name}.up_proj", bias=v.qkv_bias)) if v.gated else gate
+    return b.linear(y, f"{name}.{'down_proj' if v.gated else 'fc2'}", bias=v.qkv_bias)
+
+
+def _embedded(b: Builder, c: ModelConfig) -> ir.Value:
+    """Embedded patches [1, hidden, rows, columns], with their positions if the tower has a table of these."""
+    v = c.vision
     kernel = b.weight(PATCHES)
     pictures = 1 if c.video is None else "images"
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [pictures, 3, "height", "width"]))
@@ -54,40 +98,7 @@ def build_native(b: Builder, c: ModelConfig) -> None:
             coordinate_transformation_mode="half_pixel" if v.half_pixel else "align_corners",
         )
         patches = b.op("Add", patches, b.from_float32(stretched))
-    side = b.constant([v.shuffle])
-    rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
-    split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
-    squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
-    x = b.reshape(squares, -1, v.hidden)
-    if v.first_norm:
-        x = norm(b, v, x, FIRST_NORM)
-    grid = (rows, columns)
-    turn = _rotation(b, v, grid)
-    windows = _windows(b, v, grid) if v.window is not None else None
-    wide = v.hidden * v.shuffle**2
-    for layer in range(v.layers):
-        name = f"vision.blocks.{layer}"
-        within = None if layer in v.full_blocks else windows
-        y = norm(b, v, x, f"{name}.norm1")
-        if layer in v.convolved:
-            x = b.op("Add", x, convolve(b, v, y, f"{name}.conv", grid))
-        else:
-            x = b.op("Add", x, attend(b, v, y, f"{name}.attn", turn, within))
-        y = norm(b, v, x, f"{name}.norm2")
-        mlp = f"{name}.mlp"
-        gate = activate(b, b.linear(y, f"{mlp}.{'gate_proj' if v.gated else 'fc1'}", bias=v.qkv_bias), v.activation)
-        y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=v.qkv_bias)) if v.gated else gate
-        x = b.op("Add", x, b.linear(y, f"{mlp}.{'down_proj' if v.gated else 'fc2'}", bias=v.qkv_bias))
-        if layer in v.maps:
-            name = map_merger(number := v.maps.index(layer))
-            tokens = merge(b, c, norm(b, v, b.reshape(x, -1, wide), f"{name}.ln_q"), name)
-            output = names.token_input(c.token_inputs[number + 1].name)
-            b.output(b.to_float32(tokens), output, FLOAT, ["tokens", c.text.hidden])
-    if v.post_norm:
-        x = norm(b, v, x, LAST_NORM)
-    merged = downsample(b, c, x) if v.downsampled else merge(b, c, b.reshape(_merger_norm(b, c, x), -1, wide), MERGER)
-    out = b.to_float32(b.reshape(merged, 1, -1, c.text.hidden))
-    b.output(out, names.FEATURES, FLOAT, [1, "tokens", c.text.hidden])
+    return patches
 
 
 def _merger_norm(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:

@@ -116,9 +116,11 @@ def build_vision(b: Builder, c: ModelConfig, extras: Extras = NO_EXTRAS) -> None
     else:
         grouped, _ = naflex_squares(b, v.shuffle, v.hidden, features, tower.grid)
     hidden = _project(b, c, b.reshape(grouped, -1, c.feature_width))
-    removes = (extras.merges and b.dialect.sizes_from_values) or v.naflex
-    count = "tokens" if removes else c.view_tokens
-    shape = (1, -1) if removes else (-1, c.view_tokens)
+    count: int | str = c.view_tokens
+    shape = (-1, c.view_tokens)
+    if v.naflex or (extras.merges and b.dialect.sizes_from_values):  # tokens are removed
+        count = "tokens"
+        shape = (1, -1)
     out = b.to_float32(b.reshape(hidden, *shape, c.text.hidden))
     b.output(out, names.FEATURES, FLOAT, [images, count, c.text.hidden])
     if tower.merged is not None:

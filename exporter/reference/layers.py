@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,18 +99,15 @@ def _attention(
     positions = inputs.positions
     shared = inputs.shared
     width = c.heads_of(inputs.layer)
-    parts = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
+    projected = [linear(y, f"self_attn.{part}_proj") for part in ("qkv" if shared is None else "q")]
     gate: Tensor | None = None
     if c.head_gates:
         gate = linear(y, "self_attn.g_proj").sigmoid().repeat_interleave(width, -1)
     if c.gated:
-        halves = parts[0].reshape(*y.shape[:2], c.heads, 2, width)
-        parts[0] = halves[..., 0, :].flatten(2)
+        halves = projected[0].reshape(*y.shape[:2], c.heads, 2, width)
+        projected[0] = halves[..., 0, :].flatten(2)
         gate = halves[..., 1, :].flatten(2).sigmoid()
-    parts = [part.reshape(*y.shape[:2], -1, width).transpose(1, 2) for part in parts]
-    for number, name in enumerate("qk"[: len(parts)]):
-        normed = rms(parts[number], weight(f"self_attn.{name}_norm.weight"), c.eps) if c.qk_norm else parts[number]
-        parts[number] = rotate(c, normed[..., c.head_order] if c.head_order else normed, positions, inputs.layer)
+    parts = _heads(c, projected, inputs, weight)
     k, v, at = _appended(c, parts[1], parts[2], positions, inputs.cache) if shared is None else shared
     q = parts[0]
     k = k.repeat_interleave(c.heads // c.kv_heads, 1)
@@ -128,6 +125,22 @@ def _attention(
         y = _attend(c, q, k, v, visible, inputs.layer)
     y = y.transpose(1, 2).flatten(2)
     return y if gate is None else y * gate
+
+
+def _heads(
+    c: TextConfig, parts: Sequence[Tensor], inputs: LayerInputs, weight: Callable[[str], Tensor]
+) -> list[Tensor]:
+    """Queries, and keys and values if given, as [batch, heads, n, head_dim]; the first two normed and rotated."""
+    width = c.heads_of(inputs.layer)
+    heads = [part.reshape(*part.shape[:2], -1, width).transpose(1, 2) for part in parts]
+    for number, name in enumerate("qk"[: len(heads)]):
+        normed = heads[number]
+        if c.qk_norm:
+            normed = rms(normed, weight(f"self_attn.{name}_norm.weight"), c.eps)
+        if c.head_order:
+            normed = normed[..., c.head_order]
+        heads[number] = rotate(c, normed, inputs.positions, inputs.layer)
+    return heads
 
 
 def _attend(c: TextConfig, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layer: int) -> Tensor:

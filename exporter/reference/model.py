@@ -169,6 +169,11 @@ class _Streams:
         self.withdrawn = torch.cat(out)
 
 
+def _of_depths(sample: Sample, ks: Sequence[int | None], states: Sequence[Tensor]) -> dict[int | None, Tensor]:
+    """The hidden states of a sample's last tokens at each K."""
+    return {k: of_k[-sample.last :] for k, of_k in zip(ks, states, strict=True)}
+
+
 class Reference:
     """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
@@ -248,10 +253,11 @@ class Reference:
         for layer in range(1, text.layers + 1):
             weights = self._layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
-                if layer in depths and rest is not None:
-                    rested[number].append(stream.resting(WithdrawToRest(layer, rest), layer, received[number]))
-                elif layer in depths:
-                    stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
+                if layer in depths:
+                    if rest is None:
+                        stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
+                    else:
+                        rested[number].append(stream.resting(WithdrawToRest(layer, rest), layer, received[number]))
                 see = partial(attend, layer, number) if attend else None
                 inputs = partial(feed, layer, number) if feed else None
                 stream.run(text, layer, weights, see=see, feed=inputs)
@@ -262,12 +268,10 @@ class Reference:
                     remaining.run(text, layer, weights)
             del weights  # before the next layer is read
             report(1)
-        results = list[dict[int | None, Tensor]]()
-        order = [None, *depths]
-        for stream, rests, sample in zip(streams, rested, samples, strict=True):
-            states = [stream.full, *stream.withdrawn, *(remaining.full for remaining in rests)]
-            results.append({k: of_k[-sample.last :] for k, of_k in zip(order, states, strict=True)})
-        return results
+        return [
+            _of_depths(sample, [None, *depths], [stream.full, *stream.withdrawn, *(part.full for part in rests)])
+            for sample, stream, rests in zip(samples, streams, rested, strict=True)
+        ]
 
     def keys_values(
         self, sample: Sample, report: Callable[[int], None] = lambda _: None

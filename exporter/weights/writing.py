@@ -274,6 +274,12 @@ def _converted(
     if scheme:
         parts = quantise(values, scheme, entry.name, feedback)
         return [part.tobytes() for part in parts if part is not None], stored.nbytes
+    return [_rounded(entry, values).tobytes()], stored.nbytes
+
+
+def _rounded(entry: WeightEntry, values: NDArray[np.float32]) -> NDArray[Any]:
+    """The values in the entry's type of floats. Raises ExportError for one that is beyond it."""
+    dtype = entry.form.dtype
     with np.errstate(over="ignore"):
         out: NDArray[Any] = narrow_bf16(values) if dtype == "BF16" else values.astype(DTYPES[dtype][1])
     if dtype in LARGEST and values.size:
@@ -284,7 +290,7 @@ def _converted(
                 f"tensor {entry.name} holds {largest:g}, {STORED[dtype].name} reaches {most:g} at most; export "
                 "with --precision fp32"
             )
-    return [out.tobytes()], stored.nbytes
+    return out
 
 
 def narrow_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -149,22 +149,28 @@ class Actor:
         """The pictures in the order of the bundle's cameras."""
         names = self._spec.cameras
         if isinstance(images, Mapping):
-            if not names:
-                raise RequestError(
-                    "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME"
-                )
-            absent = self._spec.absent_cameras and any(n in images for n in names)
-            missing = [] if absent else [n for n in names if n not in images]
-            unknown = [n for n in images if n not in names]
-            if missing or unknown:
-                wrong = f"lack {', '.join(missing)}" if missing else f"hold {', '.join(map(str, unknown))}"
-                raise RequestError(f"the pictures {wrong}; this bundle's cameras are {', '.join(names)}")
-            return [images[name] for name in names if name in images]
+            return self._of_names(images)
         pictures: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
         if not pictures or (names and len(pictures) != len(names)):
             cameras = f"{len(names)} cameras: {', '.join(names)}" if names else "at least one camera"
             raise RequestError(f"{len(pictures)} pictures are given, and this bundle has {cameras}")
         return pictures
+
+    def _of_names(self, images: Mapping[str, Picture]) -> list[Picture]:
+        """The pictures by the names of their cameras, in the order of the bundle's."""
+        names = self._spec.cameras
+        if not names:
+            raise RequestError(
+                "this bundle names no cameras; give a list of pictures, or export with --cameras NAME,NAME"
+            )
+        missing = [name for name in names if name not in images]
+        if self._spec.absent_cameras and len(missing) < len(names):
+            missing = []
+        unknown = [name for name in images if name not in names]
+        if missing or unknown:
+            wrong = f"lack {', '.join(missing)}" if missing else f"hold {', '.join(map(str, unknown))}"
+            raise RequestError(f"the pictures {wrong}; this bundle's cameras are {', '.join(names)}")
+        return [images[name] for name in names if name in images]
 
     def _state(self, state: ArrayLike, *, normalized: bool) -> NDArray[np.float32]:
         """The state [size] as the expert takes it."""

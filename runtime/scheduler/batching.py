@@ -12,6 +12,7 @@ from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.backend import Backend, BatchBackend
 from vtx.runtime.errors import DeviceError, VtxError
 from vtx.runtime.session.generate import run_ahead
+from vtx.runtime.session.session import Session
 
 log = logging.getLogger(__name__)
 FAILURES = 8  # passes in a row, after which no more are tried
@@ -69,15 +70,19 @@ class Batching:
                 batch = together[first : first + self.most]
                 if self.obstacle is not None or len(batch) < 2:
                     return
-                try:
-                    run_ahead(backend, batch)
-                except VtxError as e:
-                    log.warning("%d answers could not be decoded together and are decoded in turn: %s", len(batch), e)
-                    self._failed += 1
-                    if self._failed == FAILURES:
-                        self.obstacle = f"{FAILURES} passes in a row failed: {e}"
-                        log.warning("from now on answers are decoded in turn: %s", self.obstacle)
-                    continue
-                self._failed = 0
-                self.passes += 1
-                self.tokens += len(batch)
+                self._run(backend, batch)
+
+    def _run(self, backend: BatchBackend, batch: Sequence[Session]) -> None:
+        """Run a batch in one pass; after `FAILURES` in a row there is an `obstacle`."""
+        try:
+            run_ahead(backend, batch)
+        except VtxError as e:
+            log.warning("%d answers could not be decoded together and are decoded in turn: %s", len(batch), e)
+            self._failed += 1
+            if self._failed == FAILURES:
+                self.obstacle = f"{FAILURES} passes in a row failed: {e}"
+                log.warning("from now on answers are decoded in turn: %s", self.obstacle)
+            return
+        self._failed = 0
+        self.passes += 1
+        self.tokens += len(batch)

@@ -106,6 +106,17 @@ class AnswerRequest:
         return cls.of(loaded, loaded.prepare_all(images, messages=turns), turns, settings)
 
 
+def _together(results: Sequence[Answer | Exception | None]) -> list[Answer] | Exception:
+    """The answers to the questions of one request, or the first error."""
+    answers = list[Answer]()
+    for result in results:
+        if isinstance(result, Exception):
+            return result
+        assert result is not None, "all have ended"
+        answers.append(result)
+    return answers
+
+
 class Engine:
     """A loaded bundle, the thread that computes with it and the conversations that it keeps.
 
@@ -268,7 +279,8 @@ class Engine:
         try:
             while True:
                 while reading and len(running) < most:
-                    if (entry := next(source, None)) is None:
+                    entry = next(source, None)
+                    if entry is None:
                         reading = False
                         break
                     tag, questions = entry
@@ -289,8 +301,7 @@ class Engine:
                 results[turn] = result
                 if all(result is not None for result in results):
                     del running[of]
-                    failed = next((result for result in results if isinstance(result, Exception)), None)
-                    yield tag, failed or [result for result in results if isinstance(result, Answer)]
+                    yield tag, _together(results)
         finally:
             for _, jobs, _ in running.values():
                 for job in jobs:

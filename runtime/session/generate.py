@@ -52,20 +52,21 @@ def generate(
     for remaining in reversed(range(max_new_tokens)):
         token = sample(logits) if choice is None else choice
         complete = drafts is not None and drafts.push(token)
-        ends = complete or not remaining or token in end_ids or session.length + 1 >= session.capacity
+        if complete or not remaining or token in end_ids or session.length + 1 >= session.capacity:
+            session.forget_draft()
+            session.next_token = None
+            yield token
+            return
         foreseen: NDArray[np.float32] | None = None
         draft: Sequence[int] = ()
-        if ends:
-            session.forget_draft()
-        elif drafts is not None:
+        if drafts is not None:
             foreseen, draft = _foreseen(session, drafts, token, remaining - 1)
-        session.next_token = None if ends or draft or foreseen is not None else token
+        alone = foreseen is None and not draft
+        session.next_token = token if alone else None
         yield token
         session.next_token = None
-        if ends:
-            return
         check()
-        choice = session.choose(token) if greedy and foreseen is None and not draft else None
+        choice = session.choose(token) if greedy and alone else None
         if choice is None:
             logits = session.decode(token, draft) if foreseen is None else foreseen
 

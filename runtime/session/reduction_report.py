@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,24 +51,29 @@ def reduced(policy: Policy, done: PrefillResult) -> ReductionReport:
         marks = part.marks(done.images)
         keys = keys if marks is None else keys | marks
     leaving = [*done.vision_kept[1:], done.vision_kept[-1]]
-    notes = list[str]()
-    if not done.vision_tokens:
-        names = " and ".join(part.name for part in policy.reductions)
-        notes.append(f"the prompt has no image: {names} had nothing to leave out")
-    elif (k := done.k) is not None and not done.rest:
-        for part in policy.reductions:
-            by = done.cuts[-1].by
-            idle = [str(cut) for cut in part.needs().cuts if cut > k or (cut == k and part.name not in by)]
-            if idle:
-                layers = ", ".join(idle)
-                notes.append(f"the image left before layer {k}: {part.name} had nothing to leave out before {layers}")
     return ReductionReport(
         kept=tuple(Kept(cut.layer, "+".join(cut.by), _patches(done.images, cut.kept)) for cut in (entered, *done.cuts)),
         merged=_patches(done.images, merged),
         keys=_patches(done.images, keys),
         vision_tokens_mean=round(sum(leaving) / len(leaving), 2),
-        notes=tuple(notes),
+        notes=tuple(_without_effect(policy, done)),
     )
+
+
+def _without_effect(policy: Policy, done: PrefillResult) -> Iterator[str]:
+    """A sentence for each reduction that had nothing to leave out, or for all of them."""
+    if not done.vision_tokens:
+        names = " and ".join(part.name for part in policy.reductions)
+        yield f"the prompt has no image: {names} had nothing to leave out"
+        return
+    k = done.k
+    if k is None or done.rest:
+        return
+    for part in policy.reductions:
+        by = done.cuts[-1].by
+        idle = [str(cut) for cut in part.needs().cuts if cut > k or (cut == k and part.name not in by)]
+        if idle:
+            yield f"the image left before layer {k}: {part.name} had nothing to leave out before {', '.join(idle)}"
 
 
 def _patches(images: Sequence[Patches], mask: Mask) -> PatchIndices:

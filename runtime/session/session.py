@@ -102,6 +102,11 @@ def common_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
     return agreed
 
 
+def _asks_nothing(policy: Policy) -> bool:
+    """True if the policy needs nothing of a question to decide which image tokens continue."""
+    return not policy.renumbers and all(part.fixed or not part.needs().cuts for part in policy.parts)
+
+
 class Session:
     """One conversation over a shared backend. Not safe for two threads at once; its owner locks it.
 
@@ -450,7 +455,7 @@ class Session:
         depth = caches.depth
         survivors: Mask | None = None
         tokens = caches.embedding.text(ids, of_prompt=True)
-        waits = waits and all(part.fixed or not part.needs().cuts for part in policy.parts) and not policy.renumbers
+        waits = waits and _asks_nothing(policy)
         for number, stage in enumerate(self._stages):
             if number and self._image_count(number - 1):
                 shrunk = self._cut(number, tokens, policy)
@@ -459,10 +464,9 @@ class Session:
             self._layouts.append(caches.layout(number))
             if waits and caches.follow(number):
                 continue
-            for earlier in range(number) if waits else ():
-                check()
-                tokens = tokens.after(caches.run(earlier, tokens))
-            waits = False
+            if waits:
+                tokens = self._run_earlier(number, tokens, check)
+                waits = False
             readers = policy.readers(stage.last, self._image_count(number))
             alone = not all(part.last_query for part in readers)
             tokens = tokens.after(caches.run(number, tokens, query=bool(readers), alone=alone))
@@ -478,6 +482,13 @@ class Session:
         else:
             self._suffix, self._state = [*selection.ids], tokens.hidden[-1:].copy()
         return tokens.hidden
+
+    def _run_earlier(self, number: int, tokens: TokenStates, check: Check) -> TokenStates:
+        """Run the question through the stages before `number`, which the caches followed without it."""
+        for earlier in range(number):
+            check()
+            tokens = tokens.after(self.caches.run(earlier, tokens))
+        return tokens
 
     def _shrink(self, layer: int, survivors: Mask, count: int) -> None:
         """Keep in the caches of stages from `layer` on the tokens that survive, and the `count` of the question."""

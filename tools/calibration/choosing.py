@@ -131,10 +131,7 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     full = none.share
     count = none.count
     rule = f"{quantity} at most {max_drop:g} points below {full:.1%}"
-    drops = dict[int, float]()
-    for point, share in zip(curve[1:], shares, strict=True):
-        if share and point.k is not None:
-            drops[point.k] = 100 * (full - share.share)
+    drops = _drops(curve[1:], shares, full)
     fits = [k for k in drops if drops[k] <= max_drop + 1e-9]
     if not fits:
         least, k = min((drop, k) for k, drop in drops.items())
@@ -147,6 +144,15 @@ def choose_by_accuracy(curve: Sequence[Point], max_drop: float) -> Choice:
     if 100 / count > max_drop / 2:
         notes.append(f"one answer of these {count} is {100 / count:.2g} points; more --samples resolve smaller drops")
     return Choice(rule, fits[0], tuple(notes))
+
+
+def _drops(points: Sequence[Point], shares: Sequence[ShareInterval | None], full: float) -> dict[int, float]:
+    """By K, by how many points its share is below the `full` one."""
+    drops = dict[int, float]()
+    for point, share in zip(points, shares, strict=True):
+        if share and point.k is not None:
+            drops[point.k] = 100 * (full - share.share)
+    return drops
 
 
 def _judged(point: Point, *, by_data: bool) -> ShareInterval | None:

@@ -125,23 +125,25 @@ class OpenvinoBackend(HostBackend):
             openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
         )
         self.kv_slot_bytes = self._context.slot_bytes
+        roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
+        self._head, *self.stages = self._load(head_settings, self.threads if roomy else 1)
+
+    def _load(self, head_settings: Mapping[str, Any], threads: int) -> list[Any]:
+        """The graphs of the head and of each stage, on so much as `threads` at once."""
+        m = self._manifest
         first = {names.HIDDEN: np.zeros((1, m.model.hidden), np.float32)}
-        # an expert's slots are not known yet
         head = partial(
             self._graph,
-            files.head,
+            self._graphs.head,
             graphs.head(m, DIALECT),
             m.head_precision,
-            None if m.action else first,
+            None if m.action else first,  # an expert's slots are not known yet
             settings=head_settings,
         )
-        loads: list[Callable[[], Any]] = [
-            head,
-            *(partial(self._load_stage, *stage) for stage in m.stage_files(DIALECT)),
-        ]
+        loads: list[Callable[[], Any]] = [head]
+        loads += [partial(self._load_stage, *stage) for stage in m.stage_files(DIALECT)]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
-        roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
-        self._head, *self.stages = load_each(loads, self.threads if roomy else 1, sizes)
+        return load_each(loads, threads, sizes)
 
     @staticmethod
     def merit(bundle: Bundle) -> tuple[int, str]:
