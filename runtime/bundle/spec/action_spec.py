@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from vtx.runtime.bundle.spec.model_spec import MAX_SIZE, require
-from vtx.runtime.strict import optional
+from vtx.runtime.errors import BundleError
+from vtx.runtime.strict import UPGRADE, optional
 
 MAX_STEPS = 1000
 WIDEST = 1e30  # of a range of actions, which are float32
@@ -75,7 +76,11 @@ class ActionSpec:
         require(all(0 < x < math.inf for x in periods), f"action: {list(periods)!s:.60} are not positive numbers")
         named = [*self.cameras]
         require(len(set(named)) == len(named) and all(named), f"action: cameras {named!s:.80} hold a name twice")
-        require(self.state_in in STATE_IN, f"action: state_in is {self.state_in!r:.40}, not one of {STATE_IN}")
+        if self.state_in not in STATE_IN:
+            raise BundleError(
+                f"vtx.json: action: state_in is {self.state_in[:40]!r}, unknown to this vtx, which has "
+                f"{', '.join(STATE_IN)}; {UPGRADE}"
+            )
         counts = (self.self_every, 1 if self.instruction_tokens is None else self.instruction_tokens)
         require(all(1 <= x <= MAX_SIZE for x in counts), f"action: {list(counts)!s:.60} are not numbers from 1")
         for what, most in (("state", self.state), ("actions", self.width)):

@@ -41,9 +41,8 @@ def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
         ROOT / "runtime/cpp/src/bundle" / f"{name}.cpp" for name in ("manifest", "model", "text_settings", "action")
     )
     known = "".join(room.read_text(encoding="utf-8") for room in rooms)
-    statistics = {f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std")}  # put together there
-    at_run_time = {"centred"}  # a way to prepare pictures that no bundle has
-    assert {name for name in keys(Manifest) if f'"{name}"' not in known} == statistics | at_run_time
+    statistics = {f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std", "low", "high")}
+    assert {name for name in keys(Manifest) if f'"{name}"' not in known} == statistics, "they are put together there"
 
 
 def test_the_unicode_tables_of_cpp_are_those_of_python() -> None:

@@ -62,10 +62,12 @@ def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_pat
         for question, answer in zip(QUESTIONS, found, strict=True):
             want = conversation.ask(question, reduce=SPEC, max_new_tokens=5)
             assert expected(answer) == expected(want.to_dict()), question
+    with model.open(tmp_path / "a.png") as conversation:
         for question, answer in zip(QUESTIONS, about, strict=True):
             want = conversation.ask(question, reduce=SPEC, about="the red circle", max_new_tokens=5)
             assert expected(answer) == expected(want.to_dict()), question
-        assert [a["kept"] for a in about] == [about[0]["kept"]] * 3 != [a["kept"] for a in found]
+    assert [a["kept"] for a in about] == [about[0]["kept"]] * 3 != [a["kept"] for a in found]
+    with model.open(tmp_path / "a.png") as conversation:
         turns = conversation.chat(reduce=SPEC)
         for question, answer in zip(QUESTIONS, chat, strict=True):
             assert expected(answer) == expected(turns.ask(question, max_new_tokens=5).to_dict())

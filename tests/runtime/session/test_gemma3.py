@@ -28,7 +28,7 @@ from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.scheduler.batching import Batching
-from vtx.runtime.session.prefix import Prefix
+from vtx.runtime.session.prefix import Key, Prefix, Remaining
 from vtx.runtime.vision.layouts.crops import Crops
 
 KS = (2, 4, 6)
@@ -107,14 +107,13 @@ def test_images_that_begin_alike_are_not_cut_in_two() -> None:
     """What two prefixes have in common ends before the image in which they differ."""
     vision, groups = np.array([0, 1, 1, 1, 0, 1, 1, 1]) > 0, np.array([-1, 1, 1, 1, -1, 2, 2, 2], np.float32)
 
-    def prefix(last: float) -> Prefix:
+    def remaining(last: float) -> Remaining:
         hidden = np.arange(8, dtype=np.float32)[:, None]
         hidden[7] = last
-        states = (hidden, hidden) if last else (hidden,)
-        given = {names.GROUP: groups[:, None]}
-        return Prefix((b"", ()), vision, (), np.arange(8), 8, states, np.ones(8, bool), given)
+        return Remaining.of(Prefix(Key(), vision, (), np.arange(8), 8, hidden, {names.GROUP: groups[:, None]}))
 
-    assert prefix(0).after(prefix(1)).common == 5
+    assert remaining(0).prefix.agreement(remaining(1).prefix) == 7
+    assert remaining(0).agreement(remaining(1)) == 5
 
 
 def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(

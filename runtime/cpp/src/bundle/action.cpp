@@ -51,7 +51,8 @@ ActionSpec read_action(const Json& value) {
     fail(Kind::bundle, "vtx.json: action: cameras ", a.cameras, " hold a name twice; export again");
   if (fields.has("state_in")) a.state_in = fields.text("state_in");
   if (a.state_in != "expert" && a.state_in != "prompt" && a.state_in != "text")
-    fail(Kind::bundle, "vtx.json: action: state_in is '", a.state_in.substr(0, 38), "', unknown to this libvtx; export again");
+    fail(Kind::bundle, "vtx.json: action: state_in is '", a.state_in.substr(0, 40),
+         "', unknown to this vtx, which has expert, prompt, text; ", kUpgrade);
   for (const char* key : {"adaptive", "causal"})  // of the graph alone
     if (fields.has(key)) fields.flag(key);
   if (fields.has("self_every")) fields.whole("self_every", 1, names::kMaxSize);
