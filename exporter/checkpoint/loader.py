@@ -43,7 +43,8 @@ FLOATS = ("F32", "F16", "BF16")
 ADAPTER = "adapter_config.json"  # of peft
 PARTS = {"vision": "vision tower", "projector": "projector", "text": "decoder", "video": "video tower"}
 
-_SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "policy_*.safetensors"]
+_STATISTICS = "policy_*processor_step_*.safetensors"  # of LeRobot's policies: small
+_SETTINGS_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", _STATISTICS]
 _WEIGHT_FILES = "model*.safetensors"
 _PICKLED_FILES = "pytorch_model*.bin"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")

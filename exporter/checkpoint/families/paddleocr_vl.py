@@ -43,7 +43,10 @@ _NAMES = tuple(
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     check_layers(config)
     parsed = parse_parts("PaddleOCRVLConfig", config)
-    text = text_config_of(parsed)
+    # transformers' class ties by the text model's default where the file states the opposite for the whole model alone.
+    part = config.get("text_config") or {}
+    tied = config.get("tie_word_embeddings", True) or part.get("tie_word_embeddings", False)
+    text = replace(text_config_of(parsed), tied=bool(tied))
     tower = _tower(parsed.vision_config)
     model = ModelConfig(
         text=text,

@@ -210,7 +210,7 @@ def test_other_text_models_are_refused_by_name(configs: Any, family: str) -> Non
     assert "qwen2" in message
 
 
-@pytest.mark.parametrize("family", ["siglip2_vision_model", "dinov2", "vit", "pixtral", "clip"])
+@pytest.mark.parametrize("family", ["siglip2_vision_model", "dinov2", "vit", "mlcd_vision_model", "clip"])
 def test_other_towers_are_refused_by_name(configs: Any, family: str) -> None:
     message = refused(changed(configs(), "vision_config", "model_type", to=family), UnsupportedModelError)
     assert repr(family) in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ import pytest
 from tests.support.checkpoints import COMMIT, CONFIG, make, make_cache
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.runtime.errors import CheckpointError, DeviceError, UnsupportedModelError
+
+WEIGHTS = (
+    "model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors", "policy_model.safetensors",
+)  # fmt: skip
+STATISTICS = "policy_preprocessor_step_5_normalizer_processor.safetensors"  # as LeRobot names them
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,11 @@ def test_a_hub_model_is_fetched_settings_first_and_weights_at_the_same_commit(
     lines: list[str] = []
     assert open_checkpoint("org/name", progress=lines.append).revision == COMMIT
     assert [call[:2] for call in calls] == [("org/name", None), ("org/name", COMMIT)]
-    assert not any("safetensors" in pattern for pattern in calls[0][2])
+    assert not any(fnmatch(name, pattern) for name in WEIGHTS for pattern in calls[0][2])
+    assert [pattern for pattern in calls[0][2] if fnmatch(STATISTICS, pattern)] == [
+        pattern for pattern in calls[0][2] if "safetensors" in pattern
+    ]
+    assert all(any(fnmatch(name, pattern) for pattern in calls[1][2]) for name in WEIGHTS[:2])
     patterns = [pattern for call in calls for pattern in call[2]]
     assert not any(pattern.endswith(("bin", "py", "pt", "*")) for pattern in patterns)
     assert len(lines) == 2

@@ -59,8 +59,8 @@ def test_a_model_type_that_transformers_reads_is_refused_if_it_is_unknown(
     tiny_checkpoint: Callable[..., Path], part: str
 ) -> None:
     config = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text(encoding="utf-8"))
-    config[part]["model_type"] = "pixtral"
-    with pytest.raises(UnsupportedModelError, match="'pixtral' is not supported; vtx exports"):
+    config[part]["model_type"] = "dinov2"
+    with pytest.raises(UnsupportedModelError, match="'dinov2' is not supported; vtx exports"):
         read_config(config)
 
 

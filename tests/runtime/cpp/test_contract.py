@@ -32,6 +32,7 @@ from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.families.internvl_chat_1 import INTERNVL_CHAT_1, with_internvit
+from tests.support.families.lerobot import POLICIES
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.minicpm import MINICPM
@@ -105,6 +106,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_every_family_is_compared() -> None:
     compared = {family.tiny.family for family in FAMILIES.values()} | {tiny.family for tiny in OF_OTHERS.values()}
     compared |= {"pi0", "openvla", "lisa", "eagle_llama"}  # test_acting, test_token_acting, test_segments, test_joined
+    compared |= {f"lerobot.{policy}" for policy in POLICIES}  # test_lerobot
     assert {family.model_type for family in REGISTERED} == compared
 
 

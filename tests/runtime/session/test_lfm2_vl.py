@@ -112,9 +112,10 @@ def test_image_processors_that_do_not_fit_are_refused_by_name(
         plan_export(ExportOptions(str(broken), (), "fp32"))
 
 
-def test_graphs_for_gpus_are_exported(tiny_checkpoint: Callable[..., Path], folder: Path) -> None:
+def test_graphs_for_gpus_are_exported(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(LFM2)), (3,), "fp32"))
     assert not plan.warnings
     assert [*plan.dialects] == [*DIALECTS]
+    bundle = export(tiny_checkpoint(LFM2), tmp_path / "bundle", (3,), dialects=("ort", "trt"))
     with pytest.raises(DeviceError, match="holds no engines"):
-        load(folder, device="tensorrt")
+        load(bundle.folder, device="tensorrt")

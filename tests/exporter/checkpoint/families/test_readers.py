@@ -49,6 +49,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "architectures": ["Lfm3VlForConditionalGeneration"], "model_type": "lfm3_vl", "image_token_id": 125030,
         "text_config": {"model_type": "lfm3"}, "vision_config": {"model_type": "lfm3_vl_vision"},
     },
+    "paddleocr-vl": {
+        "architectures": ["PaddleOCRVLForConditionalGeneration"], "model_type": "paddleocr_vl",
+        "image_token_id": 100295, "tie_word_embeddings": False, "vision_config": {"model_type": "paddleocr_vl"},
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    },
 }  # fmt: skip
 SIZES = (
     (17, 19), (64, 64), (100, 60), (640, 480), (480, 640), (300, 900), (10, 300), (512, 14), (33, 77), (5, 5), (27, 28),
@@ -97,6 +102,19 @@ def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tm
 def test_a_published_configuration_has_the_known_sizes(name: str) -> None:
     size = config_size(PUBLISHED[name], name)
     assert (size.decoder, size.parameters) == (KNOWN[name].decoder, KNOWN[name].parameters)
+
+
+@pytest.mark.parametrize("names", ["hub", "saved"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_paddleocr_is_tied_where_config_json_says_so(tmp_path: Path, names: str, tied: bool) -> None:
+    folder = make(tmp_path / "checkpoint", replace(paddleocr_vl.PADDLE, names=names, tied=tied))
+    plan = plan_export(ExportOptions(str(folder), (), "fp32"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config_size(config, "tiny").decoder.tied == plan.config.text.tied == tied
+    assert not [line for line in plan.warnings if "ties the head" in line]
+    if names == "saved":  # older releases of transformers wrote it into the text model's settings
+        config["text_config"]["tie_word_embeddings"] = True
+        assert config_size(config | {"tie_word_embeddings": False}, "tiny").decoder.tied
 
 
 def test_tensors_for_several_tokens_at_a_time_stay_out_of_the_bundle(tmp_path: Path) -> None:
