@@ -245,7 +245,7 @@ def test_a_dialect_computes_what_the_stored_weights_say(
 def test_products_for_tensorrt_have_the_type_of_the_bundle(
     tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, wanted: str
 ) -> None:
-    bundle = export(tiny_checkpoint(), tmp_path / "bundle", (3,), precision)
+    bundle = export(tiny_checkpoint(), tmp_path / "bundle", (3,), precision, dialects=("ort", *TENSORRT))
     typed = [bundle.manifest.dialects[name] for name in TENSORRT]
     for name in (name for graphs in typed for name in (graphs.vision, graphs.head, *graphs.stages)):
         model = onnx.shape_inference.infer_shapes(onnx.load(bundle.path(name), load_external_data=False))
@@ -262,6 +262,7 @@ def test_products_for_tensorrt_have_the_type_of_the_bundle(
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "int4"])
 def test_weights_are_not_widened_on_cuda(tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str) -> None:
+    """And those of 4 bits with the same inputs, q, k and v, and gate and up, are one product."""
     options = ExportOptions(str(tiny_checkpoint()), (3,), precision, dialects=("ort", "ort-cuda"))
     bundle = export_with(options, tmp_path / "bundle")
     for name in bundle.manifest.dialects["ort-cuda"].stages:
@@ -269,7 +270,10 @@ def test_weights_are_not_widened_on_cuda(tiny_checkpoint: Checkpoints, tmp_path:
         stored = {tensor.name for tensor in graph.initializer}
         assert not [node.input[0] for node in graph.node if node.op_type == "Cast" and node.input[0] in stored]
         products = [node for node in graph.node if node.op_type == ("MatMulNBits" if precision == "int4" else "Gemm")]
-        assert len(products) == 7 * len([node for node in graph.node if node.op_type == "GroupQueryAttention"])
+        layers = len([node for node in graph.node if node.op_type == "GroupQueryAttention"])
+        assert len(products) == layers * (4 if precision == "int4" else 7)
+        if precision == "int4":
+            assert sorted(len(node.input[2].split("+")) for node in products) == sorted([3, 1, 2, 1] * layers)
 
 
 def test_a_bundle_holds_the_dialects_that_were_asked_for(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

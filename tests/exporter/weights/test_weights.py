@@ -203,8 +203,8 @@ def weight_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
     folder = tiny_checkpoint(Tiny(dtype=dtype))
-    one = bundles.export(folder, tmp_path / "one", ())
-    four = bundles.export(folder, tmp_path / "four", (2, 3, 5, 8))
+    one = bundles.export_all(folder, tmp_path / "one", ())
+    four = bundles.export_all(folder, tmp_path / "four", (2, 3, 5, 8))
     assert weight_bytes(four.folder) == weight_bytes(one.folder)
     assert {p.name: p.read_bytes() for p in (four.folder / "weights").iterdir()} == {
         p.name: p.read_bytes() for p in (one.folder / "weights").iterdir()
@@ -247,8 +247,9 @@ def test_a_disk_too_small_is_told_before_anything_is_written(
 
 def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
     for number, tiny in enumerate((Tiny(), Tiny(dtype="bfloat16", shards=3))):
-        forecast = plan_export(ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")).prediction
-        made = bundles.export(tiny_checkpoint(tiny), tmp_path / f"{number}", (3,), "fp16")
+        options = ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")
+        forecast = plan_export(options).prediction
+        made = bundles.export_with(options, tmp_path / f"{number}")
         real = sum(path.stat().st_size for path in made.folder.rglob("*") if path.is_file())
         assert real <= forecast.disk <= real + 256_000
 

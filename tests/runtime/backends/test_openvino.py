@@ -292,19 +292,30 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
             assert cache.append(TokenStates(hidden), np.arange(90), outputs=np.zeros(0, np.int64)).shape == (0, 64)
 
 
+@pytest.mark.parametrize("later", [KS[1], None])
 def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them(
-    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits]
+    model: Model, prompts: list[Prompt], fresh: dict[tuple[int, int | None], Logits], later: int | None
 ) -> None:
+    """Then the last stage that the image reached has them, from which a still later K goes on; none before it."""
     session, first = Session(model.backend, model.manifest), KS[0]
-    text = int((~prompts[1].is_vision[: prompts[1].prefix_length]).sum())
-    stages = {stage.last + 1: number for number, stage in enumerate(model.manifest.stages)}
-    for k, layers, rows in ((first, 0, text), (first, first - 1, text), (None, 0, None), (first, first - 1, None)):
+    whole = prompts[1].prefix_length
+    text = int((~prompts[1].is_vision[:whole]).sum())
+    before = {stage.last + 1: number for number, stage in enumerate(model.manifest.stages)}
+    reached = later or max(before)
+    steps = [
+        (first, 0, {first: text}),
+        (first, first - 1, {first: text}),
+        (later, 0, {first: text, reached: whole}),
+        (first, first - 1, {first: text, reached: whole}),
+        (None, reached - 1, {first: text, max(before): whole}),
+    ]
+    for k, layers, rows in steps:
         done = session.prefill(prompts[1], policy(k))
         np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=SAME, rtol=0)
         assert done.reused_layers == layers
-        if rows is not None:
-            assert len(session.caches.segments[stages[first], True].states) == rows
-    assert len(session.caches.segments[stages[first], True].states) == prompts[1].prefix_length
+        assert {cut: len(session.caches.segments[before[cut], True].states) for cut in rows} == rows
+    if later is not None:
+        assert len(session.caches.segments[before[later], True].states) == text
 
 
 def stage_specs(model: Model) -> Sequence[Any]:
