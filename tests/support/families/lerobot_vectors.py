@@ -4,7 +4,7 @@ Needs lerobot 0.6.1 and what its policies import, `python -m tests.support.famil
 changed: those of PaliGemma and its expert, which its code states, and the processor of pictures of SmolVLM2, which the
 policy does not use, is left out where torchvision is not installed.
 
-The file here was written on Python 3.11 with transformers 5.23: stubs stood in for torchvision, gymnasium and cv2, which
+The file here was written on Python 3.11 with transformers 5.23: stubs stood in for torchvision, gymnasium, cv2, which
 no policy calls, Python 3.12's syntax was rewritten, and two calls fitted to that transformers (`DynamicCache.crop`,
 `create_causal_mask`).
 """
