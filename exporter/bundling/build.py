@@ -130,8 +130,13 @@ def _write_small_tensors(folder: Path, plan: Plan) -> None:
 def end(folder: Path, journal: ExportJournal) -> None:
     """Remove what an interrupted export would have needed to resume."""
     journal.remove()
-    for file in (FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))):
-        (folder / file).unlink(missing_ok=True)
+    for name in _measured_files(folder):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _measured_files(folder: Path) -> list[str]:
+    """The files of activations that an export reads while it rounds, and no bundle has."""
+    return [FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))]
 
 
 def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weights: Mapping[str, StoredTensor]) -> None:
@@ -218,7 +223,7 @@ def _manifest(
 ) -> Manifest:
     """The manifest, with the checksums of all files and a record of what is needed to make the bundle again."""
     precisions = plan.precisions
-    others = {*weights, JOURNAL, FACTORS, *(path.name for path in folder.glob(INPUTS.format("*")))}
+    others = {*weights, JOURNAL, *_measured_files(folder)}
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() not in others)
     hashed = counter(report, "checksums", sum(p.stat().st_size for p in paths))
     records = dict(weights)

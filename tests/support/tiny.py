@@ -567,6 +567,17 @@ def _hub_config(tiny: Tiny, image_token: int) -> dict[str, Any]:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
+def write_configuration(folder: Path, tiny: Tiny, fields: dict[str, Any]) -> Any:
+    """Write config.json, as published or as transformers saves it, and generation_config.json; its configuration."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**fields)
+    written = fields if tiny.names == "hub" else config.to_dict() | {"architectures": fields["architectures"]}
+    write_json(folder / "config.json", written)
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    return config
+
+
 def _weights(config: Any, tiny: Tiny, seed: int) -> dict[str, torch.Tensor]:
     """Every tensor under transformers 5's name; a tensor depends on seed, name and shape alone."""
     import torch

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny import ARCHITECTURES, TEMPLATE, Tiny, _text_fields, _weights, write_json, write_weights
+from tests.support.tiny import (
+    ARCHITECTURES,
+    TEMPLATE,
+    Tiny,
+    _text_fields,
+    _weights,
+    write_configuration,
+    write_json,
+    write_weights,
+)
 
 GLM_OCR = Tiny(
     family="glm_ocr", text="glm_ocr_text", tokenizer="bytes", vision_hidden=32, vision_heads=2, head_dim=24, context=512
@@ -45,13 +54,7 @@ def image_settings(tiny: Tiny) -> dict[str, Any]:
 
 
 def make_glm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
-    from transformers import AutoConfig
-
-    fields = settings(tiny, image_token)
-    config = AutoConfig.for_model(**fields)
-    written = fields if tiny.names == "hub" else config.to_dict() | {"architectures": fields["architectures"]}
-    write_json(folder / "config.json", written)
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    config = write_configuration(folder, tiny, settings(tiny, image_token))
     write_json(folder / "preprocessor_config.json", image_settings(tiny))
     marked = f"<|begin_of_image|>{tiny.image_token}<|end_of_image|>"
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", marked), encoding="utf-8")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny import ARCHITECTURES, TEMPLATE, Tiny, _text_fields, _weights, write_json, write_weights
+from tests.support.tiny import (
+    ARCHITECTURES,
+    TEMPLATE,
+    Tiny,
+    _text_fields,
+    _weights,
+    write_configuration,
+    write_json,
+    write_weights,
+)
 
 LFM3 = Tiny(
     family="lfm3_vl", text="lfm3", tokenizer="bytes", head_dim=16, context=512, tied=True, patch=16, taps=5,
@@ -68,13 +77,7 @@ def published_name(name: str) -> str:
 
 
 def make_lfm3(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
-    from transformers import AutoConfig
-
-    fields = settings(tiny, image_token)
-    config = AutoConfig.for_model(**fields)
-    written = fields if tiny.names == "hub" else config.to_dict() | {"architectures": fields["architectures"]}
-    write_json(folder / "config.json", written)
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    config = write_configuration(folder, tiny, settings(tiny, image_token))
     write_json(folder / "preprocessor_config.json", image_settings(tiny))
     videos = {"size": {"shortest_edge": 8 * 1024, "longest_edge": 96 * 1024}, "fps": 2}
     of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **videos}

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.support.tiny import ARCHITECTURES, Tiny, _text_fields, _weights, write_json, write_weights
+from tests.support.tiny import (
+    ARCHITECTURES,
+    Tiny,
+    _text_fields,
+    _weights,
+    write_configuration,
+    write_json,
+    write_weights,
+)
 from vtx.runtime.vision.video import Video
 
 MINICPM = Tiny(
@@ -58,13 +66,7 @@ def video_settings(tiny: Tiny) -> dict[str, Any]:
 
 
 def make_minicpm(folder: Path, tiny: Tiny, seed: int, image_token: int) -> Path:
-    from transformers import AutoConfig
-
-    fields = settings(tiny, image_token)
-    config = AutoConfig.for_model(**fields)
-    written = fields if tiny.names == "hub" else config.to_dict() | {"architectures": fields["architectures"]}
-    write_json(folder / "config.json", written)
-    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    config = write_configuration(folder, tiny, settings(tiny, image_token))
     write_json(folder / "preprocessor_config.json", image_settings(tiny))
     write_json(folder / "video_preprocessor_config.json", video_settings(tiny))
     (folder / "chat_template.jinja").write_text(tiny.template, encoding="utf-8")
