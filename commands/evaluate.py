@@ -228,7 +228,7 @@ def _answerer(
         model = resources.enter_context(settings.loading.load(path))
         by = Evaluated.of(model, named, settings.parallel)
         if settings.coverage is not None and not named:  # what a question gets that names nothing
-            named = make_methods((model.loaded.default_k,), (model.loaded.default_reduce or "none",))
+            named = make_methods((model.loaded.defaults.k,), (model.loaded.defaults.reduce or "none",))
     manifest = by.bundle.manifest
     return by, named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
 

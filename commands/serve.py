@@ -338,6 +338,7 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
 
 def memory_of(loading: Loading, bundle: Bundle) -> int:
     """Bytes of memory that a bundle needs when it is loaded in this way."""
+    from vtx.runtime.api.images import ImageOptions
     from vtx.runtime.api.load import choose_for
     from vtx.runtime.backends.devices import float_bytes
     from vtx.runtime.backends.memory import needed_memory
@@ -346,9 +347,7 @@ def memory_of(loading: Loading, bundle: Bundle) -> int:
         bundle,
         loading.device,
         loading.compute,
-        fit=loading.fit,
-        max_tiles=loading.max_tiles,
-        max_pixels=loading.max_pixels,
+        ImageOptions(loading.fit, loading.max_tiles, loading.max_pixels),
     )
     return needed_memory(bundle, float_bytes(device))
 

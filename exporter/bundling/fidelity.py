@@ -325,7 +325,7 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
     """A session that has read a question, its ids, and the logits [vocab] after it."""
     loaded = model.loaded
     with without_notes():
-        images = [loaded.prepare(image) for image in item.images]
+        images = [loaded.images.prepare(image) for image in item.images]
     ids = loaded.text.prompt(messages(item), [image.in_prompt for image in images])
     encode = partial(images[0].encode, model.backend) if images else None
     prompt = bounded_prompt(ids, model.manifest.text.image_token_id, encode)

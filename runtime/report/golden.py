@@ -143,7 +143,7 @@ def check_golden(model: Model) -> Iterator[Check]:
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     with without_notes():
-        prepared = model.loaded.prepare(golden_image())
+        prepared = model.loaded.images.prepare(golden_image())
     own_ids = model.loaded.text.prompt([{"role": "user", "content": content}], [prepared.in_prompt])
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)

@@ -253,7 +253,7 @@ class Engines:
 
     def _opened(self, name: str, model: Model) -> Engine:
         blank = Image.new("RGB", (64, 64))
-        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[0][None])  # loads it now
+        model.backend.vision(model.loaded.images.layout.views(blank, model.manifest.image)[0][None])  # loads it now
         return Engine(name, model, self._limits, self._choosers.get(name))
 
     def _make_room(self, name: str, needed: int) -> None:
@@ -320,7 +320,7 @@ class Engines:
         """The objects of /v1/models."""
         batching = {engine.name: engine.batching for engine in self.loaded}
         objects = list[dict[str, Any]]()
-        depths = {engine.name: engine.model.loaded.default_k for engine in self.loaded}  # a card's, where there is one
+        depths = {engine.name: engine.model.loaded.defaults.k for engine in self.loaded}  # a card's, where there is one
         for name, bundle in self._bundles.items():
             m = bundle.manifest
             loaded = batching.get(name)

@@ -100,7 +100,7 @@ def assert_prepared_equal(model: Model, pictures: Sequence[Path]) -> None:
     """libvtx gives each picture the tokens and the pixels of Python."""
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
     for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
+        want = model.loaded.images.prepare(path)
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
 
 

@@ -14,8 +14,8 @@ from PIL import Image
 from tests.support.exported import answer, greedy, policy, prompt
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
 from vtx.runtime.backends.slots import RECENT

@@ -125,12 +125,12 @@ class Talk:
 
     def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
         model = self._model
-        pictures = model.loaded.prepare_all(images)
+        pictures = model.loaded.images.prepare_all(images)
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.loaded.text.prompt(messages, counts)
         question = self._question(plain, token)
         if policy.needs.text_tower:
-            question = replace(question, embeddings=model.loaded.embed_question(messages))
+            question = replace(question, embeddings=model.loaded.prompts.embed_question(messages))
         encoded = [self._encode(picture, policy, question) for picture in pictures]
         ids: list[int] = []
         left, sizes, at = iter(encoded), iter(counts), 0

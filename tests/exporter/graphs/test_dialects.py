@@ -171,7 +171,7 @@ def test_a_tower_gives_what_transformers_does(
 ) -> None:
     model, judge = dialect_models(dialect, tiny, precision), reference(tiny)
     for seed in range(3):
-        pixels = model.loaded.prepare(random_image(seed)).pixels[None]
+        pixels = model.loaded.images.prepare(random_image(seed)).pixels[None]
         wanted = judge.model.model.get_image_features(pixel_values=torch.from_numpy(pixels)).pooler_output
         found = model.backend.vision(pixels).hidden
         np.testing.assert_allclose(

@@ -14,8 +14,8 @@ from tests.support.families.paligemma import PALIGEMMA
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.answering import TextOutput
 from vtx.runtime.api.options import Options
+from vtx.runtime.api.writing import TextOutput
 from vtx.runtime.errors import RequestError
 
 QUESTION = "What is the colour of the square in the picture?"

@@ -119,7 +119,7 @@ def test_answers_are_those_of_transformers_with_products_by_hand(
     assert np.mean(beside) < 0.4 * np.mean(apart), (beside, apart)
     inputs = reference.inputs(prompt_messages(QUESTIONS[0]), [image])
     rows, floats = (_image_rows(one, inputs) for one in (reference, exact))
-    ours = model.loaded.prepare(image).encode(model.backend).hidden
+    ours = model.loaded.images.prepare(image).encode(model.backend).hidden
     assert np.median(np.abs(ours - rows).max(1)) < EXACT
     assert np.median(np.abs(floats - rows).max(1)) > 100 * EXACT  # so floats would show
 

@@ -124,7 +124,7 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(
     model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block
     with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
         for shape in ((150, 60), (40, 90)):
-            image = model.loaded.prepare(random_image(1, shape))
+            image = model.loaded.images.prepare(random_image(1, shape))
             found, wanted = (image.encode(engine).hidden for engine in (backend, model.backend))
             np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
         hidden = np.ones((40, NATIVE.hidden), np.float32)
@@ -196,7 +196,7 @@ def test_pages_of_weights_that_the_first_run_reads_are_let_go(models: Models, gr
     model = models(NATIVE, (), "int4")
     with closing(OpenvinoBackend(model.bundle, 1)) as backend:
         if graph == "vision":
-            model.loaded.prepare(random_image(1, (150, 60))).encode(backend)
+            model.loaded.images.prepare(random_image(1, (150, 60))).encode(backend)
         else:
             backend.embed(np.arange(9))
         assert resident(model.bundle.folder) == 0

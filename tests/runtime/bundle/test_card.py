@@ -70,7 +70,7 @@ def test_a_card_for_another_engine_is_ignored_with_a_message(
     write_card(bundle.folder, card_of(bundle, 5, FASTV, device, compute))
     with caplog.at_level(logging.WARNING, "vtx"), load(bundle.folder, device=asked, threads=1) as model:
         assert model.loaded.card is None
-        assert model.loaded.default_k == 2
+        assert model.loaded.defaults.k == 2
     assert "card.json" in caplog.text
     assert "ignored" in caplog.text
     assert reason in caplog.text

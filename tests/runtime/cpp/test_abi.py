@@ -163,7 +163,7 @@ def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c
     conversation = opened(library, model, np.asarray(image))
     with python.open(image) as other:
         want = other.ask("red?", max_new_tokens=8)
-        ids = python.loaded.prompt_ids(other.opening("red?")).tolist()
+        ids = python.loaded.prompts.ids(other.opening("red?")).tolist()
     answer, options = c.c_void_p(), options_of(library)
     array = (c.c_int64 * len(ids))(*ids)
     assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(options), c.byref(answer)) == OK

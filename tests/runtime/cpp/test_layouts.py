@@ -88,7 +88,7 @@ def test_the_released_layout_is_refused_where_images_are_seen_otherwise(
 def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
     model = models(LLAVA_NEXT, (3, 5))
     [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")
-    assert found["vision_tokens"] == model.loaded.layout.limited(1).count(150, 60)
+    assert found["vision_tokens"] == model.loaded.images.layout.limited(1).count(150, 60)
     many = [word for _ in range(9) for word in ("--image", pictures[3])]
     with pytest.raises(ContextError) as room, model.open([pictures[3]] * 10) as conversation:
         conversation.ask("red?")

@@ -41,7 +41,7 @@ def compared(found: dict[str, Any], want: dict[str, Any]) -> int:
 
 def test_pixels_are_those_of_python(model: Model, pictures: list[Path]) -> None:
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    assert lines == [f"{prepared.tokens} {prepared.key}" for prepared in map(model.loaded.prepare, pictures)]
+    assert lines == [f"{prepared.tokens} {prepared.key}" for prepared in map(model.loaded.images.prepare, pictures)]
 
 
 def test_the_states_in_the_json_are_those_of_python(model: Model, pictures: list[Path]) -> None:

@@ -76,13 +76,13 @@ def test_tokens_kept_by_the_text_tower_are_those_of_python_and_of_the_statement(
     for number in (1, 4):
         picture = random_image(number, (336, 336))
         picture.save(tmp_path / "a.png")
-        image = model.backend.vision(model.loaded.prepare(picture).pixels[None])
+        image = model.backend.vision(model.loaded.images.prepare(picture).pixels[None])
         patches = image.patches.signals[CLIP_PATCHES]
         for keep, spec in zip(KEEPS, SPECS, strict=True):
             found = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--reduce", spec, "--max-new-tokens", "1")
             with model.open(tmp_path / "a.png") as conversation:
                 for question, answer in zip(QUESTIONS, found, strict=True):
-                    texts = model.loaded.embed_question(prompt_messages(question))
+                    texts = model.loaded.prompts.embed_question(prompt_messages(question))
                     wanted = stated(image.hidden, by_clip(patches, texts), keep)
                     kept = conversation.ask(question, reduce=spec, max_new_tokens=1).to_dict()["kept"][0]["patches"][0]
                     assert [*kept] == wanted, (number, keep, question)

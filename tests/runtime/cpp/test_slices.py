@@ -45,7 +45,7 @@ def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(
     rng = np.random.default_rng(9)
     sizes += [(int(width), int(width * 2 ** rng.uniform(-3, 2)) or 1) for width in rng.integers(1, 1000, 8)]
     with load(folder, device="cpu", threads=1) as model:
-        assert max(model.loaded.layout.passes(*size) for size in sizes) == 1 + 9
+        assert max(model.loaded.images.layout.passes(*size) for size in sizes) == 1 + 9
         assert_prepared_equal(model, write_pictures(tmp_path, sizes))
 
 

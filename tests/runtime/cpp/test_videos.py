@@ -99,7 +99,7 @@ def assert_as_python(
         found = probed(model, device, files, given, question, k, reduce)
         kinds = [{"type": "video" if isinstance(each, Video) else "image"} for each in shown]
         messages: list[Any] = [{"role": "user", "content": [*kinds, {"type": "text", "text": question}]}]
-        prepared = model.loaded.prepare_all(shown, messages=messages)
+        prepared = model.loaded.images.prepare_all(shown, messages=messages)
         assert found["keys"] == [image.key[:64] for image in prepared]
         if reduce == "none":
             asked = prompt(model, messages, shown)
@@ -162,7 +162,7 @@ def test_what_reductions_leave_of_a_video_is_answered_as_in_python(
 
 
 def layout_form(model: Model, count: int, rate: float, wanted: int, width: int, height: int) -> dict[str, Any]:
-    layout = model.loaded.frames_layout()
+    layout = model.loaded.images.frames_layout()
     places = layout.sampling.numbers(count, rate, wanted or None)
     form = layout.prompt_image(SampledFrames(tuple(places), count, rate), width, height)
     return {"numbers": places, "spans": [*form.spans], "texts": [*form.texts], "span": form.span}

@@ -88,7 +88,7 @@ def test_a_changed_bundle_takes_the_place_of_the_old_one_whose_answers_end(
         assert answer.result(WAIT).json["usage"]["vtx"]["token_ids"] == wanted
     until(lambda: not old.users, "its client has its answer a moment before")
     followed.look()
-    assert old.model.loaded.closed
+    assert old.model.loaded.conversations.closed
 
 
 def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: Followed, tiny_bundle: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: F
         assert answer.result(WAIT).status == 200
     until(lambda: not old.users, "its client has its answer a moment before")
     followed.look()
-    assert old.model.loaded.closed
+    assert old.model.loaded.conversations.closed
     assert followed.names == ["other"]
 
 

@@ -95,7 +95,7 @@ def near(found: Any, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> None
 
 def compare(model: Model, judge: Judge, ks: tuple[int, ...], images: list[Any], question: str = QUESTION) -> set[Any]:
     """Pixels, features, ids and logits; returns the answers, by K."""
-    views = [np.asarray(model.loaded.prepare(image).views) for image in images]
+    views = [np.asarray(model.loaded.images.prepare(image).views) for image in images]
     near(np.concatenate(views), judge.pixels(images), 1e-6)
     hidden = np.stack([model.backend.vision(view).hidden.reshape(judge.tiny.tokens, -1) for view in views])
     near(hidden, judge.features(judge.pixels(images)))

@@ -62,8 +62,8 @@ def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Cal
             wanted = judge.greedy(inputs, k, 2)
             assert answer.ids == wanted.ids
             np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
-    usual = model.loaded.prepare(picture)
-    assert usual.key == model.loaded.prepare(picture, image_tokens=70).key
+    usual = model.loaded.images.prepare(picture)
+    assert usual.key == model.loaded.images.prepare(picture, image_tokens=70).key
     assert model.open(picture, image_tokens=280).images[0].tokens > 2 * usual.tokens
 
 
@@ -89,7 +89,7 @@ def test_a_question_may_have_a_budget_of_its_own(model: Model) -> None:
 def test_pictures_of_several_budgets_are_never_mixed(model: Model) -> None:
     """Not even one of a single colour, whose pixels are equal."""
     grey = Image.new("RGB", (100, 100), (90, 90, 90))
-    images = [model.loaded.prepare(grey, image_tokens=budget) for budget in BUDGETS]
+    images = [model.loaded.images.prepare(grey, image_tokens=budget) for budget in BUDGETS]
     assert len({image.key for image in images}) == len({image.tokens for image in images}) == 3
     with model.open(grey, image_tokens=70) as conversation:
         counts = [conversation.ask("red?", max_new_tokens=2).stats.vision_tokens]
@@ -107,7 +107,7 @@ def test_turns_of_a_chat_have_budgets_of_their_own(model: Model) -> None:
     first, second = random_image(2, SIZE), random_image(3, SIZE)
     turns = [sized("low", first), {"role": "assistant", "content": "a"}, sized(280, second)]
     answer = model.generate(turns, max_new_tokens=2)
-    counts = [model.loaded.prepare(each, image_tokens=n).tokens for each, n in ((first, 70), (second, 280))]
+    counts = [model.loaded.images.prepare(each, image_tokens=n).tokens for each, n in ((first, 70), (second, 280))]
     assert answer.stats.vision_tokens == sum(counts)
     alike = model.generate([sized(70, first), *turns[1:]], max_new_tokens=2)
     assert (alike.token_ids, alike.stats.vision_tokens) == (answer.token_ids, answer.stats.vision_tokens)
@@ -199,7 +199,7 @@ def test_libvtx_sees_each_budget_as_python_does(model: Model, tmp_path: Path) ->
     for budget in BUDGETS:
         lines = output("probe", "layout", bundle, f"tokens={budget}", *paths).decode().splitlines()
         for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=budget)
+            image = model.loaded.images.prepare(path, image_tokens=budget)
             assert line == f"{image.tokens} {image.key.split()[0]}", path.name
         [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(budget), "--max-new-tokens", "3")
         with model.open(paths[0], image_tokens=budget) as conversation:

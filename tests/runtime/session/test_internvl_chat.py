@@ -90,7 +90,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, judge: Callable[[Tiny], Judge], tiny: Tiny
 ) -> None:
     model, judging = models(tiny, (3, 5)), judge(tiny)
-    assert model.loaded.layout == Tiles(112, 16, 1, 6)
+    assert model.loaded.images.layout == Tiles(112, 16, 1, 6)
     for shapes in ((WIDE,), (HIGH,), (HIGH, WIDE)):
         images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
         inputs, asked = judging.chat_inputs(images), prompt(model, prompt_messages(QUESTION, len(images)), images)
@@ -109,7 +109,7 @@ def test_fused_matrices_are_stored_as_separate_ones_are(
         folder = export(tiny_checkpoint(tiny), tmp_path / name, (3,), precision, dialects=ORT).folder
         with load(folder, device="cpu", threads=1) as model:
             images, ids = [random_image(0, WIDE)], np.arange(4, 40)
-            answers.append(model.loaded.prepare(images[0]).encode(model.backend).hidden)
+            answers.append(model.loaded.images.prepare(images[0]).encode(model.backend).hidden)
             hidden, cache = model.backend.embed(ids).hidden, model.backend.stage(0, 64)
             answers.append(cache.append(TokenStates(hidden), np.arange(len(ids))))
     np.testing.assert_array_equal(answers[0], answers[2])

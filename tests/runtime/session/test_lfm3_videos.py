@@ -35,7 +35,7 @@ def model(models: Models) -> Model:
 
 def as_given(model: Model, clip: Any) -> tuple[torch.Tensor, Any]:
     """A prepared video as the reference takes it: its pairs of frames, and which frames they are."""
-    prepared = model.loaded.prepare_video(clip)
+    prepared = model.loaded.images.prepare_video(clip)
     return torch.from_numpy(np.stack([*prepared.views])), prepared.arrange.keywords["clip"]  # type: ignore[attr-defined]
 
 
@@ -60,7 +60,7 @@ def test_later_questions_about_a_video_are_answered_as_alone(model: Model) -> No
 
 
 def test_tokens_of_a_pair_that_leave_before_the_decoder_leave_gaps_in_its_positions(model: Model) -> None:
-    tokens = model.loaded.prepare_video(CLIP).encode(model.backend)
+    tokens = model.loaded.images.prepare_video(CLIP).encode(model.backend)
     count = len(tokens) // 3
     assert tokens.offsets is not None
     assert tokens.offsets.tolist() == [*range(count)] * 3
@@ -97,7 +97,7 @@ def test_a_method_of_clips_leaves_out_the_tokens_of_its_statement(
 ) -> None:
     model, judge = models(LFM3, KS, "fp32", ("evs:keep=0.5",)), reference(LFM3)
     inputs, _ = video_prompts(model, judge, [CLIP], QUESTION, lambda clip: as_given(model, clip))
-    hidden = torch.from_numpy(model.loaded.prepare_video(CLIP).encode(model.backend).hidden)
+    hidden = torch.from_numpy(model.loaded.images.prepare_video(CLIP).encode(model.backend).hidden)
     kept = evs(hidden.view(3, -1, hidden.shape[-1]), 0.5)
     rows, vision = judge.prompt(inputs)
     stays = torch.ones(len(vision), dtype=torch.bool)

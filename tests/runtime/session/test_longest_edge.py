@@ -31,7 +31,7 @@ def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
     model, judge, picture = models(tiny, (3, 5)), reference(tiny), random_image(2, (100, 60))
     edges = []
     for tokens in BUDGETS:
-        edge = sized_layout(model.loaded.layout, tokens, *picture.size).longest  # type: ignore[attr-defined]
+        edge = sized_layout(model.loaded.images.layout, tokens, *picture.size).longest  # type: ignore[attr-defined]
         judge.processor.image_processor.size = {"longest_edge": edge}
         messages = prompt_messages("red?")
         inputs = judge.inputs(messages, [picture])
@@ -54,7 +54,7 @@ def test_libvtx_sees_each_number_of_tokens_as_python_does(models: Models, tmp_pa
     for tokens in BUDGETS:
         lines = output("probe", "layout", bundle, f"tokens={tokens}", *paths).decode().splitlines()
         for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=tokens)
+            image = model.loaded.images.prepare(path, image_tokens=tokens)
             assert line == f"{image.tokens} {image.key.split()[0]}", path.name
         [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(tokens), "--max-new-tokens", "3")
         with model.open(paths[0], image_tokens=tokens) as conversation:

@@ -121,7 +121,7 @@ def test_pixels_are_those_of_transformers_processor_on_pillow(
     image = random_image(2, shape)
     inputs = judge.inputs(prompt_messages("red?"), [image])
     patch, at, pixels = MINICPM.patch, 0, inputs["pixel_values"][0].numpy()
-    views = model.loaded.prepare(image).views
+    views = model.loaded.images.prepare(image).views
     assert [[view.shape[1] // patch, view.shape[2] // patch] for view in views] == inputs["target_sizes"].tolist()
     for view in views:
         rows, columns = view.shape[1] // patch, view.shape[2] // patch

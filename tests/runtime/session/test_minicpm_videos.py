@@ -38,14 +38,14 @@ from tests.support.video_files import write_video
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
-from vtx.runtime.api import loaded
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.errors import BundleError, CheckpointError, ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.strict import json_value
+from vtx.runtime.vision import frames as prepared_frames
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
@@ -88,7 +88,7 @@ def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
 ) -> None:
     model, judge = models(MINICPM, (3, 5)), reference(MINICPM)
     inputs, _ = both(model, judge, [GIVEN[name]])
-    views, patch, at = model.loaded.prepare_video(GIVEN[name]).views, MINICPM.patch, 0
+    views, patch, at = model.loaded.images.prepare_video(GIVEN[name]).views, MINICPM.patch, 0
     pixels = inputs["pixel_values_videos"][0].numpy()
     sizes = [[view.shape[1] // patch, view.shape[2] // patch] for view in views]
     assert sizes == inputs["target_sizes_videos"].tolist()
@@ -108,7 +108,7 @@ def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, [random_image(0, (90, 70)), random_image(1, (30, 40)), HIGH, SMALL])
     assert_parity(model, judge, inputs, asked, TOLERANCE)
-    forms = [model.loaded.prepare_video(given).in_prompt for given in (HIGH, SMALL)]
+    forms = [model.loaded.images.prepare_video(given).in_prompt for given in (HIGH, SMALL)]
     text = "<image_id>0</image_id><image>v</image><slice>v</slice>\n<slice>v</slice>" + "<image>v</image>"
     assert forms[0].text("v").startswith(text)
     assert forms[1].text("v", 1) == "<image_id>1</image_id>" + "<image>v</image>" * 5
@@ -148,8 +148,8 @@ def test_views_of_a_video_that_wait_in_a_file_answer_as_those_in_memory(
 ) -> None:
     model, found, options = models(MINICPM, (3, 5)), list[Any](), Options(STEPS, ignore_eos=True, logprobs=True)
     for held in (100, 4):
-        monkeypatch.setattr(loaded, "MAX_HELD_FRAMES", held)
-        prepared = model.loaded.prepare_video(WIDE)
+        monkeypatch.setattr(prepared_frames, "MAX_HELD_FRAMES", held)
+        prepared = model.loaded.images.prepare_video(WIDE)
         assert isinstance(prepared.views, FrameFile) == (held == 4)
         assert prepared.nbytes == sum(view.nbytes for view in prepared.views)
         with model.open(WIDE) as conversation:
@@ -239,7 +239,7 @@ def test_fewer_views_hold_for_frames_too_and_a_video_beyond_the_context_names_th
         assert model.open(replace(given, frames=2)).ask("red?", None, Options(2)).token_ids
     for tiles, views in ((4, 3), (1, 1)):
         with load(folder, device="cpu", threads=THREADS, max_tiles=tiles) as model:
-            assert len(model.loaded.prepare_video(given).views) == 3 * views
+            assert len(model.loaded.images.prepare_video(given).views) == 3 * views
             assert model.open(given).ask("red?", None, Options(2)).token_ids
 
 
@@ -249,7 +249,7 @@ def test_the_command_answers_about_a_video_file(models: Models, tmp_path: Path) 
     command = [str(clip), QUESTION, "--bundle", str(model.bundle.folder), "--max-new-tokens", "3", "--json"]
     done = CliRunner().invoke(cli.run, [*command, "--k", "5", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    prepared = model.loaded.prepare_video(Video(str(clip)))
+    prepared = model.loaded.images.prepare_video(Video(str(clip)))
     assert (prepared.frames, prepared.in_prompt.spans) == (3, (4, 4, 4))
     assert '"vision_tokens": 12' in done.output
 

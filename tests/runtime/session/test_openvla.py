@@ -130,7 +130,7 @@ def test_a_prompt_ends_with_the_empty_token_and_the_instruction_in_small_letters
 
 def test_the_towers_features_are_those_of_the_statement(model: Model, judge: Judge) -> None:
     for picture in (PICTURE, random_image(3, (31, 97)).convert("L")):
-        pixels = model.loaded.prepare(picture).views
+        pixels = model.loaded.images.prepare(picture).views
         found = model.backend.vision(np.asarray(pixels)).hidden.reshape(TINY.tokens, -1)
         np.testing.assert_allclose(found, judge.features(picture).numpy(), atol=2e-5, rtol=0)
 

@@ -36,8 +36,8 @@ from tests.support.statement import Method
 from tests.support.tiny import Tiny, random_image, random_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import CheckpointError, ContextError, ImageError, RequestError, UnsupportedModelError
@@ -62,7 +62,7 @@ slow = pytest.mark.slow
 
 def as_given(model: Model, given: Video) -> tuple[torch.Tensor, Any]:
     """A prepared video as the reference takes it: its pairs of frames, and which frames they are."""
-    prepared = model.loaded.prepare_video(given)
+    prepared = model.loaded.images.prepare_video(given)
     return torch.from_numpy(np.stack([*prepared.views])), prepared.arrange.keywords["clip"]  # type: ignore[attr-defined]
 
 
@@ -110,7 +110,7 @@ def stated(judge: Reference, inputs: Inputs, kept: list[int], k: int | None) -> 
 
 def of_clip(model: Model, given: Video, method: str, keep: float) -> list[int]:
     """The tokens that a method of clips keeps, by its plain statement."""
-    prepared = model.loaded.prepare_video(given)
+    prepared = model.loaded.images.prepare_video(given)
     hidden = torch.from_numpy(prepared.encode(model.backend).hidden)
     return CLIPS[method](hidden.view(len(prepared.views), -1, hidden.shape[-1]), keep)
 
@@ -239,16 +239,16 @@ def test_openvino_gives_the_same_answers_about_videos(models: Models, name: str)
 
 def test_a_video_of_one_frame_is_seen_as_its_picture(models: Models) -> None:
     model, picture = models(QWEN3, (3, 5)), random_image(2, (64, 96))
-    pair = model.loaded.prepare_video(video(np.asarray(picture)[None], frames=1))
+    pair = model.loaded.images.prepare_video(video(np.asarray(picture)[None], frames=1))
     assert pair.views.shape == (1, 2, 3, 96, 64)  # type: ignore[union-attr]
-    tokens, still = pair.encode(model.backend), model.loaded.prepare(picture).encode(model.backend)
+    tokens, still = pair.encode(model.backend), model.loaded.images.prepare(picture).encode(model.backend)
     np.testing.assert_allclose(tokens.hidden, still.hidden, atol=1e-5)
 
 
 def test_without_a_number_two_frames_a_second_are_sampled_and_the_prompt_tells_their_times(models: Models) -> None:
     model, frames = models(QWEN3, (3, 5)), random_video(0, 90, (64, 64))
     for fps, count, last in ((30, 6, "<2.7 seconds>"), (None, 7, "<3.7 seconds>"), (300, 4, "<0.2 seconds>")):
-        prepared = model.loaded.prepare_video(video(frames, fps=fps))
+        prepared = model.loaded.images.prepare_video(video(frames, fps=fps))
         assert (prepared.frames, len(prepared.views)) == (count, -(-count // 2))
         assert last in prepared.in_prompt.texts[-2]
 

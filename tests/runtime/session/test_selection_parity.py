@@ -203,7 +203,7 @@ def test_an_image_keeps_its_random_tokens_in_every_conversation_and_another_has_
         assert reduced[0].kept == (reduced[1].kept if reduced[1] else None)
         return reduced[0].kept
 
-    key = case.model.loaded.prepare(random_image(4)).key
+    key = case.model.loaded.images.prepare(random_image(4)).key
     numbers = np.random.default_rng(int(sha256(f"3 {key}".encode()).hexdigest()[:16], 16)).random(81)
     [entered] = kept(4, "random:keep=9,seed=3")
     assert [list(patches) for patches in entered.patches] == [sorted(np.argsort(numbers)[:9].tolist())]

@@ -112,7 +112,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
     inputs = asked_of(judge, tiny_checkpoint(TINY), messages, given, monkeypatch)
     asked = prompt(model, messages, [given])
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    views = model.loaded.prepare_video(given).views
+    views = model.loaded.images.prepare_video(given).views
     assert np.array_equal(np.stack([*views]), inputs["pixel_values"][0].numpy())
     assert_parity(model, judge, inputs, asked)
     found = greedy(model, asked, 7, STEPS)
@@ -146,7 +146,7 @@ def test_openvino_gives_the_same_answers_about_videos(models: Models) -> None:
 
 
 def test_a_prompt_tells_the_number_of_frames_the_duration_and_times_of_long_videos(models: Models) -> None:
-    prepared = models(TINY, (3, 5, 7)).loaded.prepare_video(replace(LONG, frames=2))
+    prepared = models(TINY, (3, 5, 7)).loaded.images.prepare_video(replace(LONG, frames=2))
     assert prepared.in_prompt.texts == (
         "You are provided the following series of two frames from a 1:06:40 [H:MM:SS] video.\n"
         "\nFrame from 00:01:<fake_token_around_image><global-img>",

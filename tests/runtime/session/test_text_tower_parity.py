@@ -85,7 +85,9 @@ def test_the_text_tower_gives_transformers_embeddings(made: ClipCase, words: str
     wanted = made.clip.texts(words).numpy()
     assert len(wanted) == (3 if words == LONG else 1)
     for name, model in backends(made.case).items():
-        np.testing.assert_allclose(model.loaded.embed_question(prompt_messages(words)), wanted, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            model.loaded.prompts.embed_question(prompt_messages(words)), wanted, atol=2e-5, err_msg=name
+        )
 
 
 def test_patches_stand_in_clips_space_as_clips_own_vision_tower_has_them(made: ClipCase) -> None:

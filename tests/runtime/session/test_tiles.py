@@ -93,7 +93,7 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
 def test_images_of_equal_bytes_and_other_shapes_are_not_taken_for_each_other(models: Models) -> None:
     model = models(QWEN2, (3, 5))
     grey = random_image(0, (56, 56)).convert("L").point(lambda _: 9)
-    wide, high = (model.loaded.prepare(grey.resize(size)) for size in ((112, 56), (56, 112)))
+    wide, high = (model.loaded.images.prepare(grey.resize(size)) for size in ((112, 56), (56, 112)))
     assert wide.views.tobytes() == high.views.tobytes()
     assert wide.key != high.key
 

@@ -309,7 +309,7 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
     models: Models, tmp_path: Path, tiny: Tiny, size: tuple[int, int], wanted: list[Any]
 ) -> None:
     model = models(tiny, ks=(3,))
-    folder, layout = bundles.copy(model.bundle.folder, tmp_path / "bundle"), model.loaded.layout
+    folder, layout = bundles.copy(model.bundle.folder, tmp_path / "bundle"), model.loaded.images.layout
     wanted = [{"max_pixels": layout.fitting([size], most)} if isinstance(most, int) else most for most in wanted]
     bundle, file = Bundle.open(folder), write(tmp_path, [f"{n}.png" for n in range(10)], size)
     done = run(bundle, file, "--json", keep="50%")
@@ -327,9 +327,9 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
     how = dataclasses.replace(card.chosen.configuration, **wanted[-1])
     write_card(folder, dataclasses.replace(card, chosen=dataclasses.replace(card.chosen, configuration=how)))
     with load(folder, threads=1) as fitted, load(folder, threads=1, **dict.fromkeys(wanted[-1], 1 << 20)) as given:
-        seen = fitted.loaded.prepare(tmp_path / "0.png").tokens
+        seen = fitted.loaded.images.prepare(tmp_path / "0.png").tokens
         assert seen == limited_layout(layout, how.max_tiles, how.max_pixels).count(*size)
-        assert seen < given.loaded.prepare(tmp_path / "0.png").tokens == layout.count(*size)
+        assert seen < given.loaded.images.prepare(tmp_path / "0.png").tokens == layout.count(*size)
 
 
 @pytest.fixture
