@@ -314,7 +314,7 @@ def limits_of(settings: ServeSettings) -> Limits:
 def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
     """The bundles to serve, not yet loaded."""
     from vtx.runtime.scheduler.choosing import choosers_of
-    from vtx.runtime.server.engines import Engines, named
+    from vtx.runtime.server.engines import Engines, Serving, named
 
     bundles = settings.bundles
     if settings.hub_model or settings.precision or not (bundles or settings.folder):
@@ -327,12 +327,14 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
         loading.load,
         limits,
         None if settings.memory is None else int(settings.memory * 1e9),
-        needed=partial(memory_of, loading),
-        key=loading.key,
-        fit=loading.fit,
-        choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
-        verify=verified,
-        aliases=aliases_of(settings.aliases),
+        Serving(
+            needed=partial(memory_of, loading),
+            key=loading.key,
+            fit=loading.fit,
+            choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
+            verify=verified,
+            aliases=aliases_of(settings.aliases),
+        ),
     )
 
 

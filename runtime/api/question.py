@@ -62,7 +62,7 @@ class AnswerRecord:
 
 @dataclass(slots=True)
 class AnswerCosts:
-    """What has been computed for an answer, and after how many seconds; `vision` are those spent on its images."""
+    """The computed parts of an answer, each with the seconds after which it was done; `vision`: those of its images."""
 
     prompt_tokens: int
     prompt: PrefillResult | None = None
@@ -83,7 +83,7 @@ class AnswerCosts:
         self.first_token = self.first_token or self.last_token
 
     def seconds(self, tokens: int) -> dict[str, float]:
-        """The seconds that each part of an answer of so many tokens took."""
+        """The seconds that each part of an answer of `tokens` tokens took."""
         return {
             "vision": self.vision,
             "prefill": max(0.0, self.prefilled - self.vision),

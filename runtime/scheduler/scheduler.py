@@ -81,7 +81,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """When an answer must end, and how long it may become.
+    """The time by which an answer must end, and its length.
 
     `ends_at`: of the monotonic clock; of waiting jobs the one whose end is nearest begins first. `urgent`: it is
     refused if it cannot end by then; others count as if they ended after half of their `limit` of seconds, so that none

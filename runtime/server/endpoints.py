@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -316,8 +316,6 @@ class Endpoints:
         """Answer a request that has its place."""
         loop = asyncio.get_running_loop()
         chat = request.chat
-        place = request.place
-        started = request.started
         if any(isinstance(image, NamedImage) for image in chat.images):
             chat = request.chat = named_images(chat, self._sent, request.tenant.share)
         if any(isinstance(image, RemoteImage) for image in chat.images):
@@ -343,11 +341,17 @@ class Endpoints:
             objects = endpoint.objects(replace(chat, notes=notes), engine.model, prepared.ids)
             async with aclosing(_events(engine, prepared, request, notes)) as events:
                 answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
-        times_begun = [job.begun for job in place.jobs]
+        times_begun = [job.begun for job in request.place.jobs]
+        self._count(request, answers)
+        return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
+
+    def _count(self, request: _Admitted, answers: Sequence[Answer]) -> None:
+        """Add the answers of a request to the metrics and to what its key has used."""
+        place = request.place
         seconds_of = {
-            "queue": min(times_begun) - started,
-            "first_token": place.first - started,
-            "answer": time.monotonic() - started,
+            "queue": min(job.begun for job in place.jobs) - request.started,
+            "first_token": place.first - request.started,
+            "answer": time.monotonic() - request.started,
         }
         for answer in answers:
             stats = answer.stats
@@ -363,8 +367,8 @@ class Endpoints:
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
             self._keys.count(request.tenant, stats.prompt_tokens, len(answer.token_ids))
-            self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
-        return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
+            model = request.chat.model
+            self._metrics.answer((model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
 
 
 def named_images(chat: ChatRequest, sent: SentImages, tenant: str) -> ChatRequest:
