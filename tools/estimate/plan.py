@@ -126,17 +126,28 @@ class Phase:
 IDEAL = EngineCost()
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt: `views` of images, the tokens in each layer, and `again`, FLOPs of layers that run some twice.
+
+    `new_tokens`: those of its answer.
+    """
+
+    views: int
+    schedule: Sequence[int]
+    again: int = 0
+    new_tokens: int = 0
+
+
 def latency(
     model: ModelSize,
-    views: int,
-    schedule: Sequence[int],
+    prompt: PlannedPrompt,
     precisions: Precisions,
     profile: Profile,
     engine: EngineCost = IDEAL,
     read: int | None = None,
-    again: int = 0,
 ) -> dict[str, Phase]:
-    """Roofline estimate of each phase: `vision`, `prefill`, which has `again` FLOPs more, and `decode_per_token`.
+    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
 
     Of a model that acts `expert` is the last one, all of its steps.
 
@@ -144,16 +155,19 @@ def latency(
     the prompt, which reads `read` bytes of K/V [default: those of the schedule].
     """
     size = model.decoder
+    views = prompt.views
+    schedule = prompt.schedule
+    again = prompt.again
     wide = engine.floats == EXPANDED
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
     matrices = weights.token_bytes(model, precisions, wide)
-    prompt = weights.token_bytes(model, precisions, wide, max(schedule)) if size.mixture else matrices
+    prompt_bytes = weights.token_bytes(model, precisions, wide, max(schedule)) if size.mixture else matrices
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
         "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (flops.prefill_flops(size, schedule) + again, prompt + cache),
+        "prefill": (flops.prefill_flops(size, schedule) + again, prompt_bytes + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
@@ -353,6 +367,7 @@ def make_plan(
         slots = flops.with_exit(size, present)
         again = flops.ahead_flops(size, vision, reduced.ahead, text=workload.text)
         total = flops.total_flops(size, slots, model.vision, views) + again
+        prompt = PlannedPrompt(views, slots, again, workload.new_tokens)
         depths.append(
             DepthCost(
                 k=k,
@@ -363,10 +378,7 @@ def make_plan(
                 total_flops=total,
                 total_ratio=total / whole,
                 kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),
-                precisions={
-                    p: _cost(model, workload, views, slots, c, profile, engine, again, largest)
-                    for p, c in parts.items()
-                },
+                precisions={p: _cost(model, prompt, c, profile, engine, largest) for p, c in parts.items()},
             )
         )
     return CostPlan(
@@ -420,20 +432,18 @@ def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
 
 def _cost(
     model: ModelSize,
-    work: Workload,
-    views: int,
-    slots: Sequence[int],
+    prompt: PlannedPrompt,
     precisions: Precisions,
     profile: Profile | None,
     engine: EngineCost,
-    again: int,
     largest: VisionSize | None,
 ) -> PrecisionCost:
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
+    slots = prompt.schedule
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     step = GROWTH if engine.blocks else 1
-    used = [-(-(count + work.new_tokens) // step) * step for count in slots]
+    used = [-(-(count + prompt.new_tokens) // step) * step for count in slots]
     kv = sum(flops.kv_bytes(model.decoder, used, element))
     read = engine.passes * sum(cache)
     if engine.floats is None:
@@ -443,14 +453,14 @@ def _cost(
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     each = 4 if wide else 2
     if engine.apart:
-        activations = summed_activation_bytes(model, slots, views, each)
+        activations = summed_activation_bytes(model, slots, prompt.views, each)
     else:
-        activations = largest_activation_bytes(model, slots, views, each, largest)
+        activations = largest_activation_bytes(model, slots, prompt.views, each, largest)
     packing = weights.packed_twice(model, precisions, engine.floats) if engine.packing and engine.floats else 0
     peak = held + max(kv + activations, packing) + engine.base
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
-    phases = latency(model, views, slots, precisions, profile, engine, read, again)
+    phases = latency(model, prompt, precisions, profile, engine, read)
     ms = sum(phase.ms for phase in phases.values())
     if model.action_tokens:  # the prompt gives the first of them
         ms += (model.action_tokens - 2) * phases["decode_per_token"].ms

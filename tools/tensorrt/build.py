@@ -58,16 +58,19 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one dialect for one target, and the release of TensorRT that builds them."""
+    """The engines of one dialect for one target, and the release of TensorRT that builds them.
+
+    `workspace`: bytes of device memory for the builder; `key` signs the record of the engines.
+    """
 
     bundle: Bundle
     target: Target
     release: Release
     version: str
     dialect: str
-    workspace: int | None
-    timing_cache: Path | None
     jobs: tuple[EngineJob, ...]
+    workspace: int | None = None
+    timing_cache: Path | None = None
     key: SigningKey | None = None
 
     @property
@@ -109,12 +112,9 @@ def plan_engines(
     version: str,
     dialect: str,
     *,
-    workspace: int | None = None,
-    timing_cache: Path | None = None,
     batch: int | None = None,
-    key: SigningKey | None = None,
 ) -> EnginePlan:
-    """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
+    """The engines to build, checked as far as possible before a builder runs.
 
     `batch`: conversations that one run decodes; 1: a stage has one profile for all its runs.
     """
@@ -144,10 +144,7 @@ def plan_engines(
         release=release,
         version=version,
         dialect=dialect,
-        workspace=workspace,
-        timing_cache=timing_cache,
         jobs=tuple(jobs),
-        key=key,
     )
 
 
