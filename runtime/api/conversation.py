@@ -246,8 +246,8 @@ class Conversation:
             check_room(loaded, ids, images)
         if resume and policy.fixed:
             after = self._session.selection
-        asked = Question(messages, ids, policy, settings.options, after)
-        return AnswerStream(AnswerInProgress(loaded, asked, partial(self._lease, images), completed))
+        question = Question(messages, ids, policy, settings.options, after)
+        return AnswerStream(AnswerInProgress(loaded, question, partial(self._lease, images), completed))
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""
