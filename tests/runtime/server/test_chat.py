@@ -58,7 +58,7 @@ def test_a_picture_that_is_sent_again_is_not_read_again(served: Served, local: M
     turns = user("red?", image), {"role": "assistant", "content": first}, user("blue?")
     asked = [(user("how many?", image),), turns]
     wanted = [list(expected(local, *messages).token_ids) for messages in asked]
-    reading = [f"vtx.runtime.{name}" for name in ("api.loaded.load_image", "server.endpoints.image_size")]
+    reading = [f"vtx.runtime.{name}" for name in ("api.images.load_image", "server.endpoints.image_size")]
     with patch(reading[0], side_effect=AssertionError), patch(reading[1], side_effect=AssertionError):
         found = [served.chat(asking(*messages, **NONE)).json for messages in asked]
     assert [facts(completion)["token_ids"] for completion in found] == wanted

@@ -338,7 +338,7 @@ def test_tokens_of_a_clip_that_stay_are_those_of_the_statement_and_answers_follo
     chosen = replace(
         frames, key="chosen", in_prompt=PromptImage((len(wanted),)), arrange=lambda _: arranged.take(np.array(wanted))
     )
-    monkeypatch.setattr(type(model.loaded), "prepare_video", lambda *_: chosen)
+    monkeypatch.setattr(type(model.loaded.images), "prepare_video", lambda *_: chosen)
     assert model.open([HIGH, image]).ask(QUESTION, k, max_new_tokens=4).token_ids == answer.token_ids
 
 
