@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.export import find_bundle
 from vtx.commands.shared.answers import print_answer
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import Depth, DepthType, options
 from vtx.runtime.errors import VtxError
 from vtx.runtime.process import home

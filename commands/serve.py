@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import click
 
-from vtx.commands.export import find_bundle
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import BundleError, DeviceError, RequestError, VtxError
 from vtx.runtime.installing import install

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vtx.runtime.api.accepting import CARD
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.kinds import CARD, card_depth
 from vtx.runtime.api.options import DEFAULT, K, Options
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.bundle.bundle import Bundle
@@ -250,6 +250,8 @@ class LoadedBundle:
             if self.card is None or not self.card.kinds:
                 why = "no card is in use" if self.card is None else "the card has no K by kind of answer"
                 raise RequestError(f"K is card, and {why}; run vtx-fit, or give K as a number, or none")
+            from vtx.runtime.api.kinds import card_depth
+
             return card_depth(self.card.kinds, options.guide, self.manifest.model)
         if isinstance(k, str) and k == DEFAULT:
             k = self.default_k

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
+from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -79,10 +79,6 @@ class OrtBackend(HostBackend):
             self.memory,
         )
         self._stages = [self._new_stage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
-
-    @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        return merit_on_cpu(bundle.manifest, openvino=False)
 
     @staticmethod
     def obstacle(_: Bundle, __: int = 0) -> str | None:

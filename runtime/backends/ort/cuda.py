@@ -129,11 +129,6 @@ class OrtCudaBackend(OrtBackend):
         super().__init__(bundle, threads, compute)
 
     @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        possible = find_gpu() is not None and OrtCudaBackend.obstacle(bundle) is None
-        return (3, "there is a GPU") if possible else None
-
-    @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         if bundle.manifest.model.sliding is not None:
             return f"{WINDOWS}; use --device cpu or openvino"

@@ -155,10 +155,6 @@ class TensorrtBackend:
         self._batches: Sequence[TensorrtStageBatch] = []
 
     @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        return (4, "there are engines for this GPU") if fingerprint.targets(bundle) else None
-
-    @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         if bundle.manifest.action is not None:
             return f"{ACTIONS}; run the bundle with --device cpu or openvino"
