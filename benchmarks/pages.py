@@ -1,7 +1,8 @@
 """What does a reader of drawn pages still read at each K, with a rest, and with each reduction?
 
-    python demo/reader.py && python demo/publish.py --run build/reader --out build/reader/model
-    python demo/pages.py --out build/pages
+    python demo/reader.py --batch 8 --questions 6
+    python demo/publish.py --run build/reader --out build/reader/model
+    python demo/pages.py --kinds all line --out build/pages
     python -m benchmarks.pages build/reader/model build/pages --write
 
 The bundle is in float32 on onnxruntime. All lines of a page are asked for, a line by its place, a number by its letter
@@ -12,6 +13,7 @@ the letter. Intervals are over pages. A run that was interrupted resumes; `--wri
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import markdown
-from benchmarks.rest_tables import shown
+from benchmarks.rest_tables import shown, write_tables
 
 from vtx.tools.bench.methods import Method
 from vtx.tools.data.intervals import grouped_share
@@ -36,13 +38,14 @@ REDUCTIONS = {  # with about half of the image tokens, and with a quarter
     "visionzip": ("visionzip:dominant=0.4,contextual=0.1", "visionzip:dominant=0.2,contextual=0.05"),
     "hiprune": ("hiprune:layer=2,keep=0.5", "hiprune:layer=2,keep=0.25"),
     "fastv": ("fastv:ratio=0.5", "fastv:ratio=0.75"),
-    "pyramiddrop": ("pyramiddrop:layers=2/4/5,ratio=0.5", "pyramiddrop:layers=2/4/5,ratio=0.25"),
-    "mustdrop": ("mustdrop:layers=2/4/5,gamma=0.02,alpha=0.02", "mustdrop:layers=2/4/5,gamma=0.1,alpha=0.1"),
-    "lsm": ("lsm:tau=0.8", "lsm:tau=0.5"),
+    "pyramiddrop": ("pyramiddrop:layers=2/4,ratio=0.7", "pyramiddrop:layers=2/4,ratio=0.5"),
+    "mustdrop": ("mustdrop:layers=2/4,gamma=0.03,alpha=0.03", "mustdrop:layers=2/4,gamma=0.1,alpha=0.1"),
+    "lsm": ("lsm:tau=0.5", "lsm:tau=0.3"),
 }
 SPECS = tuple(spec for specs in REDUCTIONS.values() for spec in specs)
 ASKED = {"read": "all", "line": "line", "what": "number", "is": "letter"}  # the kind by a question's first word
-COLUMNS = ("image tokens", "characters of a page", "lines of a page", "whole pages", "a line", "a number", "a letter?")
+WHOLE = {"all": "whole pages", "line": "a line", "number": "a number", "letter": "a letter?"}
+LINES = "lines of a page"
 
 
 def export(checkpoint: Path, folder: Path) -> Path:
@@ -79,14 +82,15 @@ def lines(text: str) -> list[str]:
     return [" ".join(words[place : place + 2]) for place in range(0, len(words), 2)]
 
 
-def row(asked: Asked, method: Method, replies: Sequence[CostedAnswer]) -> list[Any]:
+def row(asked: Asked, method: Method, replies: Sequence[CostedAnswer]) -> dict[str, Any]:
     """The cells of a method: image tokens in the mean over layers, and shares that are right, with intervals."""
-    flags = {name: (list[bool](), list[int]()) for name in COLUMNS[1:]}
+    flags = dict[str, tuple[list[bool], list[int]]]()
     images = {name: number for number, name in enumerate(dict.fromkeys(one.image for one in asked.questions))}
 
     def note(name: str, right: list[bool], page: int) -> None:
-        flags[name][0].extend(right)
-        flags[name][1].extend([page] * len(right))
+        of_name = flags.setdefault(name, ([], []))
+        of_name[0].extend(right)
+        of_name[1].extend([page] * len(right))
 
     for question, reply in zip(asked.questions, replies, strict=True):
         kind = ASKED[question.text.split()[0]]
@@ -95,17 +99,33 @@ def row(asked: Asked, method: Method, replies: Sequence[CostedAnswer]) -> list[A
         text = reply.text.strip()
         if kind == "all":
             note("characters of a page", equal(right.replace(" ", ""), text.replace(" ", "")), page)
-            note("lines of a page", equal(lines(right), lines(text)), page)
-        note({"all": "whole pages", "letter": "a letter?"}.get(kind, f"a {kind}"), [right == text], page)
+            note(LINES, equal(lines(right), lines(text)), page)
+        note(WHOLE[kind], [right == text], page)
     tokens = np.mean([reply.vision_tokens for reply in replies])
-    shares = [grouped_share(*flags[name]) for name in COLUMNS[1:]]
-    cells = [[f"{100 * value:.1f}" for value in (one.share, one.low, one.high)] for one in shares]
-    return [method.name, f"{tokens:.1f}", *cells]
+    shares = {name: grouped_share(*of_name) for name, of_name in flags.items()}
+    cells = {name: [f"{100 * value:.1f}" for value in (one.share, one.low, one.high)] for name, one in shares.items()}
+    return {"": method.name, "image tokens": f"{tokens:.1f}", **cells}
 
 
-def table(name: str, rows: list[list[Any]], caption: str) -> Iterator[dict[str, Any]]:
-    align = ["---", *["---:"] * len(COLUMNS)]
-    yield {"table": name, "columns": ["", *COLUMNS], "align": align, "caption": caption}
+def tables(rows: Sequence[dict[str, Any]], layers: int, caption: str) -> Iterator[list[dict[str, Any]]]:
+    """All rows, then the lines of pages that are right: at each K by its rest, and by reduction and budget."""
+    right = {row[""]: row[LINES][0] for row in rows}
+    yield [*_table("pages", [*rows[0]], [[*row.values()] for row in rows], caption)]
+    depths = [[f"K = {k}", *(f"K = {k} + rest {rest}" for rest in RESTS)] for k in KS]
+    by_rest = [[f"{names[0]} of {layers}", *(right[name] for name in names)] for names in depths]
+    yield [*_table("pages-k", ["", "no rest", *RESTS], by_rest)]
+    by_method = [
+        [f"`{name}`", *(right[method.name] for method in make_methods((None,), specs))]
+        for name, specs in REDUCTIONS.items()
+    ]
+    yield [*_table("pages-reduced", ["", "half", "a quarter"], by_method)]
+
+
+def _table(
+    name: str, columns: list[str], rows: list[list[Any]], caption: str | None = None
+) -> Iterator[dict[str, Any]]:
+    head = {"table": name, "columns": columns, "align": ["---", *["---:"] * (len(columns) - 1)]}
+    yield head if caption is None else head | {"caption": caption}
     yield from ({"table": name, "row": row} for row in rows)
 
 
@@ -121,7 +141,12 @@ def main() -> None:
     rows = [
         row(asked, method, [replies[place] for replies in asked.replies]) for place, method in enumerate(asked.methods)
     ]
-    print(markdown([["", *COLUMNS], *([shown(cell) for cell in one] for one in rows)]))
+    print(markdown([[*rows[0]], *([shown(cell) for cell in one.values()] for one in rows)]))
+    if args.write:
+        layers = json.loads((args.checkpoint / "config.json").read_text())["text_config"]["num_hidden_layers"]
+        pages = len({question.image for question in asked.questions})
+        caption = f"a reader of {layers} layers (demo/reader.py), fp32 on onnxruntime, {pages} drawn pages, right in %"
+        write_tables({table[0]["table"]: table for table in tables(rows, layers, caption)})
 
 
 if __name__ == "__main__":

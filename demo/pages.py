@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,15 +85,16 @@ def page_labels(page: Page, grid: int) -> np.ndarray:
     return labels.reshape(grid * grid, 3)
 
 
-def write(out: Path, pages: int) -> None:
-    """The pages and `questions.jsonl`, none of them drawn in training."""
+def write(out: Path, pages: int, kinds: Collection[str] = KINDS) -> None:
+    """The pages and the questions of `kinds` in `questions.jsonl`, none of them drawn in training."""
     out.mkdir(parents=True, exist_ok=True)
     rng, records = random.Random(SEED), list[str]()
     for number in range(pages):
         page, name = random_page(rng), f"{number:04}.png"
         draw_page(page).save(out / name)
         for item in page.questions(rng):
-            records.append(json.dumps({"image": name, "question": item.question, "answer": item.answer}) + "\n")
+            if item.kind in kinds:
+                records.append(json.dumps({"image": name, "question": item.question, "answer": item.answer}) + "\n")
     (out / "questions.jsonl").write_text("".join(records), encoding="utf-8")
 
 
@@ -101,8 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("build/pages"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of questions")
     args = parser.parse_args()
-    write(args.out, args.pages)
+    write(args.out, args.pages, args.kinds)
 
 
 if __name__ == "__main__":

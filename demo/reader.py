@@ -1,4 +1,4 @@
-"""Train a small reader of pages: `python demo/reader.py --questions 6 --batch 8 --out build/reader`.
+"""Train a small reader of pages: `python demo/reader.py --batch 8 --questions 6 --out build/reader`.
 
 It sees the page in all its layers in every step, as readers of documents do; pages and questions are those of
 `demo/pages.py`. What a step sees depends on its number alone, so the same command resumes from the last checkpoint.
@@ -44,4 +44,4 @@ class ReaderRun(Run):
 
 
 if __name__ == "__main__":
-    train(__doc__, "build/reader", ReaderRun, 2500, SHAPE)
+    train(__doc__, "build/reader", ReaderRun, 1430, SHAPE)
