@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.pages import ASKED, equal, lines
+from benchmarks.pages import ASKED, equal, lines, row
 from PIL import Image
+
+from vtx.tools.bench.methods import Method
+from vtx.tools.evaluation.ask import Asked, CostedAnswer
+from vtx.tools.evaluation.questions import TaskQuestion
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = 5
@@ -30,8 +34,8 @@ def test_each_character_is_on_a_patch_that_is_not_white(pages: dict[str, Any]) -
         labels = pages["page_labels"](page, 7)
         ink = 255 - np.asarray(pages["draw_page"](page).convert("L"), np.int64)
         by_patch = ink.reshape(7, 8, 7, 8).sum((1, 3)).reshape(-1)
-        for glyph, row, column, _, _ in page.glyphs():
-            shown = (labels == (1 + pages["GLYPHS"].index(glyph), row, column)).all(1)
+        for glyph, line, column, _, _ in page.glyphs():
+            shown = (labels == (1 + pages["GLYPHS"].index(glyph), line, column)).all(1)
             assert shown.any()
             assert by_patch[shown].max() > 255
 
@@ -60,6 +64,22 @@ def test_parts_of_an_answer_are_right_at_their_places_alone() -> None:
     assert equal("ab", "abcd") == [True, True]
     assert equal(lines("e 471 s 002"), lines("s 002 e 471")) == [False, False]
     assert equal(lines("e 471 s 002"), lines("e 471 t 002 a 111")) == [True, False]
+
+
+def test_a_row_has_shares_of_characters_lines_and_answers() -> None:
+    whole = TaskQuestion((), "read all.", ("e 471 s 002",), "a.png")
+    one = TaskQuestion((), "line 1?", ("e 471",), "a.png")
+    replies = [CostedAnswer(text, None, 0, 0, tokens, 3, 1) for text, tokens in ((" e 471 s 102", 4), ("e 471", 6))]
+    asked = Asked((whole, one), (Method(3),), tuple((reply,) for reply in replies), ())
+    cells = row(asked, Method(3), replies)
+    assert cells.pop("image tokens") == "5.0"
+    shares = {name: cell[0] for name, cell in cells.items() if name}
+    assert shares == {
+        "characters of a page": "87.5",
+        "lines of a page": "50.0",
+        "whole pages": "0.0",
+        "a line": "100.0",
+    }
 
 
 def test_muon_in_float32_is_pytorchs_but_for_bfloat16() -> None:
