@@ -14,6 +14,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import float16_overflow
 from vtx.runtime.errors import BundleError, ExportError
@@ -24,8 +25,8 @@ from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint
 from vtx.tools.tensorrt.memory import build_memory
-from vtx.tools.tensorrt.profiles import batches, graph_profiles, input_shapes
-from vtx.tools.tensorrt.releases import RTX, Release
+from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes
+from vtx.tools.tensorrt.releases import Release
 from vtx.tools.tensorrt.targets import Target
 
 LARGEST_ENGINE = 1.3  # times its weights: beyond that they are stored twice, or wider than in the bundle
@@ -128,7 +129,11 @@ def plan_engines(
         raise BundleError(f"{findings[0]}{remark}")
     if batch is None:
         batch = JETSON_LANES if target.is_jetson else LANES
-    decoding = _decoding(m, release, batch)
+    if batch > 1 and any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
+        raise BundleError("the graphs keep the state of one conversation; export the bundle again, or use --batch 1")
+    # TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones in
+    # kernels of their own there; not for a profile of one token of each of several conversations.
+    decoding = None if batch == 1 else batch
     jobs = list[EngineJob]()
     for graph in graphs:
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
@@ -149,19 +154,6 @@ def plan_engines(
         jobs=tuple(jobs),
         key=key,
     )
-
-
-def _decoding(m: Manifest, release: Release, batch: int) -> int | None:
-    """The conversations of a stage's profile for single tokens; None: there is one profile for all runs.
-
-    TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones there in
-    kernels of their own; not for a profile of one token of each of several conversations.
-    """
-    if batch == 1:
-        return None
-    if batches(m.model):
-        return batch
-    return 1 if release.flavour != RTX or m.precision == "int4" else None
 
 
 def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:

@@ -127,11 +127,14 @@ class OrtBackend(HostBackend):
     def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch | OrtReadingBatch]:
         from vtx.runtime.backends.ort.batch import OrtReadingBatch, OrtStageBatch
 
-        if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
-            raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
+        self._check_batches()
         return [
             OrtStageBatch(stage, lanes, capacity) if stage.spec.keeps else OrtReadingBatch() for stage in self._stages
         ]
+
+    def _check_batches(self) -> None:
+        if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
+            raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
 
     def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> OrtStageCache:
         try:

@@ -129,7 +129,7 @@ class LoadedEngines:
             names.HIDDEN_OUT: 4 * m.model.hidden * most,
             names.TOTAL_SLOTS: 4 * LANES,
             **dict.fromkeys((names.POSITIONS, *sight_of(m.model)), 8 * most),
-            **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4),
+            **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4 * LANES),
             names.PIXELS: 4 * 3 * pixels,
             names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.BEST: 4 * longest[files.head],
@@ -142,9 +142,11 @@ class LoadedEngines:
         if files.score:
             sizes[names.QUERY] = 4 * m.model.heads * m.model.head_dim * most
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
-        if m.model.conv_layers:  # of one token; more are written where they are held
+        if m.model.conv_layers:  # of one token of each lane; more are written where they are held
             sizes[names.STATE_ENDS] = 8 * HeldStates(m.model).ends
-            sizes[names.STATE_OUT] = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
+            lanes = max(self.lanes(graph) for graph in files.stages)
+            state = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
+            sizes |= dict.fromkeys((names.STATE, names.STATE_OUT), lanes * state)
         kv_type = np.dtype(names.kv_type(self._set.dialect, m.kv_dtype))
         for stage in m.stages:
             if stage.cached:

@@ -12,9 +12,9 @@ from tests.support.engines import DUAL, SMALL_GROWTH, build_for, on_standin
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny
+from vtx.runtime.backends import device_lanes
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
-from vtx.runtime.backends.ort import cuda_cache
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Ort:
     for module in (ort_backend, ort_cuda):
         monkeypatch.setattr(module, "load_onnxruntime", lambda: found)
     monkeypatch.setattr(ort_cuda, "load_driver", lambda: found.gpu)
-    monkeypatch.setattr(cuda_cache, "GROWTH", SMALL_GROWTH)
+    monkeypatch.setattr(device_lanes, "GROWTH", SMALL_GROWTH)
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import gpu_standin
 from tests.support.bundles import export_with
-from tests.support.engines import CARD, ORIN
+from tests.support.engines import CARD, ORIN, read_together
 from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
@@ -32,6 +32,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
@@ -234,3 +235,17 @@ def test_graphs_are_compared_one_by_one_with_the_states_that_they_give_out(famil
     assert all(graph.worst.passed for graph in found)
     outputs = [output.tensor for graph in found for output in graph.outputs]
     assert outputs.count(names.STATE_OUT) == 4  # all stages but that of layer 2 have a layer with a state
+
+
+@pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
+def test_conversations_that_decode_together_have_their_own_states(opened: tuple[str, Model, Gpu]) -> None:
+    """Prompts of different lengths, images that leave at different K, and more conversations than a Jetson's lanes."""
+    family, model, _ = opened
+
+    def streams() -> list[AnswerStream]:
+        options = Options(8, ignore_eos=True)
+        images = [model.open([random_image(n, LARGE[family])]) for n in range(3)]
+        return [image.stream(QUESTIONS[n % 2], (None, *KS)[2 * n], options) for n, image in enumerate(images)]
+
+    alone = [stream.read().token_ids for stream in streams()]
+    assert read_together(model, streams()) == alone
