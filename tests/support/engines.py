@@ -76,18 +76,16 @@ def shorten(folder: Path, target: str, tokens: int) -> None:
 
 
 def read_together(model: Model, streams: Sequence[AnswerStream]) -> list[list[int]]:
-    """The ids of answers whose tokens are decoded together, as far as there are several."""
+    """The ids of answers of one length, whose tokens but the first are decoded together."""
     batching = Batching(model, LANES, LANES)
     assert batching.obstacle is None
     running = [*streams]
-    rounds = 0
     while running:
-        several = len(running) > 1
         batching.decode(running)
         running = [stream for stream in running if stepped(stream)]
-        rounds += several
-    assert batching.passes >= rounds - 2  # the first round computes prompts
-    return [stream.answer.token_ids for stream in streams]
+    ids = [stream.answer.token_ids for stream in streams]
+    assert batching.tokens == sum(len(of_answer) - 1 for of_answer in ids)
+    return ids
 
 
 def stepped(stream: AnswerStream) -> bool:
