@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.shared.options import PRECISION, DepthType, given, joined, option, options
-from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.engines import ENGINES, GPUS
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say, say_json, table
 
@@ -38,6 +39,7 @@ class PlanSettings:
     vision_precision: str | None
     head_precision: str | None
     max_new_tokens: int
+    batch: int
     profile: str | None
     engine: str | None
     jetpack: str | None
@@ -101,6 +103,13 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     "vision_precision",
     "head_precision",
     "max_new_tokens",
+    option(
+        "--batch",
+        click.IntRange(1, LANES),
+        "Conversations decoded together on a GPU [default: 1].",
+        default=1,
+        metavar="N",
+    ),
     option("--profile", str, "Device to estimate times and memory for.", metavar="NAME"),
     option(
         "--device engine",
@@ -127,6 +136,8 @@ def plan(settings: PlanSettings) -> None:
         for precision in settings.decoder_precisions
     }
     engines, engine = _engines(settings, size, device, parts)
+    if settings.batch > 1 and (engine is None or engine.device not in GPUS):
+        raise click.UsageError("--batch is for a GPU: name a --profile that has one, and no --device on a CPU")
     costs = _costs(settings, size, work, device, engine)
     builds = _buildable(size, device, engine, parts)
     picture = None
@@ -166,9 +177,9 @@ def _workload(settings: PlanSettings, size: ModelSize) -> Workload:
     if size.action_tokens and not given("max_new_tokens"):
         answer = size.action_tokens
     if settings.sequence is not None:
-        return Workload(settings.text, settings.sequence - settings.text, answer)
+        return Workload(settings.text, settings.sequence - settings.text, answer, batch=settings.batch)
     image, views = size.picture(*settings.picture)
-    return Workload(settings.text, image, answer, views)
+    return Workload(settings.text, image, answer, views, settings.batch)
 
 
 def _engines(

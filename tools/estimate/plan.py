@@ -178,12 +178,16 @@ def latency(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question: `text`, `vision` and the answer's tokens; `views`: passes of the tower, None: of whole images."""
+    """A question: `text`, `vision` and the answer's tokens; `views`: passes of the tower, None: of whole images.
+
+    `batch`: conversations that a GPU decodes together.
+    """
 
     text: int
     vision: int
     new_tokens: int
     views: int | None = None
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > flops.MAX_TOKENS:
@@ -292,6 +296,7 @@ class CostPlan:
             "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
             "max_new_tokens": self.workload.new_tokens,
+            "batch": self.workload.batch,
             "parameters": self.model.parameters,
             "parts": {name: _precisions(p) for name, p in self.parts.items()},
             "weights_bytes": dict(self.weights_bytes),
@@ -435,6 +440,8 @@ def _cost(
     step = GROWTH if engine.blocks else 1
     used = [-(-(count + work.new_tokens) // step) * step for count in slots]
     kv = sum(flops.kv_bytes(model.decoder, used, element))
+    if work.batch > 1:  # lanes, and memory of its own in which the next prompt runs
+        kv = (work.batch + 1) * kv + work.batch * _lane_bytes(model.decoder)
     read = engine.passes * sum(cache)
     if engine.floats is None:
         held = weights.bundle_bytes(model, precisions)
@@ -456,6 +463,12 @@ def _cost(
         ms += (model.action_tokens - 2) * phases["decode_per_token"].ms
     hertz = 1000 / ms if model.action is not None or model.action_tokens else None
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
+
+
+def _lane_bytes(size: Decoder) -> int:
+    """Bytes for one token of a further conversation in a run: its states before and after it, and its logits."""
+    states = 2 * size.state_numbers * len(size.conv_layers)
+    return 4 * (states + 2 * size.hidden + size.vocab)
 
 
 def largest_activation_bytes(

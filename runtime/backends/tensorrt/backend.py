@@ -275,6 +275,8 @@ class TensorrtBackend:
                 f"these engines take one conversation at a time; {fingerprint.build_command(self._bundle, 'this')} "
                 "--batch 8"
             )
+        with self.cuda:
+            self.engines.share_states(lanes)
         of_layers = dict[int, TensorrtStageBatch]()
         batches = list[TensorrtStageBatch | TensorrtReadingBatch]()
         for spec, graph in stages:

@@ -20,7 +20,7 @@ from vtx.runtime.backends.device_states import FLOAT, DeviceStates, put
 from vtx.runtime.backends.tensorrt.binding import DECODE, Bindings, kv_bindings, next_number, token_bindings
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
+from vtx.runtime.backends.tensorrt.loaded import LANE_STATES, TensorrtCacheContext, new_slots
 from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
 from vtx.runtime.backends.tensorrt.step import RECORDINGS
@@ -116,7 +116,7 @@ class TensorrtLanes(LaneRuns):
         row = FLOAT.itemsize * shared.model.state_numbers
         states = [(number, cache.states) for number, cache in enumerate(caches) if cache.states is not None]
         for number, history in states:
-            place = shared.engines.address(names.STATE) + number * row
+            place = shared.engines.address(LANE_STATES[0]) + number * row
             history.copy_to(caches[number].length, place, count * row)
         self.launch(inputs, count)
         new = self._new_slots(count)
@@ -124,7 +124,7 @@ class TensorrtLanes(LaneRuns):
             one = [region.at(number) for region in new]
             copy_slots(shared.cuda, self.at(number, cache.length), one, 1)
         for number, history in states:
-            place = shared.engines.address(names.STATE_OUT) + number * row
+            place = shared.engines.address(LANE_STATES[1]) + number * row
             history.put_from(caches[number].length, place, count * row)
         return self.outputs(count)
 
@@ -143,8 +143,8 @@ class TensorrtLanes(LaneRuns):
         addresses |= kv[1]
         if self._spec.stateful:
             shapes |= {names.STATE: (len(self._spec.stateful), count, model.state_numbers), names.STATE_ENDS: (1,)}
-            tensors = (names.STATE, names.STATE_ENDS, names.STATE_OUT)
-            addresses |= {name: shared.engines.address(name) for name in tensors}
+            buffers = {names.STATE: LANE_STATES[0], names.STATE_OUT: LANE_STATES[1], names.STATE_ENDS: names.STATE_ENDS}
+            addresses |= {name: shared.engines.address(buffer) for name, buffer in buffers.items()}
         return shapes, addresses
 
 

@@ -51,6 +51,26 @@ def test_what_no_engine_answers_on_a_device_is_refused_with_each_reason(device: 
         assert reason in done.stderr
 
 
+@pytest.mark.parametrize("device", ["tensorrt", "cuda"])
+@pytest.mark.parametrize("model", ["llava-1.5-7b", "qwen3.5-9b"])
+def test_conversations_that_decode_together_have_lanes_beside_the_memory_of_a_prompt(model: str, device: str) -> None:
+    words = ("--model", model, "--profile", "rtx-4090", "--device", device, "--precision", "int4", "--k", "none")
+    alone, together = (planned(*words, *more)["depths"][0]["precisions"]["int4"] for more in ((), ("--batch", "8")))
+    size = KNOWN[model].decoder
+    states = len(size.conv_layers) * 2 * size.state_numbers
+    assert bool(states) == (model == "qwen3.5-9b")
+    lanes = 8 * (alone["kv_held_bytes"] + 4 * (states + 2 * size.hidden + size.vocab))
+    assert together["kv_held_bytes"] - alone["kv_held_bytes"] == lanes
+    assert together["peak_bytes"] - alone["peak_bytes"] == lanes
+
+
+def test_a_batch_is_planned_for_a_gpu_alone() -> None:
+    for words in ((), ("--profile", "cpu")):
+        done = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--batch", "2", *words])
+        assert done.exit_code == 2
+        assert "--batch is for a GPU" in done.stderr
+
+
 @pytest.mark.parametrize("profile", [*ORINS, "rtx-4090"])
 @pytest.mark.parametrize("model", ["gemma-4-e2b", "gemma-3-4b"])
 def test_models_with_windows_are_answered_by_tensorrt_alone(model: str, profile: str) -> None:
