@@ -136,8 +136,7 @@ def plan(settings: PlanSettings) -> None:
         for precision in settings.decoder_precisions
     }
     engines, engine = _engines(settings, size, device, parts)
-    if settings.batch > 1 and (engine is None or engine.device not in GPUS):
-        raise click.UsageError("--batch is for a GPU: name a --profile that has one, and no --device on a CPU")
+    _check_batch(settings, engine)
     costs = _costs(settings, size, work, device, engine)
     builds = _buildable(size, device, engine, parts)
     picture = None
@@ -167,6 +166,12 @@ def _check(settings: PlanSettings) -> None:
         raise click.UsageError("--device and --jetpack need --profile")
     if settings.rest is not None and settings.ks and not any(settings.ks):
         raise click.UsageError("--rest is what stays from K on, and --k is none; name a K")
+
+
+def _check_batch(settings: PlanSettings, engine: EngineSupport | None) -> None:
+    """Raise click's UsageError if conversations are to decode together where there is no GPU."""
+    if settings.batch > 1 and (engine is None or engine.device not in GPUS):
+        raise click.UsageError("--batch is for a GPU: name a --profile that has one, and no --device on a CPU")
 
 
 def _workload(settings: PlanSettings, size: ModelSize) -> Workload:

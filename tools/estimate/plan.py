@@ -439,9 +439,7 @@ def _cost(
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     step = GROWTH if engine.blocks else 1
     used = [-(-(count + work.new_tokens) // step) * step for count in slots]
-    kv = sum(flops.kv_bytes(model.decoder, used, element))
-    if work.batch > 1:  # lanes, and memory of its own in which the next prompt runs
-        kv = (work.batch + 1) * kv + work.batch * _lane_bytes(model.decoder)
+    kv = _batch_bytes(model.decoder, work.batch, sum(flops.kv_bytes(model.decoder, used, element)))
     read = engine.passes * sum(cache)
     if engine.floats is None:
         held = weights.bundle_bytes(model, precisions)
@@ -465,10 +463,15 @@ def _cost(
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
 
 
-def _lane_bytes(size: Decoder) -> int:
-    """Bytes for one token of a further conversation in a run: its states before and after it, and its logits."""
+def _batch_bytes(size: Decoder, batch: int, kv: int) -> int:
+    """Bytes of conversations that decode together, each of `kv`: lanes, and the memory in which the next prompt runs.
+
+    For a token of each also states before and after it, hidden states and logits.
+    """
+    if batch == 1:
+        return kv
     states = 2 * size.state_numbers * len(size.conv_layers)
-    return 4 * (states + 2 * size.hidden + size.vocab)
+    return (batch + 1) * kv + 4 * batch * (states + 2 * size.hidden + size.vocab)
 
 
 def largest_activation_bytes(

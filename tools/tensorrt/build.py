@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,8 +129,7 @@ def plan_engines(
         raise BundleError(f"{findings[0]}{remark}")
     if batch is None:
         batch = JETSON_LANES if target.is_jetson else LANES
-    if batch > 1 and any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
-        raise BundleError("the graphs keep the state of one conversation; export the bundle again, or use --batch 1")
+    _check_states(graphs, batch)
     # TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones in
     # kernels of their own there; not for a profile of one token of each of several conversations.
     decoding = None if batch == 1 else batch
@@ -154,6 +153,12 @@ def plan_engines(
         jobs=tuple(jobs),
         key=key,
     )
+
+
+def _check_states(graphs: Sequence[SeenGraph], batch: int) -> None:
+    """Raise BundleError if a run is to be of several conversations, and graphs keep the state of one."""
+    if batch > 1 and any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
+        raise BundleError("the graphs keep the state of one conversation; export the bundle again, or use --batch 1")
 
 
 def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:
