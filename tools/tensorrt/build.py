@@ -127,12 +127,7 @@ def plan_engines(
     if findings:
         remark = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{remark}")
-    if batch is None:
-        batch = JETSON_LANES if target.is_jetson else LANES
-    _check_states(graphs, batch)
-    # TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones in
-    # kernels of their own there; not for a profile of one token of each of several conversations.
-    decoding = None if batch == 1 else batch
+    decoding = _decoding(graphs, target, batch)
     jobs = list[EngineJob]()
     for graph in graphs:
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
@@ -155,10 +150,19 @@ def plan_engines(
     )
 
 
-def _check_states(graphs: Sequence[SeenGraph], batch: int) -> None:
-    """Raise BundleError if a run is to be of several conversations, and graphs keep the state of one."""
-    if batch > 1 and any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
+def _decoding(graphs: Sequence[SeenGraph], target: Target, batch: int | None) -> int | None:
+    """The conversations of a stage's profile for single tokens; None: there is one profile for all runs.
+
+    TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones in
+    kernels of their own there; not for a profile of one token of each of several conversations. Raises BundleError.
+    """
+    if batch is None:
+        batch = JETSON_LANES if target.is_jetson else LANES
+    if batch == 1:
+        return None
+    if any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
         raise BundleError("the graphs keep the state of one conversation; export the bundle again, or use --batch 1")
+    return batch
 
 
 def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:
