@@ -36,7 +36,6 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded, Reference, Sample
-from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, WeightSource
@@ -47,6 +46,7 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, WIDER, ZEROS
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
+from vtx.tools.model.mixed import head_rows, widened
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"

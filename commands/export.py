@@ -24,7 +24,6 @@ from vtx.commands.shared.options import (
     size_of,
 )
 from vtx.runtime.bundle.spec.names import DIALECTS
-from vtx.runtime.bundle.spec.stored import BLOCKS
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json
 from vtx.runtime.terminal.last import remember, remembered
 from vtx.tools.common import cache
@@ -32,7 +31,6 @@ from vtx.tools.common.hub import check_hub_id
 
 DEMO_K = 16  # of the bundle that a first question makes
 DEMO = f"demo-k{DEMO_K}-fp16"
-BLOCK_SIZE = click.Choice([str(block) for block in BLOCKS])
 READING = "loading PyTorch and the checkpoint"  # seconds in which nothing else is said
 
 if TYPE_CHECKING:
@@ -92,11 +90,6 @@ class ExportSettings:
         return self.ks == "auto" and self.gates is None
 
 
-def _whole(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
-    """The number of a choice, None if there is none."""
-    return None if value is None else int(value)
-
-
 def _chosen_ks(
     context: click.Context, option: click.Parameter, given: tuple[tuple[Depth, ...], ...]
 ) -> tuple[int, ...] | Literal["auto"]:
@@ -131,25 +124,9 @@ def _chosen_ks(
     option("--precision", PRECISION, "Precision of the decoder weights [default: fp16; a quantised checkpoint's own]."),
     "vision_precision",
     "head_precision",
-    option(
-        "--int4-block",
-        BLOCK_SIZE,
-        "int4 weights per scale; 128: smaller and faster, less precise; 32: with zero "
-        "points, more precise [default: 64].",
-        callback=_whole,
-    ),
-    option(
-        "--int8-block",
-        BLOCK_SIZE,
-        "int8 weights per scale, which is more precise than a scale per row [default: a row's].",
-        callback=_whole,
-    ),
-    option(
-        "--bits",
-        float,
-        "Mean bits per weight of an int4 decoder and its head, e.g. 6.3: some of its matrices become int8, which "
-        "vtx-plan does not count [default: none do].",
-    ),
+    "int4_block",
+    "int8_block",
+    "bits",
     option("--kv-precision", str, "Precision of K and V: fp32, fp16 or int8 [default: fp16; fp32 for fp32]."),
     option(
         "--max-context",

@@ -464,3 +464,29 @@ class Reference:
             return self._weights.read(names[name], rows)
 
         return weight
+
+
+class LayerErrors:
+    """What the weights of `rounded` change in each layer of one sample, whose number is `sample`.
+
+    `watch`, passed to `hidden` of the whole weights, runs the rounded layer on what enters the whole one. `largest` is
+    the layer with the largest error, from 1, and that error: of the layer's output, relative to it, the root of the
+    mean square over the tokens.
+    """
+
+    def __init__(self, whole: Reference, rounded: Reference, samples: Sequence[Sample], sample: int) -> None:
+        self._rounded = rounded
+        self._sample = sample
+        (self._stream,) = whole._enter([samples[sample]])
+        self.largest = (1, 0.0)
+
+    def watch(self, layer: int, number: int, output: Tensor) -> None:
+        """Compare a layer's `output` [n, hidden] of sample `number`, which enters the next layer."""
+        if number != self._sample:
+            return
+        self._stream.run(self._rounded.config.text, layer, self._rounded._layer_weights(layer, keep=False))
+        moved = (self._stream.full - output).norm(dim=-1) / output.norm(dim=-1).clamp_min(1e-30)
+        error = float(moved.square().mean().sqrt())
+        if error > self.largest[1]:
+            self.largest = (layer, error)
+        self._stream.full = output

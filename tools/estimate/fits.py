@@ -13,6 +13,7 @@ from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.estimate.weights import precisions_by_name
 
 SHOWN = ("fp16", *(row.name for row in PRECISIONS.values() if row.bits))
 WORK = (64, 256)  # text tokens in addition to one image, and tokens of the answer
@@ -87,7 +88,7 @@ def what_fits(
         work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:
-            plan = make_plan(model, work, ks, [precision], profile, engine=engine)
+            plan = make_plan(model, work, ks, precisions_by_name(model, [precision]), profile, engine=engine)
             fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
             fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
         fits_of[name] = tuple(fits)

@@ -303,10 +303,14 @@ class CostPlan:
 
 
 def _precisions(parts: Precisions) -> dict[str, Any]:
-    """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's."""
+    """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's.
+
+    `int8`: the matrices of an int4 decoder that are wider, if there are any.
+    """
     fields = asdict(parts)
-    del fields["own"], fields["wider"]
-    return fields
+    del fields["own"]
+    wider = sorted(fields.pop("wider"))
+    return {**fields, "int8": wider} if wider else fields
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:
@@ -319,10 +323,8 @@ def make_plan(
     model: ModelSize,
     workload: Workload,
     ks: Sequence[int | None] = (),
-    precisions: Sequence[str] = tuple(PRECISIONS),
+    parts: Mapping[str, Precisions] | None = None,
     profile: Profile | None = None,
-    vision_precision: str | None = None,
-    head_precision: str | None = None,
     *,
     engine: EngineCost | None = None,
     reductions: Sequence[Reduction] = (),
@@ -330,7 +332,7 @@ def make_plan(
 ) -> CostPlan:
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K; `rest`: image tokens that stay from K on.
 
-    `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
+    `parts` [default: all of the decoder's, with the tower's and the head's of vtx-export for each]. `engine` [default:
     onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
     """
     engine = engine or _usual_engine(profile)
@@ -338,7 +340,7 @@ def make_plan(
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
-    parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
+    parts = parts or weights.precisions_by_name(model)
     size = model.decoder
     depths = list[DepthCost]()
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))

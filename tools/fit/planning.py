@@ -58,10 +58,8 @@ class PlannedEngine:
             size,
             work,
             [None],
-            [manifest.precision],
+            {manifest.precision: parts},
             profile,
-            manifest.vision_precision,
-            manifest.head_precision,
             engine=engine.cost,
         )
         return cls(profile, engine, size, parts, cost.depths[0].precisions[manifest.precision].peak_bytes)

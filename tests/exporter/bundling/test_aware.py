@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import vtx
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.exporting import interrupted
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
@@ -402,6 +403,23 @@ def test_an_interrupted_export_goes_on_with_the_same_factors(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "whole"]
 
 
+def test_an_export_interrupted_in_every_phase_has_the_bytes_of_one_that_was_not(
+    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While activations are measured it begins anew; later it resumes with the factors it has."""
+    plan = plan_export(options(tiny_checkpoint(MHA), int4_block=32, bits=6.0))
+    whole = run_export(plan, tmp_path / "whole", force=False, report=bundles.IGNORE).manifest
+    interrupted(plan, tmp_path / "b", "activations", 0.6)
+    interrupted(plan, tmp_path / "b", "weights", 0.01)
+    monkeypatch.setattr(build, "measure_factors", None)
+    for phase, share in (("weights", 0.9), ("reference", 0.5), ("checksums", 0.5)):
+        interrupted(plan, tmp_path / "b", phase, share)
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE).manifest
+    assert made.files == whole.files
+    assert made.record["activation_aware"] == whole.record["activation_aware"]
+    assert not list((tmp_path / "b").glob(".*"))
+
+
 def test_sampled_inputs_are_on_the_disk_as_large_as_predicted(
     tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,6 +501,19 @@ def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
+@pytest.mark.parametrize(
+    "item",
+    [Item((), "red?"), Item((random_image(1),), "这张图片里有什么? كم دائرة")],
+    ids=["one word", "other languages"],
+)
+def test_a_single_question_in_any_language_is_enough(tiny_checkpoint: Make, tmp_path: Path, item: Item) -> None:
+    data = Data("one", (item,))
+    plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=data))
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE)
+    assert made.manifest.record["activation_aware"]["items"] == 1
+    assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_weights_that_are_not_rounded_to_integers_are_refused(tiny_checkpoint: Make, precision: str) -> None:
     with pytest.raises(RequestError, match=rf"{precision} weights are not rounded.*--precision int4 or int8"):
@@ -503,6 +534,18 @@ def export(checkpoint: Path, out: Path, *arguments: str) -> Any:
         cli.export,
         ["--model", str(checkpoint), "--precision", "int4", "--activation-aware", "--out", str(out), *arguments],
     )
+
+
+@pytest.mark.parametrize("lines", ["", "\n\n", '{"question": ""}\n'], ids=["empty", "blank", "no words"])
+def test_data_without_a_question_is_refused_before_anything_is_written(
+    tiny_checkpoint: Make, tmp_path: Path, lines: str
+) -> None:
+    data = tmp_path / "questions.jsonl"
+    data.write_text(lines)
+    done = export(tiny_checkpoint(), tmp_path / "b", "--calibration", str(data))
+    assert done.exit_code == 1
+    assert "questions.jsonl" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [data.name]
 
 
 def test_the_command_measures_a_file_of_questions_and_names_what_it_skips(

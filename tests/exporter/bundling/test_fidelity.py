@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import IGNORE, export
 from tests.support.commands import invoke
+from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import fidelity
 from vtx.exporter.bundling.export import run_export
@@ -34,6 +35,7 @@ from vtx.exporter.bundling.fidelity import (
 )
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
 from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.weights.tensors import BundleWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, default_compute
@@ -107,9 +109,50 @@ def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(
         for exchange, logits in answers:
             assert exchange.answer == tuple(logits.argmax(-1))
             np.testing.assert_allclose(read(model, exchange), logits, atol=1e-5)
-    wanted = checkpoint_logits(planned(checkpoint, "int4"), exchanges, lambda _: None)
+    plan = planned(checkpoint, "fp32")
+    wanted, largest = checkpoint_logits(plan, bundle.folder, exchanges, lambda _: None)
+    assert largest["moved"] < 1e-6
     for (_, logits), expected in zip(answers, wanted, strict=True):
         np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_the_layer_that_rounding_moves_most_is_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As transformers' layers say, each with its stored weights in its turn, from the states of the whole model."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        """Large weights leave 4 bits nothing for their neighbours."""
+        name = next(name for name in tensors if name.endswith("layers.2.mlp.down_proj.weight"))
+        tensors[name][:, ::16] *= 30
+
+    folder = altered(tiny_checkpoint(Tiny(layers=4)), tmp_path / "checkpoint", change)
+    plan = planned(folder, "int4", allow_changed_answers=True)
+    made = run_export(plan, tmp_path / "b", force=False, report=IGNORE)
+    named = made.manifest.record["arithmetic"]["f32"]
+    items = questions(MeasuredArithmetic())[:1]
+    with load(made.folder, device="cpu") as model:
+        exchange, _ = answer(model, items[0])
+    _, largest = checkpoint_logits(plan, made.folder, [exchange], lambda _: None)
+    assert largest["layer"] == named["layer"] == 3
+    whole = Judge(folder).model
+    layers = whole.model.language_model.layers
+    runs = list[Any]()
+    for layer in layers:
+        layer.register_forward_hook(lambda _, *run: runs.append(run), with_kwargs=True)
+    rounded = BundleWeights(made.folder, plan.weights.stored)
+    ids = np.append(exchange.ids, exchange.answer[:-1])
+    errors = list[float]()
+    with torch.inference_mode():
+        whole(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+        for number, (layer, (inputs, more, output)) in enumerate(zip(layers, tuple(runs), strict=True)):
+            layer.load_state_dict({name: rounded.read(f"text.layers.{number}.{name}") for name in layer.state_dict()})
+            moved = (layer(*inputs, **more) - output).norm(dim=-1) / output.norm(dim=-1)
+            errors.append(float(moved.square().mean().sqrt()))
+    assert largest["moved"] == pytest.approx(max(errors), rel=0.01)
+    assert errors.index(max(errors)) == 2
+    line = f"largest error of a layer: {named['moved']:.2%} of its output, in layer 3"
+    assert line in fidelity_lines(made.manifest)
+    assert line in invoke("doctor", made.folder).stdout
+    assert line in invoke("inspect", made.folder).stdout
 
 
 @pytest.mark.lesser

@@ -19,7 +19,6 @@ from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, HEADS, Precisions
@@ -27,6 +26,7 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import fidelity_lines
 from vtx.tools.data.items import Data, Item
+from vtx.tools.model.mixed import head_rows, widened
 
 Make = Callable[..., Path]
 WIDE = Tiny(hidden=128, ffn=192)

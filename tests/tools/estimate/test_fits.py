@@ -13,6 +13,7 @@ from vtx.runtime.host.profiles import load_profile, profile_names
 from vtx.tools.estimate.fits import EXPORTED, SHOWN, WORK, Fit, fits_here, what_fits
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.estimate.weights import precisions_by_name
 from vtx.tools.tensorrt.releases import TENSORRT, parse_release
 from vtx.tools.tensorrt.support import gpu_cost
 
@@ -23,7 +24,8 @@ LLAVAS = ("llava-1.5-7b", "llava-1.5-13b")
 def peak(model: str, precision: str, k: int | None) -> int:
     size = KNOWN[model]
     assert size.vision is not None
-    plan = make_plan(size, Workload(WORK[0], size.vision.image_tokens, WORK[1]), [k], [precision], ORIN)
+    work = Workload(WORK[0], size.vision.image_tokens, WORK[1])
+    plan = make_plan(size, work, [k], precisions_by_name(size, [precision]), ORIN)
     return plan.depths[0].precisions[precision].peak_bytes
 
 
