@@ -17,7 +17,6 @@ from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import PER_LAYER, Decoder
 from vtx.tools.model.mixed import head_rows, widened
 
-SCALE_BYTES = 2
 PLANS = 64  # whose sums over thousands of tensors are kept: a plan asks for the same ones at every K
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
@@ -122,15 +121,17 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
 
 
 def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
-    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
+    """Bytes in a bundle's files, with scales and zero points.
+
+    `wide`: as onnxruntime's CPU provider reads them, floats in fp32.
+    """
     total = 0
     for group in weights:
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         if scheme is None:
             total += group.count * prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
         else:
-            rows, width = group.shape
-            total += group.count * (rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme))
+            total += group.count * round(prod(group.shape) * scheme.bits_of_a_weight / 8)
     return total
 
 
@@ -165,7 +166,8 @@ def _resident(model: ModelSize, precisions: Precisions, floats: tuple[tuple[str,
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         scales = _scales(group, scheme) if scheme else 0
-        total += group.count * resident_bytes(dtype, group.shape, scales, bytes_by_type)
+        zeros = scales if scheme and scheme.zeroed else 0
+        total += group.count * (resident_bytes(dtype, group.shape, scales, bytes_by_type) + zeros)
     return total
 
 

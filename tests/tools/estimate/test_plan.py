@@ -390,7 +390,7 @@ def test_bits_are_those_of_the_decoder_and_its_head_and_leave_other_precisions_a
     more = high["weights_bytes"].pop("int4") - low["weights_bytes"].pop("int4")
     assert more == pytest.approx(weights * 1.2 / 8, rel=0.01)
     peaks = [plan["depths"][0]["precisions"]["int4"]["peak_bytes"] for plan in (low, high)]
-    assert peaks[1] - peaks[0] == pytest.approx(more, rel=0.05)
+    assert 0.5 * more < peaks[1] - peaks[0] < more, "scales take more in memory"
     assert high["weights_bytes"].items() <= plain["weights_bytes"].items()
 
 
