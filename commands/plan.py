@@ -177,11 +177,11 @@ def _parts(settings: PlanSettings, size: ModelSize) -> dict[str, Precisions]:
     unused = {*blocks}
     for name in settings.decoder_precisions:
         others = PRECISIONS[name].other_parts
-        named = {name, settings.vision_precision or others, settings.head_precision or others}
+        present = {name, settings.vision_precision or others, settings.head_precision or others}
         bits = settings.bits if name == "int4" else None
-        own_blocks = {precision: block for precision, block in blocks.items() if precision in named}
+        own_blocks = {precision: block for precision, block in blocks.items() if precision in present}
         parts[name] = precisions_of(size, name, settings.vision_precision, settings.head_precision, own_blocks, bits)
-        unused -= named
+        unused -= present
     for precision in sorted(unused):
         raise click.UsageError(f"--{precision}-block is for {precision} weights; add --precision {precision}")
     return parts

@@ -358,8 +358,8 @@ def checkpoint_logits(
             images = reference.encode(exchange.item.images, plan.image).first(DECODED_TOKENS)
             ids = np.append(exchange.ids, np.array(exchange.answer[:-1], np.int64))
             samples.append(Sample(ids, images, len(exchange.answer)))
-        shown = next((number for number, exchange in enumerate(exchanges) if exchange.item.images), 0)
-        errors = LayerErrors(reference, rounded, samples, shown)
+        sample = next((number for number, exchange in enumerate(exchanges) if exchange.item.images), 0)
+        errors = LayerErrors(reference, rounded, samples, sample)
         states = reference.hidden(samples, [None], step, watch=errors.watch)
         layer, moved = errors.largest
         logits = [reference.head(state[None]).numpy() for state in states]

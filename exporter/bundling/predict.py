@@ -140,20 +140,22 @@ def _largest_read(text: TextConfig) -> int:
 def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:
     """Memory in addition to the base while activations of prompts of `measured` tokens decide the rounding: bytes.
 
-    They are a layer as float32, its largest matrix as stored, hidden states, sampled inputs, and the search; in int4
-    later the feedback of the widest matrix: its factor with the inputs that it is made of, or the rows being rounded.
+    They are hidden states and sampled inputs, with a layer as float32 and its largest matrix as stored, or then the
+    search; in int4 later the feedback of the widest matrix: its factor, and the inputs that it is made of or the rows
+    that are rounded.
     """
     largest = max(sum(prod(shape) for _, shape in text.layer_tensors(layer + 1)) for layer in range(text.layers))
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     widest = max(ffn, text.heads * text.head_dim, text.hidden)
-    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * TRIED + 2 * TOKENS)
-    measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
-    measuring += 6 * _inputs(text, measured) // text.layers
+    inputs = _inputs(text, measured) // text.layers
+    passing = 4 * largest + 2 * text.hidden * widest + 4 * max(measured) * (4 * ffn + 4 * text.hidden)
+    searching = 4 * widest * (6 * TRIED + 2 * TOKENS) + 2 * inputs
+    measuring = max(passing, searching) + 4 * inputs + 4 * 2 * sum(measured) * text.hidden
     if PRECISIONS[precision].bits != 4:
         return measuring
     rows = min(COMPUTED, _largest_read(text))
-    inputs = 4 * 2 * min(TOKENS, sum(measured)) * widest
-    return max(measuring, 4 * widest**2 + max(inputs, THREADS * FED_BACK * rows))
+    twice = 4 * 2 * min(TOKENS, sum(measured)) * widest
+    return max(measuring, 4 * widest**2 + max(twice, THREADS * FED_BACK * rows))
 
 
 def _inputs(text: TextConfig, measured: Sequence[int]) -> int:

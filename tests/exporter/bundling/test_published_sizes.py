@@ -109,6 +109,30 @@ def test_predictions_of_a_7b_export_match_its_measurements(
         assert predicted.run_memory == pytest.approx(5.79e9, rel=0.1)
 
 
+# Bytes beyond Python, PyTorch and the tokenizer at the peak of an int4 export on 32 questions of 64 tokens, of three
+# random layers (benchmarks/make_checkpoint.py, shapes 0.5b and 1b).
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [((896, 4864, 14, 2), 723e6 - 416e6), ((2048, 5504, 16, 16), 732e6 - 376e6)],
+    ids=["0.5b", "1b"],
+)
+def test_the_memory_of_an_activation_aware_export_matches_its_measurement(
+    seven: Path, shape: tuple[int, int, int, int], taken: float
+) -> None:
+    settings = json.loads((seven / "config.json").read_text())
+    hidden, ffn, heads, kv_heads = shape
+    settings["text_config"] |= {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+    }
+    predicted = predict.measuring_memory(read_config(settings).text, [64] * 32, "int4")
+    assert predicted == pytest.approx(taken, rel=0.2)
+
+
 SEEING = """
 import json, sys
 from dataclasses import replace
