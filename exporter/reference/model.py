@@ -467,7 +467,7 @@ class Reference:
 
 
 class LayerErrors:
-    """What the weights of `rounded` change in each layer of one sample, whose number is `sample`.
+    """The changes that the weights of `rounded` make in each layer of one sample, whose number is `sample`.
 
     `watch`, passed to `hidden` of the whole weights, runs the rounded layer on what enters the whole one. `largest` is
     the layer with the largest error, from 1, and that error: of the layer's output, relative to it, the root of the
