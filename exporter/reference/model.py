@@ -238,7 +238,7 @@ class Reference:
         layer and its inputs [n, in], also without withdrawal.
         """
         text = self.config.text
-        streams = self._enter(samples)
+        streams = self.enter(samples)
         depths = sorted(k for k in ks if k is not None)
         rested = [list[_Streams]() for _ in samples]
         received = [Tensor() for _ in samples]
@@ -251,7 +251,7 @@ class Reference:
 
         attend = attend if rest is None else rank
         for layer in range(1, text.layers + 1):
-            weights = self._layer_weights(layer, keep=len(samples) > 1)
+            weights = self.layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
                 if layer in depths:
                     if rest is None:
@@ -280,10 +280,10 @@ class Reference:
 
         K and V are [kv_heads, n, head_dim]. `report` gets 1 a layer.
         """
-        (stream,) = self._enter([sample])
+        (stream,) = self.enter([sample])
         for layer in range(1, self.config.text.layers + 1):
             cache = list[Tensor]()
-            weights = self._layer_weights(layer, keep=False)
+            weights = self.layer_weights(layer, keep=False)
             stream.run(self.config.text, layer, weights, cache=cache)
             if cache and layer not in self.config.text.conv_layers:
                 yield layer, cache[0][0], cache[1][0]
@@ -300,7 +300,7 @@ class Reference:
 
         `last` [1, hidden] is one more token behind the sample's, which do not see it.
         """
-        (stream,) = self._enter([sample])
+        (stream,) = self.enter([sample])
         if last is not None:
             stream.full = torch.cat((stream.full, last))
             stream.is_vision = F.pad(stream.is_vision, (0, 1))
@@ -311,7 +311,7 @@ class Reference:
         results: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]
         for layer in range(1, self.config.text.layers + 1):
-            weights = self._layer_weights(layer, keep=True)
+            weights = self.layer_weights(layer, keep=True)
             cache = list[Tensor]()
             withdrawn = list[Tensor]()
             if layer in depths:
@@ -337,13 +337,13 @@ class Reference:
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
-        streams = self._enter(samples)
+        streams = self.enter(samples)
         caches: list[dict[int, list[Tensor]]] = [{} for _ in samples]
         answers: list[list[int]] = [[] for _ in samples]
         active = list(range(len(samples)))
         while active:
             for layer in range(1, self.config.text.layers + 1):
-                weights = self._layer_weights(layer, keep=True)
+                weights = self.layer_weights(layer, keep=True)
                 for n in active:
                     streams[n].run(self.config.text, layer, weights, cache=caches[n].setdefault(layer, []))
                 report(1)
@@ -398,7 +398,8 @@ class Reference:
         )[0]
         return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
-    def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+    def enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+        """The hidden states of each sample as they enter the first layer."""
         streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
@@ -449,7 +450,7 @@ class Reference:
         inputs: Tensor = (projected + embedded) * 2**-0.5
         return inputs
 
-    def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
+    def layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use.
 
         Those of experts are always read at each use.
@@ -477,14 +478,14 @@ class LayerErrors:
     def __init__(self, whole: Reference, rounded: Reference, samples: Sequence[Sample], sample: int) -> None:
         self._rounded = rounded
         self._sample = sample
-        (self._stream,) = whole._enter([samples[sample]])
+        (self._stream,) = whole.enter([samples[sample]])
         self.largest = (1, 0.0)
 
     def watch(self, layer: int, number: int, output: Tensor) -> None:
         """Compare a layer's `output` [n, hidden] of sample `number`, which enters the next layer."""
         if number != self._sample:
             return
-        self._stream.run(self._rounded.config.text, layer, self._rounded._layer_weights(layer, keep=False))
+        self._stream.run(self._rounded.config.text, layer, self._rounded.layer_weights(layer, keep=False))
         moved = (self._stream.full - output).norm(dim=-1) / output.norm(dim=-1).clamp_min(1e-30)
         error = float(moved.square().mean().sqrt())
         if error > self.largest[1]:
