@@ -149,7 +149,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     [
         (
             {"model_type": "lfm2-vl", "architectures": ["Lfm2VlForConditionalGeneration"]},
-            r"'lfm2-vl' \(Lfm2Vl\w+\); vtx exports .*LlavaForC.*: this is LFM2-VL's first form",
+            r"^model_type 'lfm2-vl' \(Lfm2Vl\w+\) is not supported: this is LFM2-VL's first form",
         ),
         ({"architectures": ["LlavaMptForCausalLM"]}, "original LLaVA layout with an unsupported decoder"),
         ({"architectures": ["LlavaLlamaForCausalLM"]}, "mixes the original LLaVA layout with Hugging Face's"),

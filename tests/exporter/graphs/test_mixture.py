@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.bundles import IGNORE
 from tests.support.families.qwen import QWEN3_EXPERTS, QWEN35_EXPERTS
+from tests.support.quantised import awq, bitsandbytes, fp8, make_quantised
 from tests.support.tiny import Tiny, edited, make
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -161,7 +162,20 @@ def test_experts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     ):
         open_checkpoint(str(place))
     save_file({**tensors, f"{name}_scale_inv": torch.ones(1)}, place / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="is of quantised experts, which vtx does not read"):
+    with pytest.raises(UnsupportedModelError, match="belongs to quantised experts, which vtx does not read"):
+        open_checkpoint(str(place))
+
+
+FORMS = {"fp8": fp8((16, 16)), "awq": awq(16), "nf4": bitsandbytes("nf4", nested=False)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_experts_are_refused_where_the_settings_state_them(tmp_path: Path, form: str) -> None:
+    checkpoint = make(tmp_path / "checkpoint", replace(QWEN3_EXPERTS, apart=True))
+    place, _ = make_quantised(checkpoint, tmp_path, FORMS[form])
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts\.\w+_proj\.weight has quantised experts, which vtx does no"
+    ):
         open_checkpoint(str(place))
 
 

@@ -51,6 +51,33 @@ def test_a_family_that_is_not_exported_is_refused_with_the_reason(kind: str) -> 
         find_family({"model_type": kind})
 
 
+PUBLISHED = {  # keys and values of the published config.json that tell the model
+    "gemma-3n-E4B-it": {
+        "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"],
+        "text_config": {"model_type": "gemma3n_text", "altup_num_inputs": 4, "laurel_rank": 64},
+        "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc"},
+    },
+    "gemma-4-12B-it": {
+        "model_type": "gemma4_unified", "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "hidden_size": 3840},
+    },
+    "gemma-4-26B-A4B-it": {
+        "model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
+    },
+    "MiniCPM-V-4.7": {"model_type": "minicpmv4_7", "architectures": ["MiniCPMV4_7ForConditionalGeneration"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_that_is_refused_is_so_in_one_sentence(name: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"^[^;]+: [^;]+; use [^;]+$|^[^;]+: [^;]+ is not supported; use "
+    ) as e:
+        read_config(PUBLISHED[name])
+    assert len(str(e.value)) < 260
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.model_type))
 def test_a_checkpoint_that_mixes_families_is_refused(family: Family) -> None:
     # those in their authors' layout are known by their architecture alone
