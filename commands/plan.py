@@ -77,7 +77,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
         metavar="WxH",
     ),
     option("--sequence", int, "Prompt length in tokens [default: one image of --image-size plus --text]."),
-    option("--text", 64, "Text tokens in the prompt."),
+    option("--text", 64, "Text tokens in the prompt, without those among an image's own."),
     option(
         "--k ks",
         DepthType(several=True, auto=False),
@@ -168,7 +168,7 @@ def _workload(settings: PlanSettings, size: ModelSize) -> Workload:
     if settings.sequence is not None:
         return Workload(settings.text, settings.sequence - settings.text, answer)
     image, views = size.picture(*settings.picture)
-    return Workload(settings.text, image, answer, views)
+    return Workload(settings.text + size.marks(*settings.picture), image, answer, views)
 
 
 def _engines(
@@ -258,7 +258,9 @@ def _say_prompt(costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSi
         assert whole.vision is not None
         most = whole.vision.image_tokens
         larger = f"; the largest takes {most:,}" if work.vision < most else ""
-        say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
+        marks = whole.marks(*picture)
+        among = f", {marks} of the text tokens among its own" if marks else ""
+        say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){among}{larger}")
     if costs.reduced is None:
         return
     say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")
