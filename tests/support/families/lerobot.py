@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,10 +45,9 @@ def weight(name: str, shape: list[int]) -> np.ndarray:
     return value - 1 if of_gemma else value
 
 
-def make_base(folder: Path, policy: str) -> Path:
-    """The checkpoint that the policy's names: a SmolVLM2, or a tokenizer and sizes of PaliGemma."""
-    tiny = TINY[policy]
-    if policy == "smolvla":
+def make_base(folder: Path, tiny: Tiny) -> Path:
+    """The checkpoint that a policy names: a SmolVLM2, or a tokenizer and sizes of PaliGemma."""
+    if tiny.family == "smolvlm":
         return make(folder, tiny)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, tiny)
@@ -72,15 +72,14 @@ def make_policy(folder: Path, policy: str) -> Path:
     for name, tensors in files["statistics"].items():
         save_file({n: np.array(v, np.float32) for n, v in tensors.items()}, folder / name)
     save_file({n: weight(n, s) for n, s in files["tensors"].items()}, folder / "model.safetensors")
-    make_base(folder / files["base"], policy)
+    make_base(folder / files["base"], TINY[policy])
     return folder
 
 
-def make_pi_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PaliGemma's sizes, which are LeRobot's own and in no file, made tiny."""
+def make_pi_tiny(monkeypatch: pytest.MonkeyPatch, tiny: Tiny = TINY["pi0"], expert: Mapping[str, int] = EXPERT) -> None:
+    """PaliGemma's sizes and its expert's, which are LeRobot's own and in no file, made tiny."""
     from vtx.exporter.checkpoint.families.lerobot import pi
 
-    tiny = TINY["pi0"]
     sizes = {
         "hidden_size": tiny.hidden, "intermediate_size": tiny.ffn, "num_hidden_layers": tiny.layers,
         "num_attention_heads": tiny.heads, "num_key_value_heads": tiny.kv_heads, "head_dim": tiny.head_dim,
@@ -90,5 +89,5 @@ def make_pi_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_hidden_layers": tiny.vision_layers, "num_attention_heads": tiny.vision_heads, "patch_size": tiny.patch,
     }  # fmt: skip
     monkeypatch.setattr(pi, "VOCAB", tiny.vocab - 1)
-    monkeypatch.setattr(pi, "DECODERS", {"gemma_2b": sizes, "gemma_300m": {**sizes, **EXPERT}})
+    monkeypatch.setattr(pi, "DECODERS", {"gemma_2b": sizes, "gemma_300m": {**sizes, **expert}})
     monkeypatch.setattr(pi, "TOWER", {**pi.TOWER, **tower})
