@@ -23,7 +23,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import NEWLINE
 from vtx.exporter.reference.feed_forward import LayerWeights, activate
-from vtx.exporter.reference.layers import LayerInputs, decoder_layer, rms, rotate
+from vtx.exporter.reference.layers import Feed, LayerInputs, decoder_layer, rms, rotate
 from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.safetensors import EVERY
@@ -51,9 +51,13 @@ class Encoded:
     maps: tuple[Tensor, ...] = ()
 
     def first(self, count: int) -> Encoded:
-        indices = np.arange(min(count, len(self.hidden)))
-        maps = tuple(layer_map[:count] for layer_map in self.maps)
-        return Encoded(self.hidden[:count], tuple(image.take(indices) for image in self.images), maps)
+        return self.part(slice(count))
+
+    def part(self, span: slice) -> Encoded:
+        """Some image tokens of the only image."""
+        indices = np.arange(len(self.hidden))[span]
+        maps = tuple(layer_map[span] for layer_map in self.maps)
+        return Encoded(self.hidden[span], tuple(image.take(indices) for image in self.images), maps)
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
@@ -140,7 +144,7 @@ class _Streams:
         if layer <= len(self.maps):
             self.full[self.is_vision] += self.maps[layer - 1]
 
-    def run_withdrawn(self, c: TextConfig, layer: int, weights: LayerWeights) -> None:
+    def run_withdrawn(self, c: TextConfig, layer: int, weights: LayerWeights, feed: Feed | None = None) -> None:
         """Run `withdrawn` through a layer.
 
         A layer that shares K and V reads those of all tokens that ran in its source: of the image, too, if it left
@@ -153,7 +157,7 @@ class _Streams:
         if source == layer:
             new = None if c.shared is None else cache
             inputs = LayerInputs(self.text_positions, layer, new, self.groups[text], layer_inputs)
-            self.withdrawn = decoder_layer(c, self.withdrawn, inputs, weights)
+            self.withdrawn = decoder_layer(c, self.withdrawn, inputs, weights, feed=feed)
             self.left[layer] = cache
             return
         out = []
@@ -165,7 +169,7 @@ class _Streams:
             )
             shared = keys, values, self.text_positions if has_run else self.positions
             inputs = LayerInputs(self.text_positions, layer, given=layer_inputs, shared=shared)
-            out.append(decoder_layer(c, hidden[None], inputs, weights))
+            out.append(decoder_layer(c, hidden[None], inputs, weights, feed=feed))
         self.withdrawn = torch.cat(out)
 
 
@@ -235,7 +239,7 @@ class Reference:
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
         (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
-        layer and its inputs [n, in], also without withdrawal.
+        layer and its inputs [n, in], those at each K too.
         """
         text = self.config.text
         streams = self._enter(samples)
@@ -263,7 +267,7 @@ class Reference:
                 stream.run(text, layer, weights, see=see, feed=inputs)
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
-                    stream.run_withdrawn(text, layer, weights)
+                    stream.run_withdrawn(text, layer, weights, inputs)
                 for remaining in rested[number]:
                     remaining.run(text, layer, weights)
             del weights  # before the next layer is read
@@ -383,19 +387,9 @@ class Reference:
         features: Encoded,
         ks: Sequence[int | None],
         report: Callable[[int], None] = lambda _: None,
-        measure: Callable[[int, Tensor], None] = lambda *_: None,
     ) -> dict[int | None, Tensor]:
-        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer.
-
-        `measure` gets each layer's number and, one after the other, the inputs of its matrices and its output.
-        """
-        hidden = self.hidden(
-            [Sample(ids, features)],
-            ks,
-            report,
-            watch=lambda layer, _, out: measure(layer, out),
-            feed=lambda layer, _, __, inputs: measure(layer, inputs),
-        )[0]
+        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
+        hidden = self.hidden([Sample(ids, features)], ks, report)[0]
         return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
     def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
