@@ -179,19 +179,27 @@ def test_a_policy_without_statistics_acts_in_normalised_units(tmp_path: Path) ->
     assert action.state_mean is action.actions_mean is None
 
 
-def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(tmp_path: Path, tiny_pi: None) -> None:
+TABLES = {
+    "pi05": ("paligemma_with_expert.paligemma", "language_model"), "smolvla": ("vlm_with_expert.vlm", "text_model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", TABLES)
+def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
+    tmp_path: Path, policy: str, tiny_pi: None
+) -> None:
     """Published files hold the table under that name; with both, the embeddings count."""
     from safetensors.numpy import load_file, save_file
 
-    folder = make_policy(tmp_path / "both", "pi05")
+    folder = make_policy(tmp_path / "both", policy)
     both = plan_export(ExportOptions(str(folder))).checkpoint.tensors["text.embed_tokens.weight"].name
     tensors = load_file(folder / "model.safetensors")
-    name = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
-    assert both == name
-    del tensors[name]
+    model, decoder = TABLES[policy]
+    assert both == f"model.{model}.model.{decoder}.embed_tokens.weight"
+    del tensors[both]
     save_file({n.removeprefix("model."): t for n, t in tensors.items()}, folder / "model.safetensors")
     alone = plan_export(ExportOptions(str(folder))).checkpoint.tensors["text.embed_tokens.weight"].name
-    assert alone == "paligemma_with_expert.paligemma.lm_head.weight"
+    assert alone == f"{model}.lm_head.weight"
 
 
 @pytest.mark.parametrize(
