@@ -214,7 +214,8 @@ def _buildable(
 
     if device is None or device.kind != "jetson" or engine is None or engine.device != "tensorrt":
         return {}
-    return {name: buildable_layers(size, precisions, device.usable_bytes) for name, precisions in parts.items()}
+    usable = device.usable_bytes
+    return {name: buildable_layers(size, precisions, usable, engine.cost.int8) for name, precisions in parts.items()}
 
 
 def _show_plan(

@@ -32,10 +32,11 @@ INTEGERS: Floats = {**KEPT, "I4": 1}
 class EngineCost:
     """An engine's use of memory for a model, as vtx-plan counts it.
 
-    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
-    activations are float32. `blocks`: K/V have whole blocks of slots, else as many as are filled; `passes`: times that
-    a token reads or writes those that are filled. `reserved`: of images at native resolution, memory is taken at load
-    for one of this many times the most pixels; 0: it is taken for the images that are asked about.
+    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored, but for int8 ones of
+    `int8` bytes. `wide`: arithmetic and activations are float32. `blocks`: K/V have whole blocks of slots, else as many
+    as are filled; `passes`: times that a token reads or writes those that are filled. `reserved`: of images at native
+    resolution, memory is taken at load for one of this many times the most pixels; 0: it is taken for the images that
+    are asked about.
 
     `base`: bytes of the process before any weight: libraries, and what graphs take beside weights. `apart`: values of
     different sizes do not take the same memory one after another, and neither do the graphs: OpenVINO's graphs of free
@@ -44,6 +45,7 @@ class EngineCost:
     """
 
     floats: Floats | None = None
+    int8: int = 1
     wide: bool = False
     blocks: bool = False
     passes: int = 1
@@ -58,11 +60,19 @@ class EngineCost:
 # sides up to the longer one, and so as many times the most pixels.
 WIDEST = 2
 WIDEST_VIEW = 4  # the same of models that see large images in tiles or slices, whose views are small
-MAYBE_WIDENED = (
-    "weights as stored, but TensorRT other than TensorRT-RTX may widen int8 ones to float16, as vtx-build then warns; "
-    "K/V grow with the tokens"
-)
 WIDENED = "floats are widened to float32 and computed in it"
+# Of TensorRT by its flavour: K/V are read, joined to the new token's in other memory, and read there.
+TENSORRT_COSTS: Mapping[str, EngineCost] = {
+    "tensorrt": EngineCost(
+        int8=2,
+        blocks=True,
+        passes=3,
+        reserved=WIDEST,
+        note="int8 weights as float16, which TensorRT may hold them in (not measured), others as stored; K/V grow with "
+        "the tokens",
+    ),
+    "tensorrt_rtx": EngineCost(blocks=True, passes=3, reserved=WIDEST),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +120,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
     "tensorrt": EngineSpec(
         "TensorRT", ("tensorrt", "tensorrt_rtx"), "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
         "tensorrt.backend:TensorrtBackend",
-        # K/V are read, joined to the new token's in other memory, and read there
-        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST, note=MAYBE_WIDENED)),
+        dict.fromkeys(("trt", "trt10"), TENSORRT_COSTS["tensorrt"]),
         gpu=True,
     ),
 }  # fmt: skip

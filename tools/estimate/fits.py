@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EngineCost
+from vtx.runtime.backends.engines import ENGINES, TENSORRT_COSTS, EngineCost
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
@@ -48,7 +48,7 @@ class Fits:
         return {"place": self.device, "usable_bytes": self.usable, "models": models}
 
 
-def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINES["tensorrt"].costs["trt"]) -> list[Fits]:
+def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = TENSORRT_COSTS["tensorrt"]) -> list[Fits]:
     """The models that fit into the memory of this machine's GPU with that engine, and of its CPU if it can answer.
 
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.

@@ -147,12 +147,15 @@ def latency(
     wide = engine.floats == EXPANDED
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
-    matrices = weights.token_bytes(model, precisions, wide)
-    prompt = weights.token_bytes(model, precisions, wide, max(schedule)) if size.mixture else matrices
+    matrices = weights.token_bytes(model, precisions, wide, int8=engine.int8)
+    prompt = weights.token_bytes(model, precisions, wide, max(schedule), engine.int8) if size.mixture else matrices
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
     work = {
-        "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
+        "vision": (
+            flops.encode_flops(model.vision, views),
+            weights.stored_bytes(tower, precisions, wide=wide, int8=engine.int8),
+        ),
         "prefill": (flops.prefill_flops(size, schedule) + again, prompt + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
@@ -437,7 +440,7 @@ def _cost(
     kv = sum(flops.kv_bytes(model.decoder, used, element))
     read = engine.passes * sum(cache)
     if engine.floats is None:
-        held = weights.bundle_bytes(model, precisions)
+        held = weights.bundle_bytes(model, precisions, engine.int8)
     else:
         held = weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"

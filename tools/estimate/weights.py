@@ -93,8 +93,10 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     yield from (WeightGroup("vision.weight", shape, count) for shape, count in size.weights().items())
 
 
-def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
-    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
+def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False, int8: int = 1) -> int:
+    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32;
+    `int8`: bytes of an int8 weight in an engine's memory.
+    """
     total = 0
     for group in weights:
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
@@ -102,21 +104,22 @@ def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide
             total += group.count * prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
         else:
             rows, width = group.shape
-            total += group.count * (rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme))
+            row = scheme.nbytes(width) * (int8 if scheme.bits == 8 else 1)
+            total += group.count * (rows * row + SCALE_BYTES * _scales(group, scheme))
     return total
 
 
 @lru_cache(PLANS)
-def bundle_bytes(model: ModelSize, precisions: Precisions) -> int:
-    """Bytes of all weights in a bundle's files."""
-    return stored_bytes(all_weights(model, precisions), precisions)
+def bundle_bytes(model: ModelSize, precisions: Precisions, int8: int = 1) -> int:
+    """Bytes of all weights in a bundle's files; `int8` as for `stored_bytes`."""
+    return stored_bytes(all_weights(model, precisions), precisions, int8=int8)
 
 
 @lru_cache(PLANS)
-def token_bytes(model: ModelSize, precisions: Precisions, wide: bool, tokens: int = 1) -> int:
+def token_bytes(model: ModelSize, precisions: Precisions, wide: bool, tokens: int = 1, int8: int = 1) -> int:
     """Bytes of the matrices that a run of `tokens` reads: those of all layers, and the output matrix."""
     groups = [*read_weights(model.decoder, tokens), *head_weights(model, precisions)]
-    return stored_bytes(groups, precisions, wide=wide)
+    return stored_bytes(groups, precisions, wide=wide, int8=int8)
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:

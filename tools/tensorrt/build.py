@@ -30,7 +30,8 @@ from vtx.tools.tensorrt.targets import Target
 
 LARGEST_ENGINE = 1.3  # times its weights: beyond that they are stored twice, or wider than in the bundle
 JETSON_LANES = 2  # conversations of a run: the memory of more is that of many weights there
-KERNELS = 16 << 20  # bytes of an engine that are no weights, at most
+KERNELS = 16 << 20  # bytes of an engine that are no weights, at most,
+KERNELS_OF_A_NODE = 48 << 10  # and for each node of its graph: each layer has kernels of its own, of any width
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class EngineJob:
     def excess(self, engine: EngineRecord) -> float | None:
         """Times the graph's weights that its engine has, where that is more than kernels explain."""
         times = engine.bytes / max(1, self.graph.weights)
-        return times if times > LARGEST_ENGINE and engine.bytes - self.graph.weights > KERNELS else None
+        kernels = KERNELS + KERNELS_OF_A_NODE * len(self.graph.nodes)
+        return times if times > LARGEST_ENGINE and engine.bytes - self.graph.weights > kernels else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,28 @@ def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:
     assert "TensorRT 8.5 is not supported" in engines[0]["obstacles"]["int4"]
     shown = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--profile", "orin-nano-8"]).stdout
     assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, trt10 graphs\n" in shown
-    counted = "counted below for TensorRT 10.16 of JetPack 7.2: weights as stored, but TensorRT other than TensorRT-RTX"
-    assert f"{counted} may widen int8 ones to float16" in " ".join(shown.split())
+    counted = (
+        "counted below for TensorRT 10.16 of JetPack 7.2: int8 weights as float16, which TensorRT may hold them in"
+    )
+    assert f"{counted} (not measured), others as stored" in " ".join(shown.split())
     assert "not tensorrt with TensorRT 8.5 of JetPack 5.1: " in shown
+
+
+@pytest.mark.parametrize(("device", "int8_bytes"), [("agx-orin-64", 2), ("agx-thor", 2), ("rtx-4090", 1)])
+def test_int8_weights_are_counted_as_float16_where_tensorrt_may_widen_them(device: str, int8_bytes: int) -> None:
+    """LLaVA-1.5-7B: of an int4 bundle all matrices of tower, projector and head, of an int8 one those of layers too."""
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    tower = 23 * (4 * 1024**2 + 2 * 1024 * 4096)
+    others = tower + 1024 * 4096 + 4096**2 + 32064 * 4096
+    words = "--model", "llava-1.5-7b", "--profile", device, "--precision", "int8", "--precision", "int4", "--k", "none"
+    plan = planned(*words)
+    of_int8, of_int4 = (plan["depths"][0]["precisions"][name] for name in ("int8", "int4"))
+    for cost, name, weights in ((of_int8, "int8", layers + others), (of_int4, "int4", others)):
+        assert cost["resident_weights_bytes"] - plan["weights_bytes"][name] == (int8_bytes - 1) * weights
+    if int8_bytes == 2:
+        half = planned(*words[:5], "fp16", *words[8:])["depths"][0]["precisions"]["fp16"]
+        for phase, ms in half["latency_ms"].items():
+            assert of_int8["latency_ms"][phase] == pytest.approx(ms, rel=0.01)
 
 
 @pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-4b"])
