@@ -91,6 +91,7 @@ class Gpu:
 
     def __init__(self, total: int = 1 << 32, number: int = 0) -> None:
         self.total, self.number = total, number
+        self.driver = 580
         self.page_cache = 0  # bytes of it in the memory that an integrated GPU shares with the host
         self.current = number  # the device that the next call is for, -1: none
         self.refused: str | None = None  # a call that fails while work is recorded
@@ -329,18 +330,19 @@ class Kernels:
     """TensorRT-RTX's cache of compiled kernels: names of graphs."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self.compiled = gpu, set[str]()
+        self._machine, self.compiled = [gpu.number, gpu.driver], set[str]()
 
     def deserialize(self, content: bytes) -> bool:
         try:
             found = json.loads(content)
         except ValueError:
             return False
-        self.compiled |= set(found["compiled"]) if found["card"] == self._gpu.number else set()
-        return bool(found["card"] == self._gpu.number)
+        same = found["machine"] == self._machine
+        self.compiled |= set(found["compiled"]) if same else set()
+        return bool(same)
 
     def serialize(self) -> bytes:
-        return json.dumps({"card": self._gpu.number, "compiled": sorted(self.compiled)}).encode()
+        return json.dumps({"machine": self._machine, "compiled": sorted(self.compiled)}).encode()
 
 
 class RuntimeConfig:

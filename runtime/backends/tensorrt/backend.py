@@ -59,7 +59,12 @@ def check_driver(flavour: str, gpu: Gpu | None) -> None:
     package = flavour.replace("_", "-")
     driver = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
     if gpu is not None and driver is not None and gpu.cuda[0] < driver:
-        other = "" if flavour == fingerprint.RTX else f'; or {pip_install()} "{package}-cu{gpu.cuda[0]}" instead'
+        wheels = " and ".join(f"{package}-cu{release}" for release in DRIVERS)  # which write the same files
+        other = (
+            ""
+            if flavour == fingerprint.RTX
+            else f"; or remove {wheels}, then {pip_install()} {package}-cu{gpu.cuda[0]}"
+        )
         raise DeviceError(
             f"this {title} is for CUDA {driver}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
             f"install driver {DRIVERS[driver]} or newer{other}"
