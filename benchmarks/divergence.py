@@ -150,7 +150,7 @@ def texts_of(checkpoint: Path) -> Texts:
     texts = {line["kind"]: line["text"] for line in map(json.loads, lines)}
     texts["licence"] = (ROOT / "LICENSE").read_text(encoding="utf-8")
     return {
-        kind: np.array(tokenizer.encode(text, add_special_tokens=False).ids[: POSITIONS + 1])
+        kind: np.array(tokenizer.encode(text).ids[: POSITIONS + 1])
         for kind, text in texts.items()
     }
 

@@ -14,6 +14,7 @@ from benchmarks.divergence import POSITIONS, PREFILLED, Row, main, rounded_rows
 from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
+from tests.support.families.gemma import GEMMA3
 from tests.support.tiny import Tiny
 
 TINY = Tiny(text="qwen2", tokenizer="bytes", context=256)
@@ -53,10 +54,11 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     assert rows_of(rows)[-1] == int8, "kept logits give the same row"
 
 
+@pytest.mark.parametrize("tiny", [TINY, GEMMA3], ids=["qwen2", "gemma3"])
 def test_a_shuffled_decoder_computes_the_same(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
 ) -> None:
-    checkpoint, other = tiny_checkpoint(TINY), tmp_path / "shuffled"
+    checkpoint, other = tiny_checkpoint(tiny), tmp_path / "shuffled"
     monkeypatch.setattr(sys, "argv", ["shuffled", str(checkpoint), str(other)])
     shuffled.main()
     logits = []
@@ -81,6 +83,8 @@ def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices(
     assert set(types("self_attn.q_proj", 896)) == {"Q5_0"}
     assert type_of("Q4_K_M", "head.weight", 896, 24, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "head.weight", 896, 24, is_head=True) == "Q8_0"
+    assert type_of("Q4_0", "head.weight", 1536, 28, is_head=True) == "Q6_K"
+    assert type_of("Q8_0", "head.weight", 1536, 28, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "text.layers.0.mlp.up_proj.weight", 896, 24, is_head=False) == "Q4_0"
 
 
