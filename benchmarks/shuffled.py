@@ -5,8 +5,8 @@
 The decoders of `make real-weights` were quantised in blocks of neighbouring weights. A form with the same blocks meets
 their grids again, and seems to lose less than it would lose of weights that were never rounded. Here the channels of
 the hidden state, of the values of a head and of the feed-forward are drawn in another order in all matrices that write
-or read them, so that every block holds weights of several of the source's blocks. The orders of LLaVA's layout with a decoder of Qwen2
-and of Gemma 3's are known; names that they do not have are an error.
+or read them, so that every block holds weights of several of the source's blocks. The orders of LLaVA's layout with a
+decoder of Qwen2 and of Gemma 3's are known; names that they do not have are an error.
 """
 
 from __future__ import annotations

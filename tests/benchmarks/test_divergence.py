@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_a_shuffled_decoder_computes_the_same(
     assert not np.array_equal(whole, drawn)
     for kind, values in wanted.items():
         np.testing.assert_allclose(computed[kind], values, atol=1e-4, rtol=0)
+
+
+def test_results_of_a_decoder_replace_its_own_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text('{"table": "a-1", "row": ["old"]}\n{"table": "b", "row": ["kept"]}\n')
+    monkeypatch.setattr(divergence, "RESULTS", results)
+    rows = [Row("a.1", form, bits, 0.0123, 0.01, 0.9, 12.0, 9) for form, bits in (("int4-64", 4.25), ("int8", 8.0))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    divergence.write_results(tmp_path / "rows.jsonl")
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    cells = [line["row"] for line in lines if "row" in line]
+    assert cells == [
+        ["kept"],
+        ["int8", "8.00", "0.012", "90.0%", "12.00"],
+        ["int4-64", "4.25", "0.012", "90.0%", "12.00"],
+    ]
 
 
 def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices() -> None:

@@ -149,6 +149,15 @@ def test_matrices_are_widened_in_the_order_of_their_kinds_and_from_the_last_laye
     assert [int(name.split(".")[2]) for name in order[:12]] == [*range(11, -1, -1)]
 
 
+@pytest.mark.parametrize(("count", "character"), [(32_000, 29_871), (256_000, 235_248), (262_208, 236_743)])
+def test_the_single_characters_of_sentencepiece_are_among_the_last_rows(count: int, character: int) -> None:
+    first, middle, last = head_rows(count).values()
+    assert character in last
+    assert (first.start, last.stop) == (0, count)
+    assert (first.stop, middle.stop) == (middle.start, last.start)
+    assert len(middle) > count // 2
+
+
 def test_an_interrupted_export_resumes_with_the_same_matrices(tiny_checkpoint: Make, tmp_path: Path) -> None:
     options = ExportOptions(
         str(tiny_checkpoint(WIDE)),
