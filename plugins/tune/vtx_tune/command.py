@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +155,9 @@ def tune(settings: TuneSettings) -> None:
     with bar() if main else nullcontext(silent) as progress:
         report = run(work, options, target, progress, say)
     if not main:
-        return
+        sys.stderr.flush()
+        # torch keeps the threads of its process groups. One that lets go of a tensor while Python shuts down aborts.
+        os._exit(0)
     if settings.as_json:
         say_json(report)
         return

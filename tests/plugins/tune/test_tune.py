@@ -47,7 +47,8 @@ pytestmark = pytest.mark.skipif(
 )
 TINY = Tiny(layers=4)
 QUESTIONS = ("red?", "how many circle shapes are there?")
-SCRIPT = """  # as the installed command is; it says what share of the layers' weights this process holds
+SCRIPT = """  # the installed command, which also tells a process's share of the layers' weights, and its shutdown
+import atexit
 import sys
 from torch.distributed.tensor import DTensor
 from vtx_tune.command import tune as command
@@ -60,6 +61,7 @@ def loading(*words):
     print("held", sum(own for own, _ in weights) / sum(whole for _, whole in weights), file=sys.stderr)
     return model
 tune.load_text_model = loading
+atexit.register(print, "shut down", file=sys.stderr)
 command()
 """
 QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant, not a function to call
@@ -243,6 +245,7 @@ def launched(folder: Path, options: TuneOptions, *settings: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     assert "6 steps on 2 x cpu" in done.stderr
+    assert done.stderr.count("shut down\n") == 1, "only the main process may go through Python's shutdown"
     return done.stderr
 
 
