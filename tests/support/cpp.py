@@ -42,6 +42,8 @@ def _openvino_obstacle() -> str:
 
 
 needs_openvino = pytest.mark.skipif(bool(_openvino_obstacle()), reason=_openvino_obstacle())
+ENGINES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
+DEVICES = pytest.mark.parametrize("device", ENGINES)
 
 
 def onnxruntime() -> str:

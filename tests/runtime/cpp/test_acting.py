@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.support.bundles import ORT, export, export_with
 from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, run
+from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
 from tests.support.tiny import random_image
@@ -33,7 +33,6 @@ pytestmark = needs_cpp
 
 SAME = 1e-5
 TINY = TinyPi0()
-ENGINES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 PICTURES = [random_image(number, size) for number, size in enumerate(((80, 60), (40, 90), (56, 56), (301, 7)))]
 STATE = [0.1, -0.2, 3.0, 0.5]
 
@@ -53,7 +52,7 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
     return np.random.default_rng(seed).standard_normal((tiny.horizon, tiny.width), np.float32)
 
 
-@ENGINES
+@DEVICES
 @pytest.mark.parametrize("cameras", [1, 3])
 def test_actions_are_those_of_python(
     opened: Callable[..., Loaded], python: Model, folder: Path, device: str, cameras: int
@@ -70,7 +69,7 @@ def test_actions_are_those_of_python(
 
 
 @pytest.mark.slow
-@ENGINES
+@DEVICES
 @pytest.mark.parametrize(("precision", "kv"), [("fp16", None), ("int8", "int8")])
 def test_actions_of_other_precisions_are_those_of_python(
     opened: Callable[..., Loaded], tmp_path: Path, device: str, precision: str, kv: str | None

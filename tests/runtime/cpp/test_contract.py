@@ -18,6 +18,7 @@ from tests.support.bundles import ORT, export, write_gate
 from tests.support.cabi import Frames, Loaded
 from tests.support.contract import FAMILIES, REPRESENTATIVES, Family
 from tests.support.cpp import (
+    DEVICES,
     ask,
     assert_answers_equal,
     assert_prepared_equal,
@@ -77,7 +78,6 @@ ROUNDED = [
         )
     ),
 ]  # fmt: skip
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
     (LFM2, "--max-tiles", (1, 2, 3, 4), -1),

@@ -12,12 +12,7 @@ import pytest
 
 from tests.support.bundles import ORT, export_anew, write_gate
 from tests.support.cabi import Frames, Loaded
-from tests.support.cpp import (
-    needs_abi,
-    needs_cpp,
-    needs_openvino,
-    run,
-)
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp, needs_openvino, run
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.tiny import Tiny, random_image
@@ -30,7 +25,6 @@ from vtx.runtime.errors import RequestError
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
 CROPS = replace(GEMMA3, crops=3, context=512)
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 REDUCTIONS = "fastv:k=3,ratio=0.5", "divprune:keep=6", "dart:keep=8,k=6,pivots=2,text_pivots=2"
 SIZES = ((60, 60),)
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.cabi import BUNDLE, REQUEST, Frames, Loaded
-from tests.support.cpp import BUILD, needs_cpp, needs_openvino
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
@@ -30,11 +30,10 @@ from vtx.runtime.session.prefix_file import check_prefix
 
 pytestmark = [
     needs_cpp,
-    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+    needs_abi,
     pytest.mark.dialects("ort", "plain"),
 ]
 QUESTION, SYSTEM = "How many?", "Be brief, please."
-DEVICES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize(
     "tiny", [Tiny(context=512), SMOLVLM, *(replace(tiny, context=512) for tiny in (QWEN25, QWEN3, GEMMA3, GEMMA4))],

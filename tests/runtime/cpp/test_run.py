@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import copy, cut_output, export, export_with, write_gate
-from tests.support.cpp import ask, expected, needs_cpp, needs_openvino, run
+from tests.support.cpp import DEVICES, ask, expected, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -209,7 +209,7 @@ def test_an_altered_bundle_is_refused(model: Model, pictures: list[Path], tmp_pa
     assert b"vtx.json was altered" in run("run", "--bundle", bundle, pictures[0], "red?").stderr
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize(("graph", "rows"), [("embed", 1), ("head", 0)])
 def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(
     model: Model, pictures: list[Path], tmp_path: Path, device: str, graph: str, rows: int

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.cabi import Frames, Loaded
-from tests.support.cpp import needs_abi, needs_cpp, needs_openvino
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.families.gemma import GEMMA3
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN35
@@ -94,7 +94,7 @@ def fresh(folder: Path, device: str) -> Iterator[Ask]:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("tiny", [QWEN35, GEMMA3, PALIGEMMA], ids=["stateful", "windowed", "two-way"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize("runtime", [python, libvtx])
 def test_any_sequence_equals_fresh_answers(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str, runtime: Any

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.bundles import ORT, copy, export, forge, manifest
 from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, run
+from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS
 from tests.support.families.openvla import (
     BRIDGE,
@@ -39,7 +39,6 @@ from vtx.runtime.errors import VtxError
 pytestmark = needs_cpp
 
 SAME = 1e-5
-ENGINES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 PICTURES = [random_image(number, size) for number, size in enumerate(((80, 60), (40, 90), (301, 7)))]
 
 
@@ -64,7 +63,7 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
     assert facts["actions"] == found.tolist()
 
 
-@ENGINES
+@DEVICES
 def test_ids_and_actions_are_those_of_python(
     opened: Callable[..., Loaded], python: Model, folder: Path, device: str
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cpp import assert_answers_equal, needs_cpp, needs_openvino, run, write_pictures
+from tests.support.cpp import DEVICES, assert_answers_equal, needs_cpp, run, write_pictures
 from tests.support.exported import THREADS
 from tests.support.token_inputs import export_with_token_inputs
 from tests.support.traces import compared
@@ -26,7 +26,7 @@ def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_traces_meet_those_of_python(folder: Path, tmp_path: Path, device: str) -> None:
     assert compared(folder, tmp_path, device) > 20
 

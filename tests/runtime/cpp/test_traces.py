@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bundles import export_with, write_gate
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, write_pictures
+from tests.support.cpp import DEVICES, needs_cpp, needs_openvino, write_pictures
 from tests.support.exported import THREADS
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.tiny import Tiny
@@ -61,7 +61,7 @@ def test_gates_are_told_where_python_tells_them(
             assert len(answer["gate"]) == len(want.stats.gate or ()) == (number in (0, 2)), question
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_prompts_that_see_themselves_both_ways_meet_their_traces(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
 def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_other_precisions(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str
@@ -112,6 +112,6 @@ def test_products_of_integers_meet_their_traces(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str) -> None:
     assert meets(tiny_checkpoint(), tmp_path, "fp16", kv="int8", device=device, reductions=FEW) > 50

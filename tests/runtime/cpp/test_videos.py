@@ -28,7 +28,7 @@ from tests.support.cabi import (
     images_of,
     options_of,
 )
-from tests.support.cpp import ask, expected, failure, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.cpp import DEVICES, ask, expected, failure, needs_abi, needs_cpp, output, run, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_onevision import ONEVISION
@@ -53,7 +53,6 @@ TINY = {
     "onevision": replace(ONEVISION, image=70), "next": NEXT_VIDEO, "video_llava": VIDEO_LLAVA, "vila": VILA,
 }  # fmt: skip
 PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5", "lfm3")
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 STEPS = 4
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
