@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from benchmarks.divergence import POSITIONS, PREFILLED, Row, main, rounded_rows
 from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 TINY = Tiny(text="qwen2", tokenizer="bytes", context=256)
@@ -25,7 +25,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, rows = tiny_checkpoint(TINY), tmp_path / "rows.jsonl"
     bundle = bundles.export(checkpoint, tmp_path / "whole", (), "fp32").folder
@@ -54,7 +54,7 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
 
 
 def test_a_shuffled_decoder_computes_the_same(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, other = tiny_checkpoint(TINY), tmp_path / "shuffled"
     monkeypatch.setattr(sys, "argv", ["shuffled", str(checkpoint), str(other)])

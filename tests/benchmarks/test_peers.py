@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,12 +18,12 @@ from benchmarks.peers.rivals import openvino_cdpruner
 from benchmarks.peers.rivals.llamacpp import gguf_files
 from benchmarks.peers.worker import MARK
 
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx import Options, load
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS, NEW = 120, 6
-Checkpoints = Callable[..., Path]
 TINY = Tiny()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.bundles import export_anew, reads_documents, shared
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -25,7 +26,6 @@ from vtx.runtime.session.session import PrefillResult, Prompt, Session
 THREADS = 1  # tests run side by side
 KS = (2, 3, 5, 8)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
-Checkpoints = Callable[..., Path]
 DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
 
 

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import IGNORE, export
 from tests.support.commands import invoke
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import fidelity
 from vtx.exporter.bundling.export import run_export
@@ -71,7 +72,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def peaky(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def peaky(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Path:
     """A checkpoint whose logits are so large that a small error of its states is a large one of its answers."""
 
     def change(tensors: dict[str, np.ndarray]) -> None:
@@ -93,9 +94,7 @@ def test_the_divergence_is_that_of_torch() -> None:
     assert divergence.tokens == 5
 
 
-def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """In float32 both give the same logits, about scenes and without a picture."""
     checkpoint = tiny_checkpoint(Tiny(layers=4))
     bundle = export(checkpoint, tmp_path / "b", (2,), "fp32")
@@ -159,9 +158,7 @@ def test_commands_say_what_the_weights_cost(demo: Bundle) -> None:
     assert quality in invoke("doctor", demo.folder).stdout
 
 
-def test_products_of_integers_are_not_named_as_a_default_of_int4(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_products_of_integers_are_not_named_as_a_default_of_int4(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     kinds = {kind: {"kl": 0.1, "same": 0.9} for kind in ("f32", "bf16", "int8")}
     exported = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), dialects=CPUS).manifest
     manifest = replace(exported, arithmetic=("bf16", "int8"), record={"arithmetic": kinds})
@@ -171,7 +168,7 @@ def test_products_of_integers_are_not_named_as_a_default_of_int4(
 
 
 def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_checkpoint(SMALL), "fp32")
     bundle = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), "fp32", dialects=CPUS)
@@ -210,7 +207,7 @@ def test_weights_that_lose_the_model_need_consent_and_the_work_is_kept(peaky: Pa
 @pytest.mark.lesser
 @pytest.mark.slow
 def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_int8_arithmetic(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, needs_arithmetic: Callable[[str], None]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, needs_arithmetic: Callable[[str], None]
 ) -> None:
     """One channel is 3,000 times the others: 8 bits of a whole token hold nothing else, 8 bits of bfloat16 do.
 
@@ -238,7 +235,7 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
 
 
 def test_time_memory_and_instructions_that_are_short_leave_it_out(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "candidates", lambda *_, **__: ("bf16",))
     plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic()), list[str]()
@@ -271,7 +268,7 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
 
 
 def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = Data("pairs", (Item((random_image(1), random_image(2)), "alike?"),))
     plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic(pairs)), list[str]()
@@ -290,7 +287,7 @@ def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
 
 
 def test_one_engine_is_in_memory_at_a_time_and_one_that_fails_is_recorded(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_checkpoint(SMALL), "int8")
     made = run_export(replace(plan, options=replace(plan.options, arithmetic=None)), tmp_path / "b", force=False,

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.options import ExportOptions
@@ -28,7 +28,6 @@ from vtx.tools.estimate.flops import kv_bytes
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 
-Make = Callable[..., Path]
 PUBLISHED = {  # parameters that the model cards on the hub state
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_350_839_296,
@@ -59,7 +58,7 @@ def test_a_context_of_4096_tokens_takes_two_gibibytes_of_a_7b_llama() -> None:
 
 
 @pytest.fixture(scope="module")
-def seven(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seven(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in the shape of LLaVA-1.5-7B whose weights are a hole in a file: they take no disk."""
     folder = tmp_path_factory.mktemp("seven") / "llava-7b"
     shutil.copytree(tiny_checkpoint(Tiny()), folder, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.bundles import ORT, export
-from tests.support.calibrating import GQA, KS, QUESTIONS, Checkpoints
+from tests.support.calibrating import GQA, KS, QUESTIONS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bundling.build import fill

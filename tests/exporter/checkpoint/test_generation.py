@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.fixtures import Checkpoints
 from tests.support.text import (
     CHATML,
     MISTRAL,
@@ -95,7 +95,7 @@ def test_sampling_that_a_request_would_have_to_ask_for_is_named(generation: dict
     assert f"{FILE} asks for {asked}" in warning
 
 
-def test_a_plan_warns_of_both(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_plan_warns_of_both(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(Tiny()), tmp_path / "checkpoint"))
     path = folder / FILE
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.families.openvla import TinyOpenVLA, config_of, processor_of, with_towers
 from tests.support.families.qwen import QWEN3
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.openvla import FAMILY as OPENVLA
 from vtx.exporter.checkpoint.families.qwen.qwen2_5_vl import FAMILY as QWEN2_5_VL
@@ -36,7 +35,7 @@ IGNORED: list[tuple[Tiny, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("tiny", "part", "values"), IGNORED, ids=lambda value: getattr(value, "family", str(value)))
 def test_a_value_that_transformers_ignores_changes_nothing(
-    tiny_checkpoint: Callable[..., Path], tiny: Tiny, part: str, values: dict[str, Any]
+    tiny_checkpoint: Checkpoints, tiny: Tiny, part: str, values: dict[str, Any]
 ) -> None:
     config = json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8"))
     wanted = read_config(config)
@@ -45,7 +44,7 @@ def test_a_value_that_transformers_ignores_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_text", "qwen3"])
-def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Callable[..., Path], kind: str) -> None:
+def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Checkpoints, kind: str) -> None:
     config = json.loads((tiny_checkpoint(QWEN3) / "config.json").read_text(encoding="utf-8"))
     wanted, text = read_config(config), config["text_config"]
     text["model_type"] = kind
@@ -56,7 +55,7 @@ def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Callab
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_a_model_type_that_transformers_reads_is_refused_if_it_is_unknown(
-    tiny_checkpoint: Callable[..., Path], part: str
+    tiny_checkpoint: Checkpoints, part: str
 ) -> None:
     config = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text(encoding="utf-8"))
     config[part]["model_type"] = "dinov2"

@@ -14,12 +14,12 @@ import torch
 
 from tests.support.bundles import export, export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.support.exported import KS, Models, greedy, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -86,7 +86,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_dialect_answers_as_the_statement_at_every_k(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     model, judge, image = dialect_models(dialect, tiny, precision), reference(tiny), random_image(0)
     messages = prompt_messages(WORDS)
@@ -103,7 +103,7 @@ def test_a_dialect_answers_as_the_statement_at_every_k(
 
 @pytest.mark.parametrize("dialect", OTHERS)
 def test_a_second_question_goes_on_from_the_slots_that_were_kept(
-    dialect_models: Get, reference: Callable[..., Reference], dialect: str
+    dialect_models: Get, reference: References, dialect: str
 ) -> None:
     model, judge, images = dialect_models(dialect), reference(Tiny()), [random_image(seed) for seed in (0, 1)]
     session = Session(model.backend, model.manifest)
@@ -119,7 +119,7 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", STATEFUL, ids=lambda tiny: tiny.family)
 def test_layers_that_keep_a_state_answer_as_transformers_and_go_back_to_the_image(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     """Three questions in one conversation, at K that leave stages with and without attention; also long prompts."""
     model, judge, images = dialect_models(dialect, tiny, precision), reference(tiny), [random_image(0, STATEFUL[tiny])]
@@ -167,7 +167,7 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_tower_gives_what_transformers_does(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     model, judge = dialect_models(dialect, tiny, precision), reference(tiny)
     for seed in range(3):

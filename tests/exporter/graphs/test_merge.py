@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from tests.support.bundles import export_all
-from tests.support.exported import Checkpoints
+from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import session
 from tests.support.reduced import window_cosines
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -75,7 +74,7 @@ def thresholds(values: list[float]) -> list[float]:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("tiny", TOWERS.values(), ids=list(TOWERS))
 def test_merged_rows_equal_the_statement(
-    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     judge, clip = reference(tiny), tiny.vision == "clip"
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=clip)
@@ -143,7 +142,7 @@ def test_rows_that_are_gone_say_so_and_nothing_looks_at_them(
 
 
 def test_attention_alone_takes_several_images_and_changes_no_feature(
-    folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     tiny = Tiny(image=84)
     images = [random_image(seed) for seed in range(3)]
@@ -159,7 +158,7 @@ def test_attention_alone_takes_several_images_and_changes_no_feature(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_half_precision_merges_the_same_windows(
-    dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     tiny = Tiny(image=126, context=512)
     judge = reference(tiny)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fixtures import References
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 
 QUESTION = "What is the colour of the square in the picture?"
 STEPS = 24
 TOLERANCE = 1e-4
-
-References = Callable[..., Reference]
 
 
 def ask(model: Reference, images: int = 1, question: str = QUESTION) -> Inputs:

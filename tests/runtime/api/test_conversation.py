@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.exported import KS, QUESTIONS, Models
+from tests.support.fixtures import References
 from tests.support.gated import WAIT
-from tests.support.reference import Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
@@ -27,7 +26,6 @@ STEPS = 12
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
 DEPTHS = (None, *KS)
 IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
-References = Callable[..., Reference]
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints, References
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.parity import (
@@ -27,7 +28,6 @@ from tests.support.parity import (
     assert_later_equal_fresh,
     assert_rejected_tokens_leave_states,
 )
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.model import Model
@@ -54,7 +54,7 @@ Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The bundle of a family, in float32, with engines for the stand-ins; each is made once."""
     root = tmp_path_factory.mktemp("states")
 
@@ -114,7 +114,7 @@ def tiny(opened: tuple[str, Model, Gpu]) -> Tiny:
 @pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
 @pytest.mark.parametrize("k", [None, *KS])
 def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
-    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
+    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: References
 ) -> None:
     family, model, _ = opened
     judge, images = reference(tiny), [random_image(0, LARGE[family]), random_image(1, (64, 64))]
@@ -133,7 +133,7 @@ def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
 
 @pytest.mark.parametrize("k", [None, 3])
 def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
-    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
+    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: References
 ) -> None:
     """Tokens one by one, as the device decodes them, and drafts of prompt lookup."""
     family, model, _ = opened

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support import bundles
-from tests.support.exported import QUESTIONS, THREADS, Checkpoints, answer, greedy, policy, prompt
+from tests.support.exported import QUESTIONS, THREADS, answer, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support import bundles
 from tests.support.dialects import DialectBackend
-from tests.support.exported import KS, THREADS, Checkpoints, greedy, prompt
+from tests.support.exported import KS, THREADS, greedy, prompt
+from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import TEXT, session
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -161,7 +162,7 @@ def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, k
 
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
-    made: Callable[..., Made], tiny: Tiny, reference: Callable[..., Reference]
+    made: Callable[..., Made], tiny: Tiny, reference: References
 ) -> None:
     """Over two layers, and far nearer to it than to float32: more layers carry what rounds otherwise further."""
     tiny = replace(tiny, layers=2)
@@ -185,7 +186,7 @@ def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_rounding_costs_no_more_than_its_tolerance(
-    made: Callable[..., Made], reference: Callable[..., Reference], tiny: Tiny, device: str
+    made: Callable[..., Made], reference: References, tiny: Tiny, device: str
 ) -> None:
     model, judge = made(tiny).load(device), reference(tiny)
     messages, image = prompt_messages(QUESTIONS[2]), random_image(0)
@@ -224,9 +225,7 @@ def test_large_channels_of_keys_leave_openvino_room_for_the_others(
 
 
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
-def test_other_dialects_keep_float16(
-    made: Callable[..., Made], reference: Callable[..., Reference], dialect: str
-) -> None:
+def test_other_dialects_keep_float16(made: Callable[..., Made], reference: References, dialect: str) -> None:
     bundle = made().bundle
     model = Model(bundle, DialectBackend(bundle, dialect), 0)
     messages, image = prompt_messages(QUESTIONS[2]), random_image(0)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.exported import Checkpoints, Models
+from tests.support.exported import Models
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arithmetic
 from vtx.runtime.backends.openvino.narrow import keep_narrow, releasing_pages

@@ -15,18 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support import bundles
-from tests.support.exported import (
-    KS,
-    QUESTIONS,
-    THREADS,
-    Checkpoints,
-    Models,
-    greedy,
-    policy,
-    prompt,
-)
+from tests.support.exported import KS, QUESTIONS, THREADS, Models, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints, References
 from tests.support.gates import plan_with_gates, random_gate, write_gates
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -107,7 +98,7 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
     ],
 )
 def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
-    models: Get, reference: Callable[..., Reference], name: str, precision: str, compute: str, tolerance: float,
+    models: Get, reference: References, name: str, precision: str, compute: str, tolerance: float,
     needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Along the reference's own answer, so that one narrow choice does not part the two."""

@@ -19,6 +19,7 @@ import pytest
 from tests.support import ort_standin
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -45,7 +46,7 @@ REDUCTIONS = ("fastv:k=2", "dart")
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Bundles of a precision, of "reducing" for reductions, and with K and V in float32; each is made once."""
     root = tmp_path_factory.mktemp("cuda")
 

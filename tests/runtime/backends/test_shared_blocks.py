@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.conversation import Conversation
@@ -27,7 +27,7 @@ CONVERSATIONS, HIDDEN = 8, Tiny().hidden
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
     options = ExportOptions(str(tiny_checkpoint(Tiny(layers=4, image=126, context=512))), (3,), "fp32", 256)
     folder = export_with(options, tmp_path_factory.mktemp("shared") / "bundle").folder

@@ -14,6 +14,7 @@ from tests.support.engines import JETPACK_6, ORIN, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -35,7 +36,7 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The bundle of a family with engines of both dialects."""
     folder = tmp_path_factory.mktemp("engines")
 

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import ORT, export, export_with
-from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
+from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST
 from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
+from tests.support.fixtures import Libraries
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -54,9 +55,7 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
 
 @DEVICES
 @pytest.mark.parametrize("cameras", [1, 3])
-def test_actions_are_those_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, device: str, cameras: int
-) -> None:
+def test_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str, cameras: int) -> None:
     library, images = opened(folder, device), PICTURES[4 - cameras :]
     for k in (None, *KS):
         status, found, facts = library.act(images, WORDS, STATE, noise=noise(cameras), k=str(k or "none").encode())
@@ -72,7 +71,7 @@ def test_actions_are_those_of_python(
 @DEVICES
 @pytest.mark.parametrize(("precision", "kv"), [("fp16", None), ("int8", "int8")])
 def test_actions_of_other_precisions_are_those_of_python(
-    opened: Callable[..., Loaded], tmp_path: Path, device: str, precision: str, kv: str | None
+    opened: Libraries, tmp_path: Path, device: str, precision: str, kv: str | None
 ) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
     options = ExportOptions(str(checkpoint), (3,), precision, kv_precision=kv, dialects=(*ORT, "plain"))
@@ -85,7 +84,7 @@ def test_actions_of_other_precisions_are_those_of_python(
             np.testing.assert_allclose(found, wanted, atol=1e-3, rtol=0)
 
 
-def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Libraries, folder: Path) -> None:
     own, fresh = opened(folder), opened(folder)
     changed = [PICTURES[0], PICTURES[2]]
     encoded, last = [], None
@@ -98,7 +97,7 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Calla
     np.testing.assert_allclose(last, wanted, atol=SAME, rtol=0)
 
 
-def test_released_inputs_are_those_of_python(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_released_inputs_are_those_of_python(opened: Libraries, folder: Path) -> None:
     """Of openpi: pictures in the middle of black, and an instruction without line breaks and underscores."""
     words = " pick_up\nthe cup\n"
     with load(folder, device="cpu", threads=THREADS, fit="released") as python:
@@ -109,9 +108,7 @@ def test_released_inputs_are_those_of_python(opened: Callable[..., Loaded], fold
     assert np.abs(plain - wanted).max() > SAME
 
 
-def test_a_seed_draws_the_noise_that_it_draws_in_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path
-) -> None:
+def test_a_seed_draws_the_noise_that_it_draws_in_python(opened: Libraries, python: Model, folder: Path) -> None:
     library = opened(folder)
     for seed in (0, 7, (1 << 62) + 5):
         _, found, _ = library.act(PICTURES[:1], WORDS, STATE, has_seed=1, seed=seed)
@@ -143,7 +140,7 @@ def test_normals_are_those_of_numpy() -> None:
     ids=["no picture", "thirty", "words", "state", "nan", "inf", "both", "steps", "k"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Libraries, python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:2], "instruction": WORDS, "state": STATE, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -157,7 +154,7 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, STATE, noise=np.zeros((8, 5)))
     assert (status, facts["error"]) == (REQUEST, "noise has the shape [40], this model's is [7, 5]")
@@ -171,7 +168,7 @@ def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Callable[...
 
 
 def test_words_and_actions_are_not_asked_of_the_wrong_model(
-    opened: Callable[..., Loaded], python: Model, folder: Path, models: Models, tmp_path: Path
+    opened: Libraries, python: Model, folder: Path, models: Models, tmp_path: Path
 ) -> None:
     with pytest.raises(VtxError) as refused:
         models().act(PICTURES[:1], WORDS, [0.0])
@@ -182,7 +179,7 @@ def test_words_and_actions_are_not_asked_of_the_wrong_model(
     assert b"outputs actions, not text; use act, or vtx-run --act" in done.stderr
 
 
-def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Libraries, tmp_path: Path) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", replace(TINY, statistics=False, hub_names=False))
     options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))
     bundle = export_with(options, tmp_path / "bundle").folder
@@ -207,7 +204,7 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..
     assert "has no means and deviations of states" in facts["error"]
 
 
-def test_actions_that_are_not_numbers_are_withheld(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_actions_that_are_not_numbers_are_withheld(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     for normalized, size, state in ((1, 3e38, np.zeros(TINY.state)), (0, 3.3e38, STATE)):
         status, found, facts = library.act(
@@ -234,9 +231,7 @@ def test_the_command_prints_actions_as_python_does(python: Model, folder: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "2"))))
-def test_random_configurations_act_as_in_python_on_both_engines(
-    opened: Callable[..., Loaded], tmp_path: Path, number: int
-) -> None:
+def test_random_configurations_act_as_in_python_on_both_engines(opened: Libraries, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
     tiny, ks = random_pi0(chance)
     checkpoint = make_pi0(tmp_path / "checkpoint", tiny, number)

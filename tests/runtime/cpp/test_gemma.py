@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.support.cabi import Frames, Loaded
 from tests.support.cpp import DEVICES, needs_abi, needs_cpp, needs_openvino, run
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
 from vtx.exporter.bundling.options import ExportOptions
@@ -38,7 +38,7 @@ SAME = 1e-4  # of logits, as a share of their largest magnitude
 )
 @DEVICES
 def test_traces_are_met(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, reductions: tuple[str, ...], device: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, reductions: tuple[str, ...], device: str
 ) -> None:
     """First, second and third questions, chats, two images, replaced ones, K and gates: ids, logits and caches."""
     told = reductions if device == "cpu" else ()  # windows of a second image would have gaps: refused
@@ -47,7 +47,7 @@ def test_traces_are_met(
 
 
 def test_a_k_that_layers_behind_do_not_follow_is_refused_in_bundles_that_have_it(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ByLayer, "first_source", None)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.support.bundles import export_with
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -31,7 +32,7 @@ Hidden = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """int4 in blocks of 128, which run in parts of at most 256 rows."""
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "int4", int4_block=128, dialects=("ort", "plain"))
@@ -74,7 +75,7 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
 
 
 def test_int8_in_blocks_of_64_multiplies_integers_as_python_does(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+    tiny_checkpoint: Checkpoints, tmp_path: Path, hidden: Hidden
 ) -> None:
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "int8", int8_block=64, dialects=("ort", "plain"))
@@ -141,7 +142,7 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_keys_of_8_bits_are_brought_to_one_range_as_by_python(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+    tiny_checkpoint: Checkpoints, tmp_path: Path, hidden: Hidden
 ) -> None:
     checkpoint = tiny_checkpoint(Tiny(text="qwen2", hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
@@ -160,7 +161,7 @@ def test_arithmetic_without_instructions_is_refused_as_in_python(bundle: Path, c
 
 @pytest.mark.parametrize("kept", [(), ("bf16",), ("bf16", "int8")])
 def test_both_runtimes_use_the_same_arithmetic_by_default(
-    kept: tuple[str, ...], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    kept: tuple[str, ...], tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Whatever the processor here has instructions for."""
     options = ExportOptions(str(tiny_checkpoint(Tiny())), (2,), "int8", dialects=("ort", "plain"))

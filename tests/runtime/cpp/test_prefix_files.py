@@ -18,6 +18,7 @@ from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.keys import export_signed
 from tests.support.prefix_files import DAMAGES, needs_openssl, sign
 from tests.support.tiny import Tiny, random_image
@@ -171,7 +172,7 @@ def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, tmp_path
 
 @needs_openssl
 def test_where_bundles_must_be_signed_a_file_needs_a_signature_by_the_same_key_and_none_is_written(
-    tiny_checkpoint: Callable[..., Path], keys: tuple[Path, Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, keys: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ExportOptions(str(tiny_checkpoint(Tiny(context=512))), (3,), "fp32")
     folder, file = export_signed(options, tmp_path / "signed", keys[0]), tmp_path / "shelf.safetensors"

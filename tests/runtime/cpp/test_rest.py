@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.support.cards import card_of
 from tests.support.cpp import DEVICES, ask, failure, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
@@ -101,7 +102,7 @@ def test_a_picture_with_no_text_behind_it_is_refused_in_pythons_words(models: Mo
 
 
 def test_a_k_behind_a_layer_with_a_state_keeps_no_rest(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, picture: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path, picture: Path
 ) -> None:
     bundle = bundles.export(tiny_checkpoint(QWEN35), tmp_path / "bundle", tuple(range(2, QWEN35.layers + 1)), "fp32")
     convolved = bundle.manifest.model.conv_layers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.cabi import OK, AskOptions, LoadOptions, VtxImage, load_library
 from tests.support.cpp import ask, expected, needs_cpp, onnxruntime, output, run
+from tests.support.exported import Models
 from tests.support.families.lisa import LISA, QUESTION
 from tests.support.parity import STEPS, TOLERANCE
 from vtx.runtime.api.model import Model
@@ -24,7 +24,7 @@ SIZES = ((150, 60), (40, 90))
 
 
 @pytest.fixture(scope="module")
-def model(models: Callable[..., Model]) -> Model:
+def model(models: Models) -> Model:
     return models(LISA, (3, 5))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.support import clip, selection
 from tests.support.bundles import export_with
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.reference import Reference
 from tests.support.selection import CASES, Drawn, cdpruner, divprune, divprune_count, random_tokens
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -51,7 +52,7 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """576 image tokens, and a text tower with CLIP's segments and width."""
     tiny = Tiny(
         layers=4, hidden=512, heads=8, ffn=256, image=336, context=1024, vision_hidden=256, vision_heads=4,

@@ -24,6 +24,7 @@ from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.families.gemma import GEMMA3
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 
@@ -97,7 +98,7 @@ def fresh(folder: Path, device: str) -> Iterator[Ask]:
 @DEVICES
 @pytest.mark.parametrize("runtime", [python, libvtx])
 def test_any_sequence_equals_fresh_answers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str, runtime: Any
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, device: str, runtime: Any
 ) -> None:
     rng = random.Random(None if GIVEN else 7)
     for first in range(0, SEQUENCES, OF_A_BUNDLE):

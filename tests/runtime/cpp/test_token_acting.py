@@ -31,6 +31,7 @@ from tests.support.families.openvla import (
     make_openvla,
     with_towers,
 )
+from tests.support.fixtures import Libraries
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -64,9 +65,7 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
 
 
 @DEVICES
-def test_ids_and_actions_are_those_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, device: str
-) -> None:
+def test_ids_and_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str) -> None:
     library, answers = opened(folder, device), set()
     for picture in PICTURES:
         for k in (None, *KS):
@@ -75,7 +74,7 @@ def test_ids_and_actions_are_those_of_python(
     assert len(answers) > len(PICTURES), "K changes nothing, so the test shows nothing"
 
 
-def test_reductions_are_those_of_python(opened: Callable[..., Loaded], python: Model, folder: Path) -> None:
+def test_reductions_are_those_of_python(opened: Libraries, python: Model, folder: Path) -> None:
     library = opened(folder)
     for reduce in (FASTV, "divprune:keep=5", "default"):
         for k in (None, 5):
@@ -87,14 +86,12 @@ def test_reductions_are_those_of_python(opened: Callable[..., Loaded], python: M
     "words", ["Block the ROBOT", "take </S> the <PAD>", "ÉPÉE, İzmir", "ΟΔΟΣ ΣΑΣ Σ", "  two  spaces ", "a\nb"]
 )
 def test_an_instruction_is_put_in_the_prompt_as_in_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, words: str
+    opened: Libraries, python: Model, folder: Path, words: str
 ) -> None:
     compare(opened(folder), python, PICTURES[0], words, 5, reduce="none")
 
 
-def test_a_picture_that_is_the_same_is_not_encoded_again(
-    opened: Callable[..., Loaded], python: Model, folder: Path
-) -> None:
+def test_a_picture_that_is_the_same_is_not_encoded_again(opened: Libraries, python: Model, folder: Path) -> None:
     own, encoded = opened(folder), []
     for picture, words in ((0, "pick"), (1, "pick"), (1, "take red"), (0, "take red")):
         status, found, facts = own.act([PICTURES[picture]], words, [], k=b"5")
@@ -123,7 +120,7 @@ def test_a_picture_that_is_the_same_is_not_encoded_again(
     ids=["no picture", "two", "words", "long", "state", "noise", "steps", "key", "k", "cls", "visionzip"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Libraries, python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:1], "instruction": WORDS, "state": None, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -136,7 +133,7 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, [], cameras=("base",))
     assert (status, facts["error"]) == (REQUEST, "this bundle names no cameras; give the picture itself")
@@ -149,7 +146,7 @@ def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Callable[.
     assert library.act(PICTURES[:1], WORDS, [], deadline_ms=1e9)[0] == OK
 
 
-def test_several_data_sets_need_a_name(opened: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_several_data_sets_need_a_name(opened: Libraries, tmp_path: Path) -> None:
     tiny = TinyOpenVLA(norm_stats={"bridge_orig": BRIDGE, "fractal": OTHER})
     patch = with_towers(tiny)
     try:
@@ -171,7 +168,7 @@ def test_several_data_sets_need_a_name(opened: Callable[..., Loaded], tmp_path: 
 
 
 def test_an_answer_that_ends_too_early_is_no_action(
-    opened: Callable[..., Loaded], python: Model, folder: Path, tmp_path: Path
+    opened: Libraries, python: Model, folder: Path, tmp_path: Path
 ) -> None:
     python.act(PICTURES[0], WORDS, k=None, reduce=None)
     second = python.actor.token_ids[1]
@@ -223,9 +220,7 @@ def test_the_command_prints_an_action_as_python_does(python: Model, folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "1"))))
-def test_random_configurations_act_as_in_python_on_both_engines(
-    opened: Callable[..., Loaded], tmp_path: Path, number: int
-) -> None:
+def test_random_configurations_act_as_in_python_on_both_engines(opened: Libraries, tmp_path: Path, number: int) -> None:
     tiny, ks = drawn(number)
     patch = with_towers(tiny)
     try:

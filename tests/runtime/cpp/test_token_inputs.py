@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.cpp import DEVICES, assert_answers_equal, needs_cpp, run, write_pictures
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.token_inputs import export_with_token_inputs
 from tests.support.traces import compared
 from vtx.runtime.api.load import load
@@ -19,7 +19,7 @@ pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("inputs") / "bundle"
     export_with_token_inputs(tiny_checkpoint(), made)
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.cpp import needs_cpp, output
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 pytestmark = needs_cpp
@@ -163,7 +163,7 @@ KINDS = "demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama", "gemma", "spa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     if kind == "demo":
         path = demo()
     elif kind.startswith("qwen"):

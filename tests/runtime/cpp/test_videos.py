@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
@@ -350,7 +351,7 @@ def test_programs_of_older_headers_open_images_as_before(models: Models) -> None
 
 @pytest.mark.parametrize("name", ["qwen2.5", "video_llava", "smolvlm"])
 def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit_as_python_does(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str
 ) -> None:
     context = {"qwen2.5": 120, "video_llava": 200, "smolvlm": 700}[name]
     folder = export(tiny_checkpoint(TINY[name]), tmp_path / "bundle", (), max_context=context).folder

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from tests.support.bundles import export, export_with, write_gate
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -41,7 +42,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Model:
     options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("traces") / "bundle"
     return load(export_with(options, out).folder, device="cpu", threads=THREADS)
@@ -116,7 +117,7 @@ def test_traces_that_end_half_way_leave_a_folder_that_can_be_named_again(model: 
 
 
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny) -> None:
+def test_positions_of_three_parts_are_traced(tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny) -> None:
     tiny = replace(tiny, layers=2, maps=(0, 1))
     model = load(export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), dialects=("ort",)).folder, device="cpu")
     for name in ("once", "again"):
@@ -141,7 +142,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 def test_engines_meet_each_other_at_every_precision_and_for_every_kind_of_policy_at_int8(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
+    tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path, precision: str
 ) -> None:
     pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
     kinds = EVERY_KIND if precision == "int8" else ()
@@ -276,7 +277,7 @@ def test_traces_of_another_bundle_and_files_elsewhere_are_refused(model: Model, 
         judged(model, traces, folder)
 
 
-def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = load(export(tiny_checkpoint(), tmp_path / "bundle", (5,)).folder, device="cpu", threads=THREADS)
     bundle, out = str(model.bundle.folder), tmp_path / "traces"
     done = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT, Served, asking, serving, until, user
 from tests.support.tiny import Tiny, random_image
 from vtx.cli import serve
@@ -22,7 +23,7 @@ QUESTION = asking(user("red?", random_image(1)), k="none")
 
 
 @pytest.fixture(scope="module")
-def later(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def later(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with another K."""
     return export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("later") / "later", (4,), "fp32").folder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from tests.support.contract import FAMILIES, NEAR, Family, on_one_device, on_other_devices, with_rows
 from tests.support.dialects import DialectBackend
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import (
     STEPS,
     assert_chat_as_reference,
@@ -49,7 +49,7 @@ def loaded(models: Models) -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="module")
-def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
+def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
     """Bundles with the graphs of all dialects."""
     return Models(tmp_path_factory.mktemp("every_graph"), tiny_checkpoint, DIALECTS)
 
@@ -76,7 +76,7 @@ def model(drawn: tuple[Family, str], loaded: Callable[..., Model]) -> Model:
 
 
 @pytest.fixture(scope="module")
-def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
+def judge(family: Family, reference: References) -> Reference:
     return reference(family.tiny)
 
 
@@ -92,7 +92,7 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "device"), on_other_devices())
 def test_the_other_engine_answers_as_transformers_and_at_k_as_the_statement_too(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, device: str
 ) -> None:
     images, messages = [random_image(0, family.sizes[1])], prompt_messages(QUESTIONS[0])
     model, tolerance = loaded(device, family.tiny, family.ks), family.tolerance if device == "cpu" else NEAR
@@ -162,7 +162,7 @@ def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.stated])
-def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callable[..., Reference], name: str) -> None:
+def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: References, name: str) -> None:
     family, judge = FAMILIES[name], reference(FAMILIES[name].tiny)
     inputs = judge.inputs(prompt_messages(QUESTIONS[0]), [random_image(4, family.sizes[0])])
     for k in (None, *family.ks):
@@ -174,7 +174,7 @@ def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callab
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "method"), with_rows("methods", 8))
 def test_reductions_are_those_of_the_statement(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, method: Method, device: str
 ) -> None:
     specs = tuple(dict.fromkeys(word(replace(each, k=None)) for each in family.methods))
     ks = tuple(sorted({each.k for each in family.methods if each.k}))
@@ -206,7 +206,7 @@ def test_reductions_are_those_of_the_statement(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, tiny: Tiny, device: str
 ) -> None:
     images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[0])]
     judge, asked = reference(tiny), prompt_messages(QUESTIONS[0], 2)
@@ -219,7 +219,7 @@ def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, precision: str, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, precision: str, device: str
 ) -> None:
     tiny, most = replace(family.tiny, **family.rounding), family.rounded[precision]
     model = loaded(device, tiny, (3,), precision)
@@ -246,7 +246,7 @@ def test_graphs_of_other_dialects_compute_the_same(every_graph: Models, name: st
 
 @pytest.mark.parametrize(("family", "spec"), with_rows("refused"))
 def test_reductions_without_a_meaning_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], family: Family, spec: str
+    tiny_checkpoint: Checkpoints, family: Family, spec: str
 ) -> None:
     options = ExportOptions(
         str(tiny_checkpoint(family.tiny)), (3,), "fp32", reductions=(spec,), allow_changed_answers=True

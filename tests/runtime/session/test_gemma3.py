@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA3, gemma3_logits, settings3
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import QUESTIONS, STEPS
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -37,13 +38,13 @@ TOLERANCE, TOKENS = 1e-4, 16
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(GEMMA3), tmp_path_factory.mktemp("gemma3") / "bundle", KS).folder
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def reduced(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
     place, words = tmp_path_factory.mktemp("reduced") / "bundle", tuple(map(word, METHODS))
     made = export(tiny_checkpoint(GEMMA3), place, (6,), reductions=words).folder
@@ -52,7 +53,7 @@ def reduced(
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(GEMMA3)
 
 
@@ -179,14 +180,14 @@ def test_what_is_not_built_or_does_not_fit_is_refused_by_name(
         FAMILY.read(config)
 
 
-def test_a_window_longer_than_the_context_hides_nothing(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_window_longer_than_the_context_hides_nothing(tiny_checkpoint: Checkpoints) -> None:
     config = settings3(replace(GEMMA3, sliding_window=100_000), 319)
     assert FAMILY.read(config).text.sliding.window == 100_000  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("k", [None, 4])
 def test_crops_follow_an_image_whose_sides_differ(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path, k: int | None
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, k: int | None
 ) -> None:
     tiny = replace(GEMMA3, crops=3, context=512)
     folder, judge = export(tiny_checkpoint(tiny), tmp_path / "bundle", (4,), dialects=ORT).folder, reference(tiny)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from tests.support.bundles import ORT, export
 from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import QUESTIONS
-from tests.support.reference import Reference
 from tests.support.serving import asking, data_url, serving, user
-from tests.support.tiny import Tiny, edited, prompt_messages, random_image
+from tests.support.tiny import edited, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError, RequestError
@@ -31,7 +31,7 @@ SIZES = SIZE, (17, 19), (64, 64), (640, 480), (480, 640), (300, 900), (1024, 484
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose images have 70 tokens unless a request asks for more."""
     place = tmp_path_factory.mktemp("budgets")
     usual = edited(tiny_checkpoint(LARGE), place / "checkpoint", "preprocessor_config.json", {"max_soft_tokens": 70})
@@ -49,7 +49,7 @@ def sized(budget: object, image: Image.Image, question: str = "red?") -> dict[st
     return {"role": "user", "content": [part, {"type": "text", "text": question}]}
 
 
-def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Callable[[Tiny], Reference]) -> None:
+def test_each_budget_has_the_logits_of_transformers(model: Model, reference: References) -> None:
     judge, picture = reference(LARGE), random_image(2, SIZE)
     assert model.manifest.layout.max_tokens == 280
     for budget in BUDGETS:
@@ -171,7 +171,7 @@ def others(picture: Image.Image) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_the_largest_budgets_have_the_logits_of_transformers(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[[Tiny], Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     """Of the model that is published with them: positions of the tower for 1,120 tokens."""
     largest = replace(GEMMA4, budget=1120, context=2048, vision_layers=1)

@@ -18,6 +18,7 @@ from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl_chat import ADDED, INTERNLM, counterpart
 from tests.support.families.original import write_json
+from tests.support.fixtures import Checkpoints
 from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -77,7 +78,7 @@ class Judge(Reference):
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Judge]:
+def judge(tiny_checkpoint: Checkpoints) -> Callable[[Tiny], Judge]:
     return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
 
 
@@ -101,7 +102,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
 def test_fused_matrices_are_stored_as_separate_ones_are(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str
 ) -> None:
     """The bundle of InternVL's own layout and that of Hugging Face's have the same decoder."""
     answers = []
@@ -133,7 +134,7 @@ def test_the_end_of_an_answer_is_the_templates(models: Models) -> None:
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], name: str, value: Any, message: str
+    tiny_checkpoint: Checkpoints, name: str, value: Any, message: str
 ) -> None:
     config = json.loads((tiny_checkpoint(INTERNLM) / "config.json").read_text()) | {name: value}
     original = find_family(config).original
@@ -143,7 +144,7 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 def test_a_tokenizer_that_does_not_say_the_images_token_is_refused(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(INTERNLM), tmp_path / "checkpoint"))
     write_json(folder / "added_tokens.json", {"<|im_end|>": 318})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from tests.support.bundles import export
 from tests.support.exported import greedy, prompt
 from tests.support.families.internvl_chat_1 import INTERNVIT, INTERNVL_CHAT_1, TRAINED, with_internvit
 from tests.support.families.original import QUESTION, VICUNA, counterpart, write_json
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -44,7 +43,7 @@ def pixels(images: list[Image.Image]) -> torch.Tensor:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_a_bundle_answers_as_transformers_parts(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(INTERNVL_CHAT_1), tmp_path / "checkpoint"))
     internvit, judge = with_internvit(folder), reference(counterpart(INTERNVL_CHAT_1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from tests.support.clips import evs
 from tests.support.exported import Models, greedy
 from tests.support.families.lfm3_vl import LFM3
+from tests.support.fixtures import References
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_same_on_openvino, video_prompts
 from tests.support.reference import Reference
 from tests.support.tiny import random_image, random_video
@@ -41,7 +41,7 @@ def as_given(model: Model, clip: Any) -> tuple[torch.Tensor, Any]:
 
 @pytest.mark.parametrize("pictures", [[CLIP], [random_image(1, (90, 70)), SMALL]], ids=["video", "image and video"])
 def test_videos_are_answered_as_by_transformers_and_at_k_by_the_withdrawal(
-    model: Model, reference: Callable[..., Reference], pictures: list[Any]
+    model: Model, reference: References, pictures: list[Any]
 ) -> None:
     judge = reference(LFM3)
     inputs, asked = video_prompts(model, judge, pictures, QUESTION, lambda clip: as_given(model, clip))
@@ -93,7 +93,7 @@ def places(judge: Reference, inputs: Any, kept: list[int], count: int) -> torch.
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_a_method_of_clips_leaves_out_the_tokens_of_its_statement(
-    models: Models, reference: Callable[..., Reference], k: int | None
+    models: Models, reference: References, k: int | None
 ) -> None:
     model, judge = models(LFM3, KS, "fp32", ("evs:keep=0.5",)), reference(LFM3)
     inputs, _ = video_prompts(model, judge, [CLIP], QUESTION, lambda clip: as_given(model, clip))

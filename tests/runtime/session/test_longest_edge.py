@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.pixtral import MISTRAL3, PIXTRAL
-from tests.support.reference import Reference
+from tests.support.fixtures import References
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import ContextError
@@ -26,7 +25,7 @@ FEW = replace(PIXTRAL, context=130)
 
 @pytest.mark.parametrize("tiny", [PIXTRAL, MISTRAL3], ids=["pixtral", "mistral3"])
 def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
-    models: Models, reference: Callable[[Tiny], Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     model, judge, picture = models(tiny, (3, 5)), reference(tiny), random_image(2, (100, 60))
     edges = []

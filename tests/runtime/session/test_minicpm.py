@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
+from tests.support.fixtures import References
 from tests.support.gates import write_gates
 from tests.support.graphs import session
 from tests.support.parity import QUESTIONS
@@ -58,12 +59,12 @@ def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(MINICPM)
 
 
 def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
-    tiny_checkpoint: Export, reference: Callable[..., Reference], tmp_path: Path
+    tiny_checkpoint: Export, reference: References, tmp_path: Path
 ) -> None:
     """Two checkpoints of the same weights, whose files name the other number, and the number that is chosen."""
     numbered = replace(FINE, numbered=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.support.bundles import ORT, export
 from tests.support.drawn import minicpm
 from tests.support.exported import DEVICES, THREADS, Models
 from tests.support.families.minicpm import MINICPM
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import (
     STEPS,
     assert_as_drawn,
@@ -64,7 +64,6 @@ ONE = video(random_video(3, 1, (70, 60)))
 LONG = replace(SMALL, frames=3)  # of 4.5 seconds: at tenths of seconds
 GIVEN = {"wide": WIDE, "high": HIGH, "small": SMALL, "one": ONE, "long": LONG}
 slow = pytest.mark.slow
-Checkpoints = Callable[..., Path]
 
 
 def both(model: Model, judge: Reference, pictures: list[Picture], question: str = QUESTION) -> tuple[Inputs, Any]:
@@ -75,7 +74,7 @@ def both(model: Model, judge: Reference, pictures: list[Picture], question: str 
 @pytest.mark.parametrize("name", ["wide", *(pytest.param(name, marks=slow) for name in GIVEN if name != "wide")])
 @pytest.mark.parametrize("tiny", [MINICPM, pytest.param(FINE, marks=slow)], ids=["16x", "4x"])
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
+    models: Models, reference: References, tiny: Tiny, name: str
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, [GIVEN[name]])
@@ -84,7 +83,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
-    models: Models, reference: Callable[..., Reference], name: str
+    models: Models, reference: References, name: str
 ) -> None:
     model, judge = models(MINICPM, (3, 5)), reference(MINICPM)
     inputs, _ = both(model, judge, [GIVEN[name]])
@@ -101,9 +100,7 @@ def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
 
 
 @slow
-def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(
-    models: Models, reference: Callable[..., Reference]
-) -> None:
+def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(models: Models, reference: References) -> None:
     tiny = replace(MINICPM, context=1024)
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, [random_image(0, (90, 70)), random_image(1, (30, 40)), HIGH, SMALL])
@@ -175,7 +172,7 @@ def test_a_replaced_video_and_another_rate_are_answered_as_in_a_fresh_conversati
 @slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_reductions_after_a_layer_with_attention_equal_the_statement(
-    tiny_checkpoint: Checkpoints, reference: Callable[..., Reference], tmp_path: Path, device: str
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, device: str
 ) -> None:
     methods = (Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
     words, judge = tuple(word(replace(method, k=None)) for method in methods), reference(MINICPM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from tests.support.contract import FAMILIES
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
-from tests.support.reference import Reference
+from tests.support.fixtures import References
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
@@ -50,9 +49,7 @@ def test_a_text_question_is_the_same_at_every_k(models: Models, k: int) -> None:
 
 @pytest.mark.parametrize("precision", KV_BYTES)
 @pytest.mark.parametrize("k", [None, *KS])
-def test_the_answer_reports_what_it_kept(
-    models: Models, reference: Callable[..., Reference], k: int | None, precision: str
-) -> None:
+def test_the_answer_reports_what_it_kept(models: Models, reference: References, k: int | None, precision: str) -> None:
     tiny, words = Tiny(), "how many red shapes are there?"
     judge, image = reference(tiny), random_image(3)
     inputs = judge.inputs(prompt_messages(words), [image])
@@ -99,7 +96,7 @@ def test_a_variant_answers_the_same_whatever_else_was_prebuilt(models: Models) -
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("precision", KV_BYTES)
 def test_narrow_checkpoints_are_exported_at_either_precision(
-    models: Models, reference: Callable[..., Reference], dtype: Any, precision: str
+    models: Models, reference: References, dtype: Any, precision: str
 ) -> None:
     tiny = Tiny(dtype=dtype)
     model, judge = models(tiny, precision=precision), reference(tiny)  # the reference widens the weights

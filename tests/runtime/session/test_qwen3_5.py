@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.bundles import export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import References
 from tests.support.parity import QUESTIONS, assert_chat_as_reference
 from tests.support.parity import assert_later_equal_fresh as assert_later
 from tests.support.reference import Reference
@@ -59,7 +60,7 @@ def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(QWEN35)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.support.bundles import export
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import THREADS, Models, greedy
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -133,7 +133,7 @@ def assert_asked_as(
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, pictures: list[Picture]
+    models: Models, reference: References, name: str, pictures: list[Picture]
 ) -> None:
     tiny = FAMILIES[name] if len(pictures) == 1 else replace(FAMILIES[name], context=512)
     model, judge = models(tiny, (3, 5)), reference(tiny)
@@ -147,7 +147,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
 @slow
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25], ids=["qwen2", "qwen2.5"])
 def test_text_goes_on_behind_the_last_place_in_time_of_a_video(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     """Where transformers 5.23 lets text and the last pairs share places; the first releases did not."""
     model, judge = models(tiny, (3, 5)), reference(tiny)
@@ -171,7 +171,7 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, name: st
 @pytest.mark.parametrize("method", CLIPS)
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=slow) for name in FAMILIES if name != "qwen3")])
 def test_what_stays_of_a_clip_is_answered_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, method: str, k: int | None
+    models: Models, reference: References, name: str, method: str, k: int | None
 ) -> None:
     """EVS leaves nothing of pairs in which nothing changes: their times stay in the prompt."""
     model, judge = models(FAMILIES[name], (3, 5)), reference(FAMILIES[name])
@@ -205,7 +205,7 @@ def test_pairs_of_a_long_video_that_are_chosen_in_windows_answer_as_all_in_memor
 @pytest.mark.parametrize("method", [Method(fastv=(2, 0.5)), Method(dart=(8, 2, 2, 2))], ids=["fastv", "dart"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reductions_behind_a_layer_equal_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, method: Method
+    models: Models, reference: References, name: str, method: Method
 ) -> None:
     tiny = FAMILIES[name]
     model, judge = models(tiny, (), "fp32", (word(method),)), reference(tiny)
@@ -220,7 +220,7 @@ def test_reductions_behind_a_layer_equal_the_statement(
 @pytest.mark.parametrize("shape", [(1, 1), (320, 20), (20, 320)], ids=str)
 @pytest.mark.parametrize("frames", [1, 3])
 def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_transformers(
-    models: Models, reference: Callable[..., Reference], name: str, shape: tuple[int, int], frames: int
+    models: Models, reference: References, name: str, shape: tuple[int, int], frames: int
 ) -> None:
     model, judge = models(FAMILIES[name], (3, 5)), reference(FAMILIES[name])
     given = video(random_video(3, frames, shape), frames=frames, fps=60)
@@ -254,7 +254,7 @@ def test_without_a_number_two_frames_a_second_are_sampled_and_the_prompt_tells_t
 
 
 def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = export(tiny_checkpoint(QWEN25), tmp_path / "bundle", (), max_context=120).folder
     given = video(random_video(0, 64, (150, 90)), frames=64)
@@ -274,7 +274,7 @@ def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit(
             assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 32 * 2
 
 
-def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_checkpoint: Checkpoints) -> None:
     model = models(QWEN3, (3, 5))
     with pytest.raises(ImageError, match="its sides may differ at most 200-fold"):
         model.open(random_video(0, 4, (600, 2)))
@@ -292,7 +292,7 @@ def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_check
 
 
 def test_a_template_without_videos_and_settings_that_are_not_built_are_said_at_export(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     import json
     import shutil
@@ -328,7 +328,7 @@ CONFIGURATIONS = int(os.environ.get("VTX_CONFIGURATIONS") or 1)
 @slow
 @pytest.mark.parametrize("seed", range(CONFIGURATIONS))
 def test_random_models_answer_about_random_videos_as_transformers_and_the_statements(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, seed: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, seed: int
 ) -> None:
     """None against transformers, three K, evs and vidcom2 with and without K against plain statements."""
     rng = random.Random(seed)

@@ -15,9 +15,9 @@ import pytest
 
 from tests.support import cpp
 from tests.support.exported import DEVICES, THREADS, Models
+from tests.support.fixtures import References
 from tests.support.random_methods import CASES, EXPORTED, drawn
 from tests.support.reduced import STEPS, TOLERANCE, Talk, word
-from tests.support.reference import Reference
 from tests.support.statement import Statement
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.runtime.api.load import load
@@ -42,7 +42,7 @@ def on(models: Models) -> Callable[[Tiny, str], Model]:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_answers_equal_the_statement_on_every_engine(
-    on: Callable[[Tiny, str], Model], reference: Callable[..., Reference], name: str, number: int
+    on: Callable[[Tiny, str], Model], reference: References, name: str, number: int
 ) -> None:
     case = drawn(name, number)
     judge, messages = reference(case.tiny), prompt_messages(case.question, len(case.images))

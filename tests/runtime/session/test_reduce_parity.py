@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints, References
 from tests.support.reduced import (
     KS,
     MODELS,
@@ -29,7 +30,6 @@ from tests.support.reduced import (
     some_merged,
     window_cosines,
 )
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -46,9 +46,7 @@ Cases = Callable[[Tiny], Case]
 
 
 @pytest.fixture(scope="module")
-def cases(
-    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
-) -> Cases:
+def cases(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: References) -> Cases:
     from vtx.exporter.bundling.options import ExportOptions
 
     folder = tmp_path_factory.mktemp("reduce")

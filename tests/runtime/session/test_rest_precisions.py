@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import DEVICES, THREADS, answer, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.quantised import SCHEMES, make_quantised
 from tests.support.reference import Reference
 from tests.support.rest import attention_to_image, chosen_rest, rest_answer
@@ -74,7 +75,7 @@ def _whole_activations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Opened]:
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[..., Opened]:
     @cache
     def make(how: Precision) -> Opened:
         folder = tmp_path_factory.mktemp("precision")

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.support.bundles import ORT, export
 from tests.support.drawn import smolvlm
 from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -105,7 +105,7 @@ def asked_of(
     ids=["high", "wide", "three", "one"],
 )
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny_checkpoint: Callable[..., Path], given: Video,
+    models: Models, reference: References, tiny_checkpoint: Checkpoints, given: Video,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model, judge, messages = models(TINY, (3, 5, 7)), reference(TINY), prompt_messages(QUESTION, 0, 1)
@@ -175,7 +175,7 @@ def test_methods_before_the_decoder_are_refused_and_others_work(models: Models) 
 
 
 def test_a_template_of_the_user_decides_about_videos_and_settings_are_read_as_by_transformers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint(TINY), folder)

@@ -6,7 +6,6 @@ The bundle is of `tests/support/token_inputs.py`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.exported import THREADS, answer, greedy, mixed_prompts, policy
+from tests.support.fixtures import Checkpoints
 from tests.support.token_inputs import BIAS, KS, MAP, export_with_token_inputs
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -31,7 +31,7 @@ DEVICES = ("cpu", "openvino")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("inputs") / "bundle"
     export_with_token_inputs(tiny_checkpoint(), made)
     return made

@@ -18,8 +18,8 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import assert_later_equal_fresh, assert_parity, assert_same_on_openvino, video_prompts
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from tests.support.video_files import write_video
 from vtx.exporter.bundling.options import ExportOptions
@@ -71,7 +71,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny, images: int, videos: list[np.ndarray]
+    models: Models, reference: References, tiny: Tiny, images: int, videos: list[np.ndarray]
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
     pictures = [random_image(0, (40, 60))] * images + videos
@@ -83,7 +83,7 @@ def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement
 
 @pytest.mark.parametrize("tiny", [ONEVISION, pytest.param(VIDEO_LLAVA, marks=slow)], ids=lambda tiny: tiny.family)
 def test_three_turns_about_an_image_and_then_a_video_equal_transformers_and_at_k_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     model, judge, image = models(tiny, (3, 5)), reference(tiny), random_image(0, (40, 60))
     said = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("a circle", "it is red")]
@@ -339,7 +339,7 @@ def test_tokens_of_a_clip_that_stay_are_those_of_the_statement_and_answers_follo
 
 
 def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_clips_with_text_between_frames(
-    models: Models, tiny_checkpoint: Callable[..., Path]
+    models: Models, tiny_checkpoint: Checkpoints
 ) -> None:
     for spec in ("evs", "vidcom2:keep=0.5+fastv:k=2"):
         with pytest.raises(RequestError, match="chooses from the frames of videos, and this model takes none; use"):
@@ -355,7 +355,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
 
 @pytest.mark.parametrize("tiny", [INTERNVL, IDEFICS], ids=lambda tiny: tiny.family)
 def test_models_whose_videos_vtx_does_not_take_are_refused_methods_of_clips_by_name(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
+    tiny: Tiny, tiny_checkpoint: Checkpoints
 ) -> None:
     folder = tiny_checkpoint(tiny)
     for spec in ("evs", "vidcom2"):

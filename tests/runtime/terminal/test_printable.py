@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.fixtures import Checkpoints
 from vtx import cli
 from vtx.runtime.errors import BundleError, VtxError, printable
 from vtx.runtime.terminal import console
@@ -48,9 +48,7 @@ def test_answers_reach_a_terminal_without_commands_and_a_pipe_as_they_are(
     assert capsys.readouterr().out == "a\u202eb\na\\x1b[2Jb\n\n"
 
 
-def test_a_checkpoint_s_names_are_printed_without_commands(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_s_names_are_printed_without_commands(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "\x1b[31mred"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "\x1b[2J"}))

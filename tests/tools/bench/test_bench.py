@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from tests.support.bundles import EXPORT_ONLY, export
 from tests.support.exported import THREADS
 from tests.support.families.videos import NEXT_VIDEO
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from tests.support.video_files import write_video
 
@@ -44,7 +45,7 @@ NEW, REPEATS = 4, 3
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("bench") / "bundle").folder
 
 
@@ -81,9 +82,7 @@ def test_work_is_counted_and_golden_vectors_are_judged_in_every_arithmetic(bundl
 
 
 @pytest.mark.slow
-def test_a_video_is_measured_and_the_work_of_its_frames_counted(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_video_is_measured_and_the_work_of_its_frames_counted(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """LLaVA-NeXT-Video averages a frame's 16 patches to 4 before the projector."""
     pytest.importorskip("av", reason="the [video] extra is not installed")
     folder = export(tiny_checkpoint(NEXT_VIDEO), tmp_path / "bundle").folder
@@ -244,7 +243,7 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     ],
 )  # fmt: skip
 def test_ceilings_are_measured_in_the_arithmetic_that_computes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
     products: dict[str, str], needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     if device == "openvino":
@@ -286,7 +285,7 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
 @pytest.mark.parametrize(("precision", "integers"), [("fp32", None), ("fp16", None), ("int8", 1), ("int4", 0.5)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_computed_with(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, integers: float | None, tied: bool
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, integers: float | None, tied: bool
 ) -> None:
     made = export(tiny_checkpoint(Tiny(tied=tied)), tmp_path / "bundle", precision=precision)
     size = bundle_size(made).decoder

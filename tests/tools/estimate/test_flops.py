@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.bundles import export_all
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 from vtx.exporter.checkpoint.assembly import open_checkpoint
@@ -220,9 +220,7 @@ def size_of(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
-def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(tiny: Tiny, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
     stored = {name: info.shape for name, info in checkpoint.tensors.items() if name.startswith("text.")}
     stated = read_config(checkpoint.config).text.tensors()
@@ -231,7 +229,7 @@ def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
 
 @pytest.fixture(scope="module", params=TINIES.values(), ids=TINIES)
 def exported(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Any]:
     checkpoint = tiny_checkpoint(request.param)
     return export_all(checkpoint, tmp_path_factory.mktemp("flops") / "bundle", ks=(3, 6)), size_of(checkpoint)

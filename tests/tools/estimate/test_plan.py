@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.bundles import export_all
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 from vtx import cli
@@ -31,7 +31,6 @@ from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
 from vtx.tools.tensorrt.support import engines_on
 
-Make = Callable[..., Path]
 SEVEN = KNOWN["llava-1.5-7b"]
 WORK = Workload(text=66, vision=576, new_tokens=256)
 
@@ -237,13 +236,13 @@ TINIES = {
 }
 
 
-def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Make) -> None:
+def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(VILA)
     source = plan_export(ExportOptions(str(folder))).source()
     assert find_size(str(folder)) == model_size(source.config, folder.name)
 
 
-def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint(VILA)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key, part in (("llm_cfg", "llm"), ("vision_tower_cfg", "vision_tower"), ("mm_projector_cfg", "mm_projector")):
@@ -254,7 +253,7 @@ def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: 
 
 @pytest.mark.parametrize(("text", "tied"), [({}, False), ({"tie_word_embeddings": True}, True)])
 def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_nothing(
-    tiny_checkpoint: Make, text: dict[str, bool], tied: bool
+    tiny_checkpoint: Checkpoints, text: dict[str, bool], tied: bool
 ) -> None:
     """InternVL3-1B-hf has 0.938 billion parameters; with the default of transformers 5 it would have 0.802."""
     folder = tiny_checkpoint(Tiny(family="internvl", text="qwen2", tokenizer="bytes", names="saved"))
@@ -270,7 +269,7 @@ def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_no
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_bundle_gives_the_sizes_of_its_checkpoint(
-    tiny: Tiny, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoint(tiny)
     config = find_size(str(checkpoint))
@@ -284,7 +283,7 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
     assert found.parameters == config.parameters
 
 
-def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
     found = make_plan(bundle_size(bundle), Workload(9, 16, 0), [None, 3, 5], ["fp16"])
     for depth in found.depths:
@@ -292,7 +291,7 @@ def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Pa
         assert depth.precisions["fp16"].kv_bytes == expected
 
 
-def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     whole = export_all(tiny_checkpoint(), tmp_path / "bundle")
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -350,7 +349,7 @@ def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() ->
     assert more == pytest.approx(32000 * 4096 + tower.parameters, rel=0.01)
 
 
-def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Checkpoints) -> None:
     tied = "--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--precision", "int4", "--head-precision"
     done = vtx_plan(*tied, "fp32")
     assert done.exit_code == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from click.testing import CliRunner
 from tests.support.bundles import export_all
 from tests.support.engines import on_standin, open_model
 from tests.support.families.qwen import QWEN2, QWEN3
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import build_all
 from tests.support.tiny import Tiny
 
@@ -115,7 +115,7 @@ def test_peak_memory_on_a_cpu_is_within_15_percent_of_measurements(
 
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=lambda tiny: tiny.family)
 def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_all(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
     build_all(tmp_path / "bundle")

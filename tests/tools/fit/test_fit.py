@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.support import bundles
 from tests.support.exported import Models
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.qwen import QWEN25
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 
 from vtx.cli import doctor, fit
@@ -333,7 +334,7 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
 
 
 @pytest.fixture
-def half(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Bundle:
+def half(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Bundle:
     """With the graphs of onnxruntime's CUDA provider."""
     return bundles.export(tiny_checkpoint(), tmp_path / "bundle", (3, 8), "fp16", dialects=("ort", "ort-cuda"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.support.bundles import IGNORE, copy, export_all, flip, manifest, write_manifest
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import RTX_17
 from tests.support.tiny import Tiny
 
@@ -40,7 +40,7 @@ CARD = Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines") / "bundle"
     return export_all(tiny_checkpoint(Tiny(layers=3)), folder, (2,)).folder
 
@@ -79,7 +79,7 @@ def run(bundle: Bundle, **changes: Any) -> list[str]:
 
 
 def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_overflow(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     from safetensors.numpy import load_file, save_file
 

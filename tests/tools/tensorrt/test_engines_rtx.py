@@ -29,6 +29,7 @@ from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, make
 
 from vtx.exporter.bundling.prepare import demo_checkpoint
@@ -125,7 +126,7 @@ def test_what_a_rest_needs_becomes_engines_without_a_reduction(dialect: str, pre
 
 @pytest.mark.slow
 def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """SmolVLM's vision graph ends in a norm, a pixel shuffle and one matrix, and takes one tile."""
     bundle = export(tiny_checkpoint(SMOLVLM), tmp_path / "bundle", (3,), "fp16", dialects=TRT)
@@ -137,7 +138,7 @@ def test_a_family_with_tiles_and_a_tower_of_its_own_becomes_engines(
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3, GLM_OCR, PADDLE], ids=lambda tiny: tiny.family)
 def test_towers_of_images_at_their_own_resolution_become_engines(
-    tiny: Tiny, dialect: str, card: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, dialect: str, card: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), "fp16", dialects=("ort", dialect))
     assert_tower_and_stages_built(bundle, dialect, card)
@@ -155,7 +156,7 @@ def test_towers_of_images_at_their_own_resolution_become_engines(
     "tiny", [PIXTRAL, MISTRAL3, MINISTRAL3, LIGHTON], ids=("pixtral", "mistral3", "ministral3", "lighton")
 )
 def test_towers_of_images_up_to_a_longest_edge_become_engines(
-    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), precision, dialects=("ort", dialect))
     assert_tower_and_stages_built(bundle, dialect)
@@ -168,7 +169,7 @@ def test_towers_of_images_up_to_a_longest_edge_become_engines(
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM, LFM3], ids=lambda tiny: tiny.family)
 def test_layers_with_states_and_views_of_any_shape_become_engines(
-    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, dialect: str, precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """With stages of no layer with attention, whose inputs for slots nothing reads."""
     bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (2, 3), precision, dialects=("ort", dialect))
@@ -211,7 +212,7 @@ def test_experts_of_lerobot_become_engines(policy: str, tmp_path: Path, tiny_pi:
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=lambda tiny: tiny.family)
 def test_windows_and_shared_keys_and_values_become_engines(
-    tiny: Tiny, precision: str, dialect: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, precision: str, dialect: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoint(replace(tiny, head_dim=32))
     bundle = export(checkpoint, tmp_path / "bundle", (2, 4), precision, dialects=("ort", dialect))

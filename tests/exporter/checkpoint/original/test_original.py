@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support.families.original import SCRIPTS, TOWER, write_json
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -29,7 +29,7 @@ CLASS = "vision.embeddings.class_embedding"
 
 
 @pytest.fixture
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint(PAD), tmp_path / "checkpoint"))
 
 
@@ -121,7 +121,7 @@ def test_a_pickled_tower_is_read_where_the_user_allows_it(folder: Path, kind: st
     assert set(after.tensors) == set(before.tensors)
 
 
-def test_a_tower_for_a_checkpoint_that_holds_one_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_tower_for_a_checkpoint_that_holds_one_is_refused(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(RequestError, match="this one holds it, leave it out"):
         open_checkpoint(str(tiny_checkpoint(Tiny())), tower="anything")
 
