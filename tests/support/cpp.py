@@ -116,6 +116,19 @@ def expected(answer: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def assert_budgets_equal(model: Model, paths: Sequence[Path], budgets: Sequence[int]) -> None:
+    """With each budget of image tokens libvtx sees the pixels of Python in every picture, and answers alike."""
+    bundle = model.bundle.folder
+    for tokens in budgets:
+        lines = output("probe", "layout", bundle, f"tokens={tokens}", *paths).decode().splitlines()
+        for path, line in zip(paths, lines, strict=True):
+            image = model.loaded.prepare(path, image_tokens=tokens)
+            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
+        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(tokens), "--max-new-tokens", "3")
+        with model.open(paths[0], image_tokens=tokens) as conversation:
+            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
+
+
 def assert_asked_equal(
     model: Model, pictures: Sequence[Path], questions: Sequence[str], *more: str, **options: str | int
 ) -> list[Answer]:

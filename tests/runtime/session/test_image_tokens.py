@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import ORT, export
-from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
+from tests.support.cpp import assert_budgets_equal, failure, needs_cpp, write_pictures
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4
 from tests.support.fixtures import Checkpoints, References
@@ -196,14 +196,7 @@ def test_the_largest_budgets_have_the_logits_of_transformers(
 @needs_cpp
 def test_libvtx_sees_each_budget_as_python_does(model: Model, tmp_path: Path) -> None:
     paths, bundle = write_pictures(tmp_path, SIZES), model.bundle.folder
-    for budget in BUDGETS:
-        lines = output("probe", "layout", bundle, f"tokens={budget}", *paths).decode().splitlines()
-        for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=budget)
-            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
-        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(budget), "--max-new-tokens", "3")
-        with model.open(paths[0], image_tokens=budget) as conversation:
-            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
+    assert_budgets_equal(model, paths, BUDGETS)
     for budget, few in ((560, "lower it"), (-1, "image_tokens is -1"), (30, "raise it")):
         assert few in failure("run", "--bundle", bundle, paths[0], "red?", "--image-tokens", str(budget))
     images = [part for path in paths[-1:] * 3 for part in ("--image", path)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
+from tests.support.cpp import assert_budgets_equal, failure, needs_cpp, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.pixtral import MISTRAL3, PIXTRAL
 from tests.support.fixtures import References
@@ -48,16 +48,7 @@ def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
 
 @needs_cpp
 def test_libvtx_sees_each_number_of_tokens_as_python_does(models: Models, tmp_path: Path) -> None:
-    model, paths = models(PIXTRAL, (3, 5)), write_pictures(tmp_path, SIZES)
-    bundle = model.bundle.folder
-    for tokens in BUDGETS:
-        lines = output("probe", "layout", bundle, f"tokens={tokens}", *paths).decode().splitlines()
-        for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=tokens)
-            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
-        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(tokens), "--max-new-tokens", "3")
-        with model.open(paths[0], image_tokens=tokens) as conversation:
-            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
+    assert_budgets_equal(models(PIXTRAL, (3, 5)), write_pictures(tmp_path, SIZES), BUDGETS)
 
 
 @needs_cpp
