@@ -14,6 +14,7 @@ from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny
 
 TINY = Tiny(text="qwen2", tokenizer="bytes", context=256)
@@ -68,7 +69,7 @@ def test_a_shuffled_decoder_computes_the_same(
     (wanted, whole), (computed, drawn) = logits
     assert not np.array_equal(whole, drawn)
     for kind, values in wanted.items():
-        np.testing.assert_allclose(computed[kind], values, atol=1e-4, rtol=0)
+        assert_near(computed[kind], values, 1e-4)
 
 
 def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices() -> None:

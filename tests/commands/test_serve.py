@@ -158,7 +158,7 @@ def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
         body = asking(user("red?"), k=3, stream=True, max_tokens=30, ignore_eos=True)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(served.chat, body)
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+            served.until_active(1, "the answer begins")
             assert served.request("GET", "/readyz").status == 200
             process.send_signal(signal.SIGTERM)
             if grace == "60":

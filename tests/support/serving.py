@@ -80,6 +80,10 @@ class Served:
         lines = self.request("GET", "/metrics").body.decode().splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
+    def until_active(self, count: int, what: str) -> None:
+        """Wait until this many requests are computed."""
+        until(lambda: self.metrics()["vtx_requests_active"] == count, what)
+
     def open_chat(self, body: Any, **headers: str) -> socket.socket:
         """A connection on which a request has been sent and nothing read."""
         content = json.dumps(body).encode()

@@ -14,6 +14,7 @@ import torch
 from tests.support.bundles import export_all
 from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import session
+from tests.support.near import assert_near
 from tests.support.reduced import window_cosines
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -86,11 +87,11 @@ def test_merged_rows_equal_the_statement(
         given, found = encode(vision, pixels.numpy(), tau)
         assert found.patches.indices.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
-        np.testing.assert_allclose(found.hidden, wanted.rows, atol=2e-5, rtol=0)
+        assert_near(found.hidden, wanted.rows, 2e-5)
         similarity = [value or 0.0 for value in wanted.similarity]
-        np.testing.assert_allclose(found.patches.signals["similarity"], similarity, atol=2e-6, rtol=0)
+        assert_near(found.patches.signals["similarity"], similarity, 2e-6)
         if clip:
-            np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-6, rtol=0)
+            assert_near(found.patches.signals["cls_attention"], wanted.attention, 1e-6)
         rows = given["image_features"].shape[1]
         assert rows == (len(wanted.rows) if dialect.startswith("ort") else judge.model.config.image_seq_length)
         assert len(found) + found.idle == rows
@@ -153,7 +154,7 @@ def test_attention_alone_takes_several_images_and_changes_no_feature(
     assert np.array_equal(features, plain)
     with torch.inference_mode():
         wanted = [Statement(reference(tiny)).image(image, Method()).attention for image in pixels]
-    np.testing.assert_allclose(attention.reshape(3, -1), wanted, atol=1e-6, rtol=0)
+    assert_near(attention.reshape(3, -1), wanted, 1e-6)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -172,8 +173,8 @@ def test_half_precision_merges_the_same_windows(
     assert 0 < sum(wanted.merged) < 9
     assert found.patches.indices.tolist() == wanted.places
     assert found.patches.merged.tolist() == wanted.merged
-    np.testing.assert_allclose(found.hidden, wanted.rows, atol=1.5e-2, rtol=0)
-    np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-3, rtol=0)
+    assert_near(found.hidden, wanted.rows, 1.5e-2)
+    assert_near(found.patches.signals["cls_attention"], wanted.attention, 1e-3)
 
 
 @pytest.mark.parametrize(

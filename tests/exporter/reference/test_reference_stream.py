@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -48,11 +49,11 @@ def test_it_agrees_with_transformers_at_every_depth(
     with torch.inference_mode():
         features = found.features(inputs["pixel_values"].numpy())
         wanted = judge.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
-        np.testing.assert_allclose(features, torch.cat(list(wanted)), atol=TOLERANCE, rtol=0)
+        assert_near(features, torch.cat(list(wanted)), TOLERANCE)
         logits = found.logits(inputs["input_ids"][0].numpy(), streamed.Encoded(features), DEPTHS)
         assert set(logits) == set(DEPTHS)
         for k in DEPTHS:
-            np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=TOLERANCE, rtol=0)
+            assert_near(logits[k], judge.logits(inputs, k), TOLERANCE)
 
 
 def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Checkpoints) -> None:
@@ -62,7 +63,7 @@ def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Check
     with torch.inference_mode():
         together = found.logits(ids, features, DEPTHS)
         for k in DEPTHS:
-            np.testing.assert_allclose(found.logits(ids, features, [k])[k], together[k], atol=TOLERANCE, rtol=0)
+            assert_near(found.logits(ids, features, [k])[k], together[k], TOLERANCE)
     assert len({int(rows.argmax()) for rows in together.values()}) > 1
 
 

@@ -19,6 +19,7 @@ from tests.support.exported import DEVICES, greedy, prompt
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -82,10 +83,10 @@ def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
         asked = prompt(model, messages, images)
         answer = greedy(model, asked, None, STEPS)
         assert answer.ids == ids
-        np.testing.assert_allclose(answer.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(answer.logits, logits.numpy(), TOLERANCE)
         withdrawn = judge.greedy(inputs, 2, STEPS)
         answer = greedy(model, asked, 2, STEPS, forced=withdrawn.ids)
-        np.testing.assert_allclose(answer.logits, withdrawn.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(answer.logits, withdrawn.logits, TOLERANCE)
 
 
 @cpp.needs_cpp

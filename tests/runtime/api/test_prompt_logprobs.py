@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,6 +9,7 @@ from tests.support.contract import FAMILIES
 from tests.support.exported import Models
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import TextOutput
@@ -34,7 +34,7 @@ def check(answer: Answer, ids: torch.Tensor, logits: torch.Tensor) -> None:
         order = row.argsort(descending=True)
         close = (row - row[id]).abs() < TOLERANCE
         assert int(order.tolist().index(id)) + 1 == pytest.approx(score.rank, abs=int(close.sum()) - 1)
-        np.testing.assert_allclose([value for _, value in score.likely], row[order[:3]], atol=TOLERANCE, rtol=0)
+        assert_near([value for _, value in score.likely], row[order[:3]], TOLERANCE)
 
 
 @pytest.mark.parametrize("k", [None, 3, 8])

@@ -22,6 +22,7 @@ from tests.support.dialects import DialectBackend
 from tests.support.exported import KS, THREADS, greedy, prompt
 from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import TEXT, session
+from tests.support.near import assert_near
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -157,7 +158,7 @@ def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, k
         products[:, np.arange(end) > np.arange(start, end)[:, None]] = -np.inf
         weights = np.exp(products - products.max(-1, keepdims=True))
         wanted = (weights / weights.sum(-1, keepdims=True)) @ wide["value"]
-        np.testing.assert_allclose(y[0], wanted.transpose(1, 0, 2).reshape(end - start, -1), atol=1e-5, rtol=0)
+        assert_near(y[0], wanted.transpose(1, 0, 2).reshape(end - start, -1), 1e-5)
 
 
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
@@ -194,7 +195,7 @@ def test_rounding_costs_no_more_than_its_tolerance(
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         got = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(got.logits, wanted.logits.numpy(), atol=EXACT[device], rtol=0)
+        assert_near(got.logits, wanted.logits, EXACT[device])
         assert np.abs(got.logits - wanted.logits.numpy()).max() > 1e-3, "K and V were not rounded"
 
 
@@ -221,7 +222,7 @@ def test_large_channels_of_keys_leave_openvino_room_for_the_others(
     wanted = judge.logits(judge.inputs(messages, [image]), None).numpy()
     with load(bundle.folder, device="openvino", threads=THREADS) as model:
         logits = greedy(model, prompt(model, messages, [image]), None, 1).logits[0]
-    np.testing.assert_allclose(logits, wanted, atol=EXACT["openvino"] / 4, rtol=0)
+    assert_near(logits, wanted, EXACT["openvino"] / 4)
 
 
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
@@ -233,7 +234,7 @@ def test_other_dialects_keep_float16(made: Callable[..., Made], reference: Refer
     for k in (None, *KS):
         wanted = reference().greedy(inputs, k, STEPS)
         got = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(got.logits, wanted.logits.numpy(), atol=TRT, rtol=0)
+        assert_near(got.logits, wanted.logits, TRT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -278,7 +279,7 @@ def test_slots_set_aside_come_back_as_they_were(loaded: Callable[[str], Model], 
     cache.write(left, back, length=20)
     cache.write(aside, set_aside, length=20)
     found, wanted = (one.append(TokenStates(rows[20:]), np.arange(20, 30)) for one in (cache, other))
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
 
 
 def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None:
@@ -295,9 +296,9 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     weights = np.exp(products - products.max(-1, keepdims=True))
     mean = (weights / weights.sum(-1, keepdims=True)).mean(0)
     summed, most = cache.attention()
-    np.testing.assert_allclose(cache.keys(), key, atol=1e-6, rtol=0)
-    np.testing.assert_allclose(summed, mean.sum(0), atol=1e-5, rtol=0)
-    np.testing.assert_allclose(most, mean.max(0), atol=1e-5, rtol=0)
+    assert_near(cache.keys(), key, 1e-6)
+    assert_near(summed, mean.sum(0), 1e-5)
+    assert_near(most, mean.max(0), 1e-5)
 
 
 @pytest.mark.skipif("openvino" not in DEVICES, reason="openvino is not installed")
@@ -311,8 +312,8 @@ def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Ma
         cache.append(TokenStates(rows[40:]), np.arange(40, 50), query=True)
         scores.append(np.stack(cache.attention()))
         keys.append(cache.keys())
-    np.testing.assert_allclose(keys[0], keys[1], atol=0.1, rtol=0)
-    np.testing.assert_allclose(scores[0], scores[1], atol=0.05, rtol=0)
+    assert_near(keys[0], keys[1], 0.1)
+    assert_near(scores[0], scores[1], 0.05)
     assert scores[1][0].sum() == pytest.approx(10, rel=1e-4)
     assert np.ptp(scores[1][0]) > 0.2, "scores that hardly differ prove nothing"
 

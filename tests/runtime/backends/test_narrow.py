@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.exported import Models
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arithmetic
 from vtx.runtime.backends.openvino.narrow import keep_narrow, releasing_pages
@@ -127,10 +128,10 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(
         for shape in ((150, 60), (40, 90)):
             image = model.loaded.prepare(random_image(1, shape))
             found, wanted = (image.encode(engine).hidden for engine in (backend, model.backend))
-            np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
+            assert_near(found, wanted, 0.03 * np.abs(wanted).max())
         hidden = np.ones((40, NATIVE.hidden), np.float32)
         ran = [engine.stage(0, 64).append(TokenStates(hidden), np.arange(40)) for engine in (backend, model.backend)]
-    np.testing.assert_allclose(ran[0], ran[1], atol=0.05 * np.abs(ran[1]).max(), rtol=0)
+    assert_near(ran[0], ran[1], 0.05 * np.abs(ran[1]).max())
 
 
 def gathering(table: Any, numbers: list[int]) -> Any:

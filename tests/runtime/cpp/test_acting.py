@@ -24,6 +24,7 @@ from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
 from tests.support.fixtures import Libraries
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -60,9 +61,7 @@ def test_actions_are_those_of_python(opened: Libraries, python: Model, folder: P
     for k in (None, *KS):
         status, found, facts = library.act(images, WORDS, STATE, noise=noise(cameras), k=str(k or "none").encode())
         assert status == OK, facts
-        np.testing.assert_allclose(
-            found, python.act(images, WORDS, STATE, noise=noise(cameras), k=k), atol=SAME, rtol=0
-        )
+        assert_near(found, python.act(images, WORDS, STATE, noise=noise(cameras), k=k), SAME)
         assert facts["actions"] == found.tolist()
         assert facts["encoded"] == (cameras if k is None else 0)
 
@@ -81,7 +80,7 @@ def test_actions_of_other_precisions_are_those_of_python(
         for k in (None, 3):
             wanted = model.act(PICTURES[:2], WORDS, STATE, noise=noise(1), k=k)
             _, found, _ = library.act(PICTURES[:2], WORDS, STATE, noise=noise(1), k=str(k or "none").encode())
-            np.testing.assert_allclose(found, wanted, atol=1e-3, rtol=0)
+            assert_near(found, wanted, 1e-3)
 
 
 def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Libraries, folder: Path) -> None:
@@ -94,7 +93,7 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Libra
     assert encoded == [2, 1, 0, 0]
     _, wanted, facts = fresh.act(changed[::-1], "circle", STATE, noise=noise(1))
     assert facts["encoded"] == 2
-    np.testing.assert_allclose(last, wanted, atol=SAME, rtol=0)
+    assert_near(last, wanted, SAME)
 
 
 def test_released_inputs_are_those_of_python(opened: Libraries, folder: Path) -> None:
@@ -103,7 +102,7 @@ def test_released_inputs_are_those_of_python(opened: Libraries, folder: Path) ->
     with load(folder, device="cpu", threads=THREADS, fit="released") as python:
         wanted = python.act(PICTURES, words, STATE, noise=noise(3))
     _, found, _ = opened(folder, fit="released").act(PICTURES, words, STATE, noise=noise(3))
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
     _, plain, _ = opened(folder).act(PICTURES, words, STATE, noise=noise(3))
     assert np.abs(plain - wanted).max() > SAME
 
@@ -112,7 +111,7 @@ def test_a_seed_draws_the_noise_that_it_draws_in_python(opened: Libraries, pytho
     library = opened(folder)
     for seed in (0, 7, (1 << 62) + 5):
         _, found, _ = library.act(PICTURES[:1], WORDS, STATE, has_seed=1, seed=seed)
-        np.testing.assert_allclose(found, python.act(PICTURES[:1], WORDS, STATE, seed=seed), atol=SAME, rtol=0)
+        assert_near(found, python.act(PICTURES[:1], WORDS, STATE, seed=seed), SAME)
     _, first, _ = library.act(PICTURES[:1], WORDS, STATE)
     _, other, _ = library.act(PICTURES[:1], WORDS, STATE)
     assert np.abs(first - other).max() > 0.01
@@ -189,7 +188,7 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Libraries, 
         swapped = images[::-1]
         for pictures, cameras in ((images, ()), (images, ("base", "wrist")), (swapped, ("wrist", "base"))):
             _, found, facts = library.act(pictures, WORDS, state, noise=noise(1), normalized=1, cameras=cameras)
-            np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0, err_msg=str(facts))
+            assert_near(found, wanted, SAME, str(facts))
         for names in (("base",), ("base", "wrist", "other")):
             with pytest.raises(VtxError) as refused:
                 model.act(dict(zip(names, PICTURES, strict=False)), WORDS, state, normalized=True)
@@ -248,4 +247,4 @@ def test_random_configurations_act_as_in_python_on_both_engines(opened: Librarie
         for k, actions in wanted.items():
             status, found, facts = library.act(images, WORDS, state, k=str(k or "none").encode(), **asked)
             assert status == OK, facts
-            np.testing.assert_allclose(found, actions, atol=SAME, rtol=0)
+            assert_near(found, actions, SAME)

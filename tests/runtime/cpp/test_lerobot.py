@@ -13,6 +13,7 @@ from tests.support.cpp import needs_cpp
 from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
 from tests.support.fixtures import Libraries
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -38,7 +39,7 @@ def test_actions_of_a_policy_are_those_of_python(opened: Libraries, policy: str,
                         [*images.values()], f"{WORDS}\n", state, noise=noise, k=str(k or "none").encode(), cameras=names
                     )
                     assert status == OK, facts
-                    np.testing.assert_allclose(found, wanted, atol=SAME * np.abs(wanted).max(), rtol=0)
+                    assert_near(found, wanted, SAME * np.abs(wanted).max())
     for names, words, message in (
         (("left",), WORDS, "the pictures lack top, wrist"),
         (("top", "left"), WORDS, "hold left"),

@@ -16,6 +16,7 @@ from tests.support.bundles import export_with
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, output, run, write_pictures
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -71,7 +72,7 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
 ) -> None:
     assert engine.most_tokens("int4", "f32") == 256
     monkeypatch.setattr(engine, "most_tokens", lambda *_: None)
-    np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
+    assert_near(whole, in_python(bundle, hidden), SAME)
 
 
 def test_int8_in_blocks_of_64_multiplies_integers_as_python_does(
@@ -80,7 +81,7 @@ def test_int8_in_blocks_of_64_multiplies_integers_as_python_does(
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "int8", int8_block=64, dialects=("ort", "plain"))
     folder = export_with(options, tmp_path / "bundle").folder
-    np.testing.assert_allclose(in_cpp(folder, hidden[:100]), in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+    assert_near(in_cpp(folder, hidden[:100]), in_python(folder, hidden[:100]), SAME)
 
 
 def test_hidden_states_share_a_scale_with_as_many_as_weights_do(
@@ -99,7 +100,7 @@ def test_int4_multiplies_integers_as_python_does_by_the_number_of_tokens(
     """Few tokens multiply by int4, many by the same weights in int8; one more comes behind them."""
     needs_arithmetic("int8")
     found = in_cpp(bundle, hidden[:count], compute="int8")
-    np.testing.assert_allclose(found, in_python(bundle, hidden[:count], "int8"), atol=SAME, rtol=0)
+    assert_near(found, in_python(bundle, hidden[:count], "int8"), SAME)
     differs = np.abs(found[:count] - whole[:count]).max()
     assert differs > 100 * SAME if count > FEW else differs < SAME
 
@@ -117,7 +118,7 @@ def test_without_room_for_weights_in_int8_the_folder_is_named(
 def test_rows_that_nobody_asks_for_fill_their_slots_alone(bundle: Path, hidden: Hidden, whole: Hidden) -> None:
     """In three runs, of which the middle one is asked for nothing."""
     asked = 0, 3, 199, 400, 599
-    np.testing.assert_allclose(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], atol=SAME, rtol=0)
+    assert_near(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], SAME)
 
 
 def test_questions_at_one_k_after_another_reuse_and_answer_as_in_python(bundle: Path, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_keys_of_8_bits_are_brought_to_one_range_as_by_python(
     options = ExportOptions(str(checkpoint), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
     folder = export_with(options, tmp_path / "bundle").folder
     found = in_cpp(folder, hidden[:100])
-    np.testing.assert_allclose(found, in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+    assert_near(found, in_python(folder, hidden[:100]), SAME)
 
 
 @pytest.mark.parametrize("compute", ["int8", "bf16"])

@@ -32,6 +32,7 @@ from tests.support.families.openvla import (
     with_towers,
 )
 from tests.support.fixtures import Libraries
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -60,7 +61,7 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
     status, found, facts = library.act([picture], words, [], k=str(k or "none").encode(), **encoded)
     assert status == OK, facts
     assert facts["token_ids"] == list(python.actor.token_ids)
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
     assert facts["actions"] == found.tolist()
 
 
@@ -97,7 +98,7 @@ def test_a_picture_that_is_the_same_is_not_encoded_again(opened: Libraries, pyth
         status, found, facts = own.act([PICTURES[picture]], words, [], k=b"5")
         assert status == OK, facts
         encoded.append(facts["encoded"])
-        np.testing.assert_allclose(found, python.act(PICTURES[picture], words, k=5), atol=SAME, rtol=0)
+        assert_near(found, python.act(PICTURES[picture], words, k=5), SAME)
         assert facts["seconds"]["prompt"] > 0
     assert encoded == [1, 1, 0, 1]
 

@@ -37,6 +37,7 @@ from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
@@ -114,10 +115,10 @@ def assert_as_python(
             rows = logits.copy()
             rows -= rows.max(-1, keepdims=True)
             chances = (rows - np.log(np.exp(rows).sum(-1, keepdims=True)))[range(len(ids)), ids]
-            np.testing.assert_allclose(chances, answer.logprobs or (), atol=SAME, rtol=0)
+            assert_near(chances, answer.logprobs or (), SAME)
             assert len(found["ids"]) == answer.stats.prompt_tokens
     assert found["tokens"] == ids
-    np.testing.assert_allclose(found["logits"], logits, atol=SAME * float(np.abs(logits).max()), rtol=0)
+    assert_near(found["logits"], logits, SAME * float(np.abs(logits).max()))
 
 
 @DEVICES

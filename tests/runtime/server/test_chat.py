@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.serving import Served, asking, serving, until, user
+from tests.support.serving import Served, asking, serving, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
@@ -238,7 +238,7 @@ def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
             served.chat(asking(user("red?", IMAGE), k=3, reduce="none"))
         served.chat(asking(user("which?", IMAGE, OTHER), **NONE))
         served.chat({"model": "other", "messages": [user("red?")]})
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "all have ended")
+        served.until_active(0, "all have ended")
         figures = served.metrics()
     assert figures['vtx_requests_total{status="200"}'] == 3
     assert figures['vtx_requests_total{status="404"}'] == 1

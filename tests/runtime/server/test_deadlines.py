@@ -217,7 +217,7 @@ def test_a_full_queue_refuses_the_least_important_and_of_these_the_latest(tiny_b
         bodies = [asking(user("red?"), priority=priority, max_tokens=2) for priority in (-10, 0, 10)]
         with held(served):
             running = served.open_chat(asking(user("red?"), max_tokens=100))
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first is computed")
+            served.until_active(1, "the first is computed")
             least = served.open_chat(bodies[0], Connection="close")
             until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "it waits")
             middle = served.open_chat(bodies[1], Connection="close")

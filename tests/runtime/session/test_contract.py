@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.contract import FAMILIES, NEAR, Family, on_one_device, on_other_devices, with_rows
 from tests.support.dialects import DialectBackend
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     assert_chat_as_reference,
@@ -110,7 +110,7 @@ def test_images_of_extreme_shapes_and_text_alone_are_answered_as_by_transformers
         for k in (None, family.ks[-1]):
             wanted = judge.greedy(inputs, k, 2)
             found = greedy(model, given, k, 2, forced=wanted.ids)
-            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+            assert_near(found.logits, wanted.logits, tolerance)
 
 
 def test_images_with_text_between_them_all_leave_at_k(
@@ -157,7 +157,7 @@ def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(
             held.replace(images[1:2])
             found, wanted = held.ask("red?", k, options), fresh.ask("red?", k, options)
         assert found.token_ids == wanted.token_ids
-        np.testing.assert_allclose(found.logprobs or (), wanted.logprobs or (), atol=tolerance, rtol=0)
+        assert_near(found.logprobs or (), wanted.logprobs or (), tolerance)
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Refere
     for k in (None, *family.ks):
         found, wanted = Statement(judge).answer(inputs, Method(k=k), STEPS), judge.greedy(inputs, k, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -192,7 +192,7 @@ def test_reductions_are_those_of_the_statement(
     for _ in range(2):  # also with caches that hold another question's
         found = talk.ask(messages, images, method, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
         assert list(found.done.slots) == slots
         last = list(range(sum(len(image.rows) for image in wanted.images)))
         for layer, kept in sorted(wanted.kept.items()):
@@ -241,7 +241,7 @@ def test_graphs_of_other_dialects_compute_the_same(every_graph: Models, name: st
     for k in (None, family.ks[-1]):
         wanted, found = (greedy(each, prompt(each, messages, images), k, STEPS) for each in (model, other))
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
 
 
 @pytest.mark.parametrize(("family", "spec"), with_rows("refused"))

@@ -15,6 +15,7 @@ from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA3, gemma3_logits, settings3
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, STEPS
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -78,7 +79,7 @@ def test_tokens_that_a_reduction_keeps_still_see_each_other(
     assert int(vision.sum()) == (6 if method.divprune else TOKENS)
     assert [cut.layer for cut in done.cuts] == [n for n in (method.fastv and 4, method.dart and 5, k) if n]
     assert all(0 < cut.kept.sum() < len(cut.kept) for cut in done.cuts if cut.layer != k)
-    np.testing.assert_allclose(done.logits, wanted.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(done.logits, wanted.numpy(), TOLERANCE)
 
 
 def test_windows_over_gaps_within_an_image_are_refused_on_openvino(reduced: Model) -> None:
@@ -100,7 +101,7 @@ def test_an_image_before_the_one_that_changes_is_not_run_again(model: Model, k: 
         held.replace([first, random_image(3)])
         found, wanted = (conversation.ask(QUESTIONS[1], k, options) for conversation in (held, fresh))
     assert found.token_ids == wanted.token_ids
-    np.testing.assert_allclose(found.logprobs or (), wanted.logprobs or (), atol=TOLERANCE, rtol=0)
+    assert_near(found.logprobs or (), wanted.logprobs or (), TOLERANCE)
     assert found.stats.reused_tokens >= TOKENS
 
 
@@ -125,7 +126,7 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(
     wanted = judge.greedy(judge.inputs(messages, pictures), None, 1)
     with load(folder, device="cpu", threads=THREADS) as model:
         found = greedy(model, prompt(model, messages, pictures), None, 1)
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(found.logits, wanted.logits, TOLERANCE)
 
 
 def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: Model) -> None:
@@ -152,7 +153,7 @@ def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: M
         with model.open(random_image(number)) as conversation:
             alone = conversation.ask("red?" * (1 + number), ks[number], options)
         assert stream.answer.token_ids == alone.token_ids
-        np.testing.assert_allclose(stream.answer.logprobs or (), alone.logprobs or (), atol=TOLERANCE, rtol=0)
+        assert_near(stream.answer.logprobs or (), alone.logprobs or (), TOLERANCE)
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -199,7 +200,7 @@ def test_crops_follow_an_image_whose_sides_differ(
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
         assert found.done.vision_tokens == 6 * TOKENS
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(found.logits, wanted.logits, TOLERANCE)
     with load(folder, device="cpu", threads=THREADS, max_tiles=1) as model:
         assert prompt(model, messages, pictures).is_vision.sum() == 2 * TOKENS
 
@@ -221,7 +222,7 @@ def test_crops_are_those_of_transformers(size: tuple[int, int]) -> None:
     )  # fmt: skip
     wanted = theirs([image], return_tensors="np")
     views = layout.views(image, image_settings({"size": {"height": 28, "width": 28}}, [PROCESSOR]))
-    np.testing.assert_allclose(views, wanted["pixel_values"], atol=1e-5, rtol=0)
+    assert_near(views, wanted["pixel_values"], 1e-5)
     assert layout.passes(*size) == 1 + wanted["num_crops"][0] == len(layout.prompt_image(*size).spans)
 
 

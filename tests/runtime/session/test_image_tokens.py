@@ -17,6 +17,7 @@ from tests.support.cpp import assert_budgets_equal, failure, needs_cpp, write_pi
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
 from tests.support.serving import asking, data_url, serving, user
 from tests.support.tiny import edited, prompt_messages, random_image
@@ -61,7 +62,7 @@ def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Ref
             answer = greedy(model, prompt(model, messages, [picture]), k, 2)
             wanted = judge.greedy(inputs, k, 2)
             assert answer.ids == wanted.ids
-            np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
+            assert_near(answer.logits, wanted.logits, 1e-4)
     usual = model.loaded.prepare(picture)
     assert usual.key == model.loaded.prepare(picture, image_tokens=70).key
     assert model.open(picture, image_tokens=280).images[0].tokens > 2 * usual.tokens
@@ -190,7 +191,7 @@ def test_the_largest_budgets_have_the_logits_of_transformers(
                 answer = greedy(model, given, k, 2)
                 wanted = judge.greedy(inputs, k, 2)
                 assert answer.ids == wanted.ids
-                np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
+                assert_near(answer.logits, wanted.logits, 1e-4)
 
 
 @needs_cpp

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +15,7 @@ from tests.support.exported import greedy, prompt
 from tests.support.families.internvl_chat_1 import INTERNVIT, INTERNVL_CHAT_1, TRAINED, with_internvit
 from tests.support.families.original import QUESTION, VICUNA, counterpart, write_json
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -67,7 +67,7 @@ def test_a_bundle_answers_as_transformers_parts(
                 found, now, image = greedy(model, asked, k, STEPS), torch.cat(rows)[None], vision
                 for step in range(STEPS):
                     logits = judge.last_logits(now, image, k)
-                    np.testing.assert_allclose(found.logits[step], logits.numpy(), atol=TOLERANCE, rtol=0)
+                    assert_near(found.logits[step], logits.numpy(), TOLERANCE)
                     assert found.ids[step] == int(logits.argmax())
                     now = torch.cat([now, embed(torch.tensor([[found.ids[step]]]))], 1)
                     image = torch.cat([image, torch.tensor([False])])

@@ -14,6 +14,7 @@ from PIL import Image
 from tests.support.bundles import ORT, export_with
 from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -53,13 +54,13 @@ def test_actions_withdrawal_and_chunks_are_those_of_lerobot(policy: str, tmp_pat
             k = int(name) if name.isdecimal() else None
             images = {"wrist": pictures()["wrist"]} if name == "wrist" else pictures()
             found = model.act(images, WORDS, wanted["state"], k=k, noise=noise())
-            np.testing.assert_allclose(found, actions, atol=TOLERANCE * WIDEST, rtol=0)
+            assert_near(found, actions, TOLERANCE * WIDEST)
         left = restored(model.manifest.action, "actions", np.array(wanted["previous"], np.float32))
         for schedule in SCHEDULES:
             after = Continuation(left, 2, 5, schedule)
             found = model.act(pictures(), WORDS, wanted["state"], k=None, noise=noise(), after=after)
             chunk = wanted["chunks"][schedule.upper()]
-            np.testing.assert_allclose(found, chunk, atol=TOLERANCE * WIDEST, rtol=0)
+            assert_near(found, chunk, TOLERANCE * WIDEST)
         assert all(check.passed for check in check_golden(model)), list(check_golden(model))
 
 
@@ -79,7 +80,7 @@ def test_openvino_gives_the_same_actions(model: Model, smolvla: Path) -> None:
     with load(smolvla, device="openvino", threads=1) as other:
         for k in (None, 2):
             found = [m.act(pictures(), WORDS, np.zeros(4), k=k, noise=noise()) for m in (model, other)]
-            np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE, rtol=0)
+            assert_near(found[0], found[1], TOLERANCE)
 
 
 def test_openvino_gives_the_same_actions_of_adaptive_norms(tmp_path: Path, tiny_pi: None) -> None:
@@ -87,7 +88,7 @@ def test_openvino_gives_the_same_actions_of_adaptive_norms(tmp_path: Path, tiny_
     wanted = recorded()["pi05"]
     with load(export_policy(tmp_path, "pi05"), device="openvino", threads=1) as model:
         found = model.act(pictures(), WORDS, wanted["state"], k=2, noise=noise())
-    np.testing.assert_allclose(found, wanted["actions"]["2"], atol=TOLERANCE * WIDEST, rtol=0)
+    assert_near(found, wanted["actions"]["2"], TOLERANCE * WIDEST)
 
 
 def test_another_state_runs_through_the_decoder_alone(smolvla: Path) -> None:

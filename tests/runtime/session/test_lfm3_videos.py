@@ -12,6 +12,7 @@ from tests.support.clips import evs
 from tests.support.exported import Models, greedy
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_same_on_openvino, video_prompts
 from tests.support.reference import Reference
 from tests.support.tiny import random_image, random_video
@@ -48,11 +49,11 @@ def test_videos_are_answered_as_by_transformers_and_at_k_by_the_withdrawal(
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         answer = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(answer.logits, wanted.logits, atol=1e-4, rtol=0)
+        assert_near(answer.logits, wanted.logits, 1e-4)
     ids, logits = judge.generate_hf(inputs, STEPS)
     wanted = judge.greedy(inputs, None, STEPS)
     assert ids == wanted.ids
-    np.testing.assert_allclose(logits, wanted.logits, atol=1e-4, rtol=0)
+    assert_near(logits, wanted.logits, 1e-4)
 
 
 def test_later_questions_about_a_video_are_answered_as_alone(model: Model) -> None:
@@ -108,7 +109,7 @@ def test_a_method_of_clips_leaves_out_the_tokens_of_its_statement(
     with model.open(CLIP) as conversation:
         answer = conversation.ask(QUESTION, k, Options(STEPS, ignore_eos=True, logprobs=True), reduce="evs:keep=0.5")
     assert list(answer.token_ids) == wanted.ids
-    np.testing.assert_allclose(answer.logprobs or (), chosen, atol=2e-4, rtol=0)
+    assert_near(answer.logprobs or (), chosen, 2e-4)
 
 
 def test_single_positions_of_pairs_that_follow_each_other_are_refused() -> None:

@@ -21,6 +21,7 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.fixtures import References
 from tests.support.gates import write_gates
 from tests.support.graphs import session
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
 from tests.support.reference import Reference
 from tests.support.tiny import edited, prompt_messages, random_image
@@ -77,7 +78,7 @@ def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
             asked, inputs = prompt(model, messages, [image]), judge.inputs(messages, [image])
             assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
             found = answer(Session(model.backend, model.manifest), asked, policy(None), 3)
-            np.testing.assert_allclose(found, judge.greedy(inputs, None, 3).logits, atol=TOLERANCE, rtol=0)
+            assert_near(found, judge.greedy(inputs, None, 3).logits, TOLERANCE)
             assert model.manifest.record["options"]["downsample"] == chosen
     with pytest.raises(RequestError, match=r"--downsample is '8x'; this model has 16x, 4x; use one of these"):
         plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), downsample="8x"))
@@ -129,7 +130,7 @@ def test_pixels_are_those_of_transformers_processor_on_pillow(
         own = pixels[:, :, at : at + rows * columns * patch]
         at += rows * columns * patch
         wanted = own.reshape(3, patch, rows, columns, patch).transpose(0, 2, 1, 3, 4).reshape(view.shape)
-        np.testing.assert_allclose(view, wanted, atol=1e-6, rtol=0)
+        assert_near(view, wanted, 1e-6)
     assert at == pixels.shape[-1]
 
 
@@ -265,7 +266,7 @@ def test_an_image_of_one_token_is_answered_as_by_transformers(tiny_checkpoint: E
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
         for k in (None, 3):
             found = answer(Session(model.backend, model.manifest), asked, policy(k), 3)
-            np.testing.assert_allclose(found, judge.greedy(inputs, k, 3).logits, atol=TOLERANCE, rtol=0)
+            assert_near(found, judge.greedy(inputs, k, 3).logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("times", [0, 2])

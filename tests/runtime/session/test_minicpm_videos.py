@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,6 +21,7 @@ from tests.support.drawn import minicpm
 from tests.support.exported import DEVICES, THREADS, Models
 from tests.support.families.minicpm import MINICPM
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     assert_as_drawn,
@@ -95,7 +95,7 @@ def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
         own = pixels[:, :, at : at + rows * columns * patch]
         at += rows * columns * patch
         wanted = own.reshape(3, patch, rows, columns, patch).transpose(0, 2, 1, 3, 4).reshape(view.shape)
-        np.testing.assert_allclose(view, wanted, atol=1e-6, rtol=0)
+        assert_near(view, wanted, 1e-6)
     assert at == pixels.shape[-1]
 
 

@@ -36,6 +36,7 @@ from tests.support.families.openvla import (
     processor_of,
     with_towers,
 )
+from tests.support.near import assert_near
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -104,11 +105,11 @@ def compare(model: Model, judge: Judge, seed: int, ks: tuple[int, ...], statisti
         ids, logits = judge.greedy(image, WORDS, k, count)
         found = greedy(model, asked, k, count)
         assert found.ids == ids
-        np.testing.assert_allclose(found.logits, np.stack([row.numpy() for row in logits]), atol=TOLERANCE, rtol=0)
+        assert_near(found.logits, np.stack([row.numpy() for row in logits]), TOLERANCE)
         actions = model.act(image, WORDS, k=k, reduce=None, unnorm_key="bridge_orig")
         assert model.actor.token_ids == tuple(ids)
         assert actions.shape == (1, count)
-        np.testing.assert_allclose(actions[0], judge.actions(ids, statistics), atol=1e-5, rtol=0)
+        assert_near(actions[0], judge.actions(ids, statistics), 1e-5)
 
 
 def test_ids_logits_and_actions_are_those_of_the_statement(model: Model, judge: Judge) -> None:
@@ -132,7 +133,7 @@ def test_the_towers_features_are_those_of_the_statement(model: Model, judge: Jud
     for picture in (PICTURE, random_image(3, (31, 97)).convert("L")):
         pixels = model.loaded.prepare(picture).views
         found = model.backend.vision(np.asarray(pixels)).hidden.reshape(TINY.tokens, -1)
-        np.testing.assert_allclose(found, judge.features(picture).numpy(), atol=2e-5, rtol=0)
+        assert_near(found, judge.features(picture).numpy(), 2e-5)
 
 
 @pytest.mark.representative
@@ -143,7 +144,7 @@ def test_a_second_step_is_that_of_a_fresh_model(folder: Path, judge: Judge) -> N
             found = own.act(image, words, k=5, reduce=None)
             assert own.actor.encoded == encoded
             ids, _ = judge.greedy(image, words, 5, NUMBERS)
-            np.testing.assert_allclose(found[0], judge.actions(ids, BRIDGE["action"]), atol=1e-5, rtol=0)
+            assert_near(found[0], judge.actions(ids, BRIDGE["action"]), 1e-5)
         seconds = own.actor.seconds
         assert seconds.tower > 0
         assert seconds.prompt > 0
@@ -154,7 +155,7 @@ def test_a_reduction_leaves_the_tokens_that_the_statement_leaves(model: Model, j
         image = random_image(seed, (70, 90))
         found = model.act(image, WORDS, k=None, reduce=FASTV)
         ids, _ = judge.greedy(image, WORDS, None, NUMBERS, (2, TINY.tokens // 2))
-        np.testing.assert_allclose(found[0], judge.actions(ids, BRIDGE["action"]), atol=1e-5, rtol=0)
+        assert_near(found[0], judge.actions(ids, BRIDGE["action"]), 1e-5)
         np.testing.assert_array_equal(model.act(image, WORDS, k=None), found)  # the bundle's default
         everything = model.act(image, WORDS, k=None, reduce="divprune:keep=16")
         np.testing.assert_array_equal(everything, model.act(image, WORDS, k=None, reduce=None))
@@ -182,7 +183,7 @@ def test_openvino_gives_the_same_tokens(model: Model, folder: Path) -> None:
 def test_normalised_actions_are_the_middles_of_bins(model: Model, judge: Judge) -> None:
     found = model.act(PICTURE, WORDS, normalized=True)
     ids = list(model.actor.token_ids)
-    np.testing.assert_allclose(found[0], judge.actions(ids, None), atol=1e-6, rtol=0)
+    assert_near(found[0], judge.actions(ids, None), 1e-6)
 
 
 def test_several_data_sets_need_a_name(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_several_data_sets_need_a_name(tmp_path: Path) -> None:
             count = len(statistics["action"]["q01"])
             found = two.act(PICTURE, WORDS, k=3, unnorm_key=name)
             ids, _ = judge.greedy(PICTURE, WORDS, 3, count)
-            np.testing.assert_allclose(found[0], judge.actions(ids, statistics["action"]), atol=1e-5, rtol=0)
+            assert_near(found[0], judge.actions(ids, statistics["action"]), 1e-5)
         with pytest.raises(
             RequestError, match=r"the statistics of 2 data sets, .* as unnorm_key: bridge_orig, fractal"
         ):

@@ -14,6 +14,7 @@ import torch
 from tests.support.contract import FAMILIES
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
 from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
@@ -82,14 +83,14 @@ def test_one_stage_equals_five(models: Models) -> None:
         asked = [prompt(model, prompt_messages(words, count), images) for model in (whole, cut)]
         one, five = greedy(whole, asked[0], None, STEPS), greedy(cut, asked[1], None, STEPS)
         assert one.ids == five.ids
-        np.testing.assert_allclose(one.logits, five.logits, atol=TOLERANCE / 10, rtol=0)
+        assert_near(one.logits, five.logits, TOLERANCE / 10)
 
 
 def test_a_variant_answers_the_same_whatever_else_was_prebuilt(models: Models) -> None:
     image, messages = random_image(2), prompt_messages(PROMPTS["one-image"][1])
     found = [greedy(model, prompt(model, messages, [image]), 5, STEPS) for model in (models(), models(ks=(5,)))]
     assert found[0].ids == found[1].ids
-    np.testing.assert_allclose(found[0].logits, found[1].logits, atol=TOLERANCE / 10, rtol=0)
+    assert_near(found[0].logits, found[1].logits, TOLERANCE / 10)
 
 
 @pytest.mark.sampled(3)
@@ -106,7 +107,7 @@ def test_narrow_checkpoints_are_exported_at_either_precision(
     for k in (None, 3):
         wanted = judge.greedy(inputs, k, STEPS)
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert_near(found.logits, wanted.logits, tolerance)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -22,6 +22,7 @@ from tests.support.clips import evs, vidcom2
 from tests.support.exported import THREADS, Models, greedy
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -124,7 +125,7 @@ def assert_asked_as(
         for again in (False, True):
             answer = conversation.ask(QUESTION, k, Options(STEPS, ignore_eos=True, logprobs=True), reduce=reduce)
             assert list(answer.token_ids) == wanted.ids
-            np.testing.assert_allclose(answer.logprobs or (), chosen, atol=2 * tolerance, rtol=0)
+            assert_near(answer.logprobs or (), chosen, 2 * tolerance)
             assert answer.stats.reused_image == again
 
 
@@ -157,7 +158,7 @@ def test_text_goes_on_behind_the_last_place_in_time_of_a_video(
     for k in (None, 3, 5):
         wanted, found = stated(judge, inputs, every, k), greedy(model, asked, k, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4, rtol=0)
+        assert_near(found.logits, wanted.logits, 1e-4)
 
 
 @pytest.mark.parametrize("k", [None, 5])
@@ -228,7 +229,7 @@ def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_t
     wanted, found = judge.greedy(inputs, None, STEPS), greedy(model, asked, None, STEPS)
     assert wanted.margin > 2 * EXACT[name]
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits, atol=EXACT[name], rtol=0)
+    assert_near(found.logits, wanted.logits, EXACT[name])
 
 
 @slow

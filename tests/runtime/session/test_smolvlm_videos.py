@@ -22,6 +22,7 @@ from tests.support.drawn import smolvlm
 from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -118,7 +119,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
     found = greedy(model, asked, 7, STEPS)
     wanted = judge.greedy(inputs, 7, STEPS, guess=found.ids)
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(found.logits, wanted.logits, TOLERANCE)
 
 
 @pytest.mark.parametrize(

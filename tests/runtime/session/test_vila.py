@@ -14,6 +14,7 @@ from tests.support.exported import Models, greedy, prompt
 from tests.support.families.original import QUESTION, counterpart
 from tests.support.families.vila import VILA, stated
 from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import assert_later_equal_fresh
 from tests.support.tiny import prompt_messages, random_image, random_video
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -41,7 +42,7 @@ def test_a_bundle_answers_as_the_statement(models: Models, tiny_checkpoint: Chec
             found, now, image = greedy(model, asked, k, STEPS), rows, vision
             for step in range(STEPS):
                 logits = judge.last_logits(now, image, k)
-                np.testing.assert_allclose(found.logits[step], logits.numpy(), atol=TOLERANCE, rtol=0)
+                assert_near(found.logits[step], logits.numpy(), TOLERANCE)
                 assert found.ids[step] == int(logits.argmax())
                 answered = judge.model.model.language_model.embed_tokens(torch.tensor([[found.ids[step]]]))
                 now, image = torch.cat([now, answered], 1), torch.cat([image, torch.tensor([False])])
@@ -70,7 +71,7 @@ def test_a_video_answers_as_its_frames_stated_as_images(
     assert int(vision.sum()) == 8 * 9
     for k in (None, 5):
         found = greedy(model, asked, k, 1)
-        np.testing.assert_allclose(found.logits[0], judge.last_logits(rows, vision, k).numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(found.logits[0], judge.last_logits(rows, vision, k).numpy(), TOLERANCE)
 
 
 def test_an_image_and_a_video_are_asked_about_together_and_later_questions_equal_fresh_runs(models: Models) -> None:

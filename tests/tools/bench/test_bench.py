@@ -20,6 +20,7 @@ from tests.support.bundles import EXPORT_ONLY, export
 from tests.support.exported import THREADS
 from tests.support.families.videos import NEXT_VIDEO
 from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from tests.support.video_files import write_video
 
@@ -356,7 +357,7 @@ def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(
     assert product.flops == 2 * 4 * 256 * 8
     found = np.asarray(product())
     exact = (kind.compute, kind.stored) == ("f32", "float")
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-6 if exact else 0.03) * np.abs(wanted).max())
+    assert_near(found, wanted, (1e-6 if exact else 0.03) * np.abs(wanted).max())
     assert np.abs(found - wanted).max() > 0 or exact, "it did not compute more narrowly"
 
 

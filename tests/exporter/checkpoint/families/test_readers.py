@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.families import glm_ocr, lfm3_vl, paddleocr_vl
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -95,7 +96,7 @@ def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tm
         assert layout.count(*size) == wanted["image_grid_thw"].prod() // 4
         patches = patches_of(np.asarray(layout.views(image, normal)[0]), tiny.patch, tiny.family)
         pixels = wanted["pixel_values"].reshape(len(patches), -1)
-        np.testing.assert_allclose(patches, pixels, atol=1e-6, rtol=0)
+        assert_near(patches, pixels, 1e-6)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
