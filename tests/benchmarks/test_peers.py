@@ -19,6 +19,7 @@ from benchmarks.peers.rivals.llamacpp import gguf_files
 from benchmarks.peers.worker import MARK
 
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 from vtx import Options, load
 
@@ -40,7 +41,7 @@ def compare(folder: Path, checkpoint: Path, *words: str) -> subprocess.Completed
 def test_vtx_and_transformers_give_the_same_ids_in_one_table(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     done = compare(tmp_path, tiny_checkpoint(TINY), "vtx:fp32", "vtx:fp32/3", "transformers:fp32")
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "figures.json").read_text())
+    report = read_json(tmp_path / "figures.json")
     figures = report["contenders"]
     assert report["prebuilt"] == {"fp32": ["3"]}
     assert "which have a stage more for each of them: fp32: 3" in done.stdout

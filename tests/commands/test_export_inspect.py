@@ -15,6 +15,7 @@ from tests.support import bundles
 from tests.support.commands import fails, invoke, process
 from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 
@@ -111,9 +112,9 @@ def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["text_config"]["rope_scaling"] = {"rope_type": "linear", "factor": -1}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
     done = process("export", "--model", folder, "--out", tmp_path / "b", env=environment)
     _, stderr = done.communicate(timeout=WAIT)

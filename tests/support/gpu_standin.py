@@ -26,6 +26,7 @@ import pytest
 
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
+from tests.support.json_files import write_json
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.tools.tensorrt import build as engines
@@ -274,7 +275,7 @@ def void(_: Any) -> None: ...
 def write_engine(request: BuildRequest, watch: Any) -> BuiltEngine:
     """In place of the builder: an engine that names its graph and its profiles."""
     content = {"graph": os.fspath(request.graph.resolve()), "profiles": request.profiles}
-    request.engine.write_text(json.dumps(content))
+    write_json(request.engine, content)
     return BuiltEngine(request.engine.stat().st_size, sha256(request.engine), 0.0, 0)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.options import ExportOptions
@@ -62,7 +63,7 @@ def seven(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
     """A checkpoint in the shape of LLaVA-1.5-7B whose weights are a hole in a file: they take no disk."""
     folder = tmp_path_factory.mktemp("seven") / "llava-7b"
     shutil.copytree(tiny_checkpoint(Tiny()), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json")
     settings["text_config"] |= {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32064,
@@ -71,11 +72,11 @@ def seven(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
         "image_size": 336, "patch_size": 14,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(settings))
+    write_json(folder / "config.json", settings)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).exists():
             written = (folder / name).read_text()
-            side = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text())["vision_config"]["image_size"]
+            side = read_json(tiny_checkpoint(Tiny()) / "config.json")["vision_config"]["image_size"]
             (folder / name).write_text(written.replace(f": {side}", ": 336"))
     config = read_config(settings)
     header, end = {}, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from tests.support.bundles import export_with
 from tests.support.clip import WIDTH, make_clip
 from tests.support.exported import THREADS
 from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import key_of
 from vtx.exporter.bundling.options import ExportOptions
@@ -56,7 +56,7 @@ def test_the_manifest_declares_tower_graph_and_tokenizer_in_every_dialect(bundle
     assert tower is not None
     assert (tower.layers, tower.hidden, tower.width, tower.max_tokens, tower.end_id) == (3, 24, WIDTH, 14, None)
     assert (bundle / tower.tokenizer).is_file()
-    declared = json.loads((bundle / "vtx.json").read_text())["interface"]["dialects"]
+    declared = read_json(bundle / "vtx.json")["interface"]["dialects"]
     for dialect, graphs in manifest.dialects.items():
         assert graphs.text_tower == f"text-tower.{dialect}.onnx"
         assert declared[dialect]["text_tower"]["outputs"] == {
@@ -87,7 +87,7 @@ def test_without_the_option_a_bundle_has_no_trace_of_it(tiny_checkpoint: Checkpo
     folder = bundles.export_all(tiny_checkpoint(), tmp_path / "b").folder
     assert Bundle.open(folder).manifest.text_tower is None
     assert not [path.name for path in folder.iterdir() if "text-tower" in path.name or "text_tower" in path.name]
-    declared = json.loads((folder / "vtx.json").read_text())["interface"]["dialects"]["ort"]
+    declared = read_json(folder / "vtx.json")["interface"]["dialects"]["ort"]
     assert "text_tower" not in declared
     assert "clip_patches" not in declared["vision"]["outputs"]
 
@@ -123,7 +123,7 @@ def test_another_tower_at_the_same_path_is_another_export(
 
 
 def test_the_command_that_makes_it_again_names_the_tower(bundle: Path, clip: Path) -> None:
-    manifest = json.loads((bundle / "vtx.json").read_text())
+    manifest = read_json(bundle / "vtx.json")
     assert f"--text-tower {clip}" in remake_advice(manifest, "b")
 
 
@@ -173,11 +173,11 @@ def test_a_llava_that_it_does_not_fit_is_refused(
 def _config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "config.json"
-        config = json.loads(path.read_text())
+        config = read_json(path)
         for key, value in changes.items():
             part, _, name = key.rpartition("__")
             (config[part] if part else config)[name] = value
-        path.write_text(json.dumps(config))
+        write_json(path, config)
 
     return change
 
@@ -185,7 +185,7 @@ def _config(**changes: Any) -> Callable[[Path], None]:
 def _tokenizer(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "tokenizer.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        write_json(path, {**read_json(path), **changes})
 
     return change
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
@@ -27,7 +27,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    value: dict[str, Any] = read_json(folder / "config.json")
     return value
 
 
@@ -254,7 +254,7 @@ def test_an_unknown_activation_is_refused_by_name(
     tiny_checkpoint: Checkpoints, tmp_path: Path, way: tuple[str, ...]
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
-    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to="wobble")))
+    write_json(folder / "config.json", changed(config_of(folder), *way, to="wobble"))
     with pytest.raises(VtxError, match="wobble"):
         plan(folder)
 
@@ -262,7 +262,7 @@ def test_an_unknown_activation_is_refused_by_name(
 def test_quantisation_that_is_not_read_is_refused_by_name(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
     settings_ = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps({**config_of(folder), "quantization_config": settings_}))
+    write_json(folder / "config.json", {**config_of(folder), "quantization_config": settings_})
     with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
         plan(folder)
 
@@ -275,9 +275,9 @@ def test_an_unknown_select_strategy_is_refused(configs: Any, strategy: Any) -> N
 def test_an_image_processor_of_another_size_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
     path = folder / "preprocessor_config.json"
-    processor = json.loads(path.read_text())
+    processor = read_json(path)
     processor |= {"size": {"shortest_edge": 70}, "crop_size": {"height": 70, "width": 70}}
-    path.write_text(json.dumps(processor))
+    write_json(path, processor)
     with pytest.raises(UnsupportedModelError, match=r"70 x 70.*56 x 56"):
         plan(folder)
 
@@ -378,7 +378,7 @@ def test_a_config_that_promises_more_than_the_shards_hold_is_refused(
     tiny_checkpoint: Checkpoints, tmp_path: Path, way: tuple[str, ...], value: Any, named: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
-    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to=value)))
+    write_json(folder / "config.json", changed(config_of(folder), *way, to=value))
     with pytest.raises(CheckpointError, match=named):
         plan(folder)
 

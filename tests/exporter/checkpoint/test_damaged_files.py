@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.bundles import ORT, export_anew
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.errors import VtxError
@@ -84,6 +85,6 @@ def test_a_value_of_another_type_is_named_and_leaves_nothing(
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoint(Tiny(layers=2)), tmp_path / "checkpoint"))
     path = checkpoint / name
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps(settings | change), encoding="utf-8")
+    settings = read_json(path) if path.exists() else {}
+    write_json(path, settings | change)
     assert_refused(checkpoint, tmp_path, message)

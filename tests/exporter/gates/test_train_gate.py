@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tests.support.bundles import ORT, export
 from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -431,7 +432,7 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
     assert gates.metadata["features"] == FEATURES
     assert {"items", "seed", "lr", "alpha", "epochs", "width", "versions", "verdict"} <= set(training)
     assert (training["items"], training["epochs"]) == (8, 3)
-    assert json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))["verdict"] == report.judgement.verdict
+    assert read_json(tmp_path / "g.json")["verdict"] == report.judgement.verdict
     assert (tmp_path / "g.png").stat().st_size > 1000
     before = out.read_bytes()
     train_gates(options, out, tmp_path / "work-2", QUIET)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.exported import prompt
 from tests.support.exporting import plan, run
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -24,8 +24,8 @@ HEAD, TABLE = "language_model.lm_head.weight", "language_model.model.embed_token
 def tied(source: Path, folder: Path, *, same: bool) -> Path:
     """A copy of a checkpoint whose configuration ties a head that the weights hold as well."""
     shutil.copytree(source, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    settings = read_json(folder / "config.json")
+    write_json(folder / "config.json", settings | {"tie_word_embeddings": True})
     weights = load_file(folder / "model.safetensors")
     save_file(weights | ({HEAD: weights[TABLE].copy()} if same else {}), folder / "model.safetensors", {"format": "pt"})
     return folder

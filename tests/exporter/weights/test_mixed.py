@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,6 +13,7 @@ import vtx
 from tests.support import bundles
 from tests.support.exporting import interrupted, run
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.quantised import awq, make_quantised
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -164,4 +164,4 @@ def test_an_interrupted_export_resumes_with_the_same_matrices(tiny_checkpoint: C
     assert made.record["mixed"] == whole.record["mixed"]
     with vtx.load(tmp_path / "b", threads=1) as model:
         assert all(check.passed for check in check_golden(model))
-    assert json.loads((tmp_path / "b/vtx.json").read_text())["record"]["options"]["bits"] == 6
+    assert read_json(tmp_path / "b/vtx.json")["record"]["options"]["bits"] == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from tests.support.exported import DEVICES, greedy, prompt
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl_chat import INTERNLM
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
 from tests.support.reference import Reference
@@ -258,12 +258,12 @@ def test_settings_may_stand_elsewhere(
     tiny_checkpoint: Checkpoints, tmp_path: Path, file: str, place: Callable[..., dict[str, Any]]
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     settings = config.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     with pytest.raises(VtxError, match=r"proj\.weight is packed as .*qweight"):
         planned(folder)
-    (folder / file).write_text(json.dumps(place(config, settings)))
+    write_json(folder / file, place(config, settings))
     assert planned(folder).weights.stored[Q_PROJ].dtype == "I4"
 
 
@@ -389,9 +389,9 @@ def test_settings_that_vtx_does_not_read_are_named(
     tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["quantization_config"] |= change
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     with pytest.raises(VtxError, match=message):
         planned(folder)
 

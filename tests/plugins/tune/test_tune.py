@@ -25,6 +25,7 @@ from tests.support.exported import Models, greedy, prompt
 from tests.support.families import qwen
 from tests.support.faults import Disk, failing
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.quantised import compressed_int8, make_quantised
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
@@ -308,7 +309,7 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     done = CliRunner().invoke(command, words, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report == read_json(tmp_path / "report.json")
     assert "predicted, roughly" in done.stderr
     curve = report["judged"]["curve"]
     assert [point["k"] for point in curve] == [None, 2, 3, 4]

@@ -24,6 +24,7 @@ from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
 from tests.support.fixtures import Libraries
+from tests.support.json_files import write_json
 from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -214,7 +215,7 @@ def test_actions_that_are_not_numbers_are_withheld(opened: Libraries, folder: Pa
 
 
 def test_the_command_prints_actions_as_python_does(python: Model, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(STATE))
+    write_json(tmp_path / "state.json", STATE)
     pictures = [tmp_path / f"{number}.png" for number in range(2)]
     for picture, path in zip(PICTURES, pictures, strict=False):
         picture.save(path)

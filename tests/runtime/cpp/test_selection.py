@@ -18,6 +18,7 @@ from tests.support.bundles import export_with
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.reference import Reference
 from tests.support.selection import CASES, Drawn, cdpruner, divprune, divprune_count, random_tokens
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -258,7 +259,7 @@ def test_the_cosines_of_an_image_are_worked_out_once_for_all_questions() -> None
 
 def test_pivots_take_turns_in_the_order_of_darts_code() -> None:
     """The recorded cases, to which tests/runtime/policies/test_methods.py holds Python's statement of the rule."""
-    cases = json.loads(SET_ORDERS.read_text(encoding="utf-8"))
+    cases = read_json(SET_ORDERS)
     random = np.random.default_rng(168)
     more = [random.integers(0, most, count).tolist() for count in (4, 8, 30) for most in (64, 700, 1 << 40)]
     lines = "\n".join(json.dumps(numbers) for numbers in [*(numbers for numbers, _ in cases), *more])

@@ -17,6 +17,7 @@ from tests.support.bundles import export, export_with, write_gate
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -174,8 +175,8 @@ def test_another_choice_is_refused_on_the_same_engine_and_beyond_the_share(
 
     other = altered(traces, tmp_path, change)
     assert "kept.0[0] is 1, expected 0" in failures(model, traces, other)[0]
-    index = json.loads((other / "traces.json").read_text())
-    (other / "traces.json").write_text(json.dumps({**index, "device": "another"}))
+    index = read_json(other / "traces.json")
+    write_json(other / "traces.json", {**index, "device": "another"})
 
     def checked(choices: float) -> list[Check]:
         return [check for check in compare_traces(traces, other, 1e-4, choices) if check.difference or not check.passed]
@@ -247,10 +248,10 @@ def test_logits_that_are_not_numbers_are_refused(model: Model, traces: Path, tmp
 
 def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(traces, tmp_path / "fewer"))
-    index = json.loads((folder / "traces.json").read_text())
+    index = read_json(folder / "traces.json")
     del index["cases"][1]
     del index["cases"][0]["questions"][-1]
-    (folder / "traces.json").write_text(json.dumps(index))
+    write_json(folder / "traces.json", index)
     found = failures(model, traces, folder)
     assert [line.rpartition(": ")[2] for line in found] == ["this question is missing", "this case is missing"]
 
@@ -259,20 +260,20 @@ def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces:
     ("key", "value"), [("format", 1), ("format", "2"), ("steps", None), ("cases", {}), ("surprise", 1)]
 )
 def test_an_index_that_is_not_one_is_refused(traces: Path, tmp_path: Path, key: str, value: Any) -> None:
-    index = {**json.loads((traces / "traces.json").read_text()), key: value}
-    (tmp_path / "traces.json").write_text(json.dumps(index))
+    index = {**read_json(traces / "traces.json"), key: value}
+    write_json(tmp_path / "traces.json", index)
     with pytest.raises(RequestError, match="write the traces again"):
         read_index(tmp_path)
 
 
 def test_traces_of_another_bundle_and_files_elsewhere_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(traces, tmp_path / "other"))
-    index = json.loads((folder / "traces.json").read_text())
-    (folder / "traces.json").write_text(json.dumps({**index, "manifest": "0" * 64}))
+    index = read_json(folder / "traces.json")
+    write_json(folder / "traces.json", {**index, "manifest": "0" * 64})
     with pytest.raises(RequestError, match="of another bundle"):
         judged(model, traces, folder)
     index["cases"][0]["file"] = "../case-00.safetensors"
-    (folder / "traces.json").write_text(json.dumps(index))
+    write_json(folder / "traces.json", index)
     with pytest.raises(RequestError, match="not in its directory"):
         judged(model, traces, folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.json_files import write_json
 from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
 from vtx.runtime.errors import RequestError
@@ -189,7 +189,7 @@ def report(folder: Path, bundle: str, **changes: Any) -> Path:
         "methods": [method(allowed) for allowed in (EARLY, NONE, DEEP)], **changes,
     }  # fmt: skip
     file = folder / "report.json"
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     return file
 
 

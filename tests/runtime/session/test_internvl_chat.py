@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from PIL import Image
 from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl_chat import ADDED, INTERNLM, counterpart
-from tests.support.families.original import write_json
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -71,7 +70,7 @@ class Judge(Reference):
 
             ids: list[int] = AutoTokenizer.from_pretrained(self.ours)(text)["input_ids"]
             return ids
-        added = json.loads((self.ours / "added_tokens.json").read_text())
+        added = read_json(self.ours / "added_tokens.json")
         cut = sentencepiece.SentencePieceProcessor(model_file=str(self.ours / "tokenizer.model"))
         pieces = [[added[piece]] if piece in added else cut.encode(piece) for piece in SPECIAL.split(text)]
         return [1, *(id for piece in pieces for id in piece)]
@@ -136,7 +135,7 @@ def test_the_end_of_an_answer_is_the_templates(models: Models) -> None:
 def test_what_is_not_built_is_refused_by_name(
     tiny_checkpoint: Checkpoints, name: str, value: Any, message: str
 ) -> None:
-    config = json.loads((tiny_checkpoint(INTERNLM) / "config.json").read_text()) | {name: value}
+    config = read_json(tiny_checkpoint(INTERNLM) / "config.json") | {name: value}
     original = find_family(config).original
     assert original is not None
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):

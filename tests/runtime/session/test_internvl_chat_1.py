@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from PIL import Image
 from tests.support.bundles import export
 from tests.support.exported import greedy, prompt
 from tests.support.families.internvl_chat_1 import INTERNVIT, INTERNVL_CHAT_1, TRAINED, with_internvit
-from tests.support.families.original import QUESTION, VICUNA, counterpart, write_json
+from tests.support.families.original import QUESTION, VICUNA, counterpart
 from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
@@ -74,7 +74,7 @@ def test_a_bundle_answers_as_transformers_parts(
         assert all(check.passed for check in check_golden(model))
     opened = open_checkpoint(str(folder))
     named = folder / INTERNVIT
-    write_json(named / "config.json", json.loads((named / "config.json").read_text()) | {"qkv_bias": True})
+    write_json(named / "config.json", read_json(named / "config.json") | {"qkv_bias": True})
     assert read_config(opened.config).vision.position_grid == TRAINED
     with pytest.raises(UnsupportedModelError, match="vtx exports InternViT-6B only"):
         read_config(open_checkpoint(str(folder)).config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from PIL import Image
 from tests.support.bundles import ORT, export_with
 from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -132,9 +132,9 @@ def test_a_released_fit_is_refused(smolvla: Path) -> None:
 
 def altered(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     path = folder / name
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_json(path, content)
 
 
 def step_of(content: Any, name: str) -> Any:

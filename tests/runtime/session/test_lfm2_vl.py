@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.families.lfm2_vl import LFM2, geometry
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -85,7 +85,7 @@ def test_text_models_that_do_not_fit_are_refused_by_name(
     tiny_checkpoint: Checkpoints, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     checkpoint = tiny_checkpoint(replace(LFM2, names="saved"))
-    text = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["text_config"]
+    text = read_json(checkpoint / "config.json")["text_config"]
     broken = edited(checkpoint, tmp_path / "broken", "config.json", {"text_config": text | change})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         plan_export(ExportOptions(str(broken), (), "fp32"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.fixtures import References
 from tests.support.gates import write_gates
 from tests.support.graphs import session
+from tests.support.json_files import write_json
 from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
 from tests.support.reference import Reference
@@ -95,7 +95,7 @@ def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
     bundle = export_with(ExportOptions(checkpoint, (), "fp32", dialects=ORT, downsample="4x"), tmp_path / "b").folder
     assert open_source("", bundle).fingerprint == fine.fingerprint
     report = tmp_path / "report.json"
-    report.write_text(json.dumps({"format": FORMAT, "model": asdict(fine.calibrated)}))
+    write_json(report, {"format": FORMAT, "model": asdict(fine.calibrated)})
     with pytest.raises(RequestError, match="measured with --downsample '4x', this is 16x"):
         read_choice(report, coarse.fingerprint)
     pair = np.zeros((8, 2 * fine.config.text.hidden), np.float32), np.zeros((2, 8), np.float32)

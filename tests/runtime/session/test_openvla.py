@@ -36,6 +36,7 @@ from tests.support.families.openvla import (
     processor_of,
     with_towers,
 )
+from tests.support.json_files import write_json
 from tests.support.near import assert_near
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -372,7 +373,7 @@ def test_pictures_that_are_not_seen_so_are_refused_by_name(
     for file in checkpoint.iterdir():
         (tmp_path / file.name).hardlink_to(file)
     (tmp_path / "preprocessor_config.json").unlink()
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**processor_of(TINY), **changed}))
+    write_json(tmp_path / "preprocessor_config.json", {**processor_of(TINY), **changed})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         open_checkpoint(str(tmp_path))
 
@@ -382,7 +383,7 @@ def test_statistics_that_are_not_numbers_are_refused_when_the_file_is_read(check
         (tmp_path / file.name).hardlink_to(file)
     (tmp_path / "config.json").unlink()
     written = {**config_of(TINY), "norm_stats": broken(q01=[float("nan")] * 7)}
-    (tmp_path / "config.json").write_text(json.dumps(written))
+    write_json(tmp_path / "config.json", written)
     with pytest.raises(CheckpointError, match=r"config\.json.*NaN is not JSON"):
         open_checkpoint(str(tmp_path))
 

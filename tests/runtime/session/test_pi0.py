@@ -23,6 +23,7 @@ from tests.support.bundles import ORT, export, export_with, reseal
 from tests.support.commands import invoke
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0, random_pi0
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -259,13 +260,13 @@ def test_a_tokenizer_without_an_image_token_gets_the_one_that_transformers_proce
 ) -> None:
     """Its id is the number of the tokenizer's tokens, that of the configuration."""
     checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(checkpoint / "tokenizer.json")
     image = tokenizer["added_tokens"].pop()
     assert (image["content"], image["id"]) == ("<image>", TINY.vlm.vocab - 1)
-    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    settings = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(checkpoint / "tokenizer.json", tokenizer)
+    settings = read_json(checkpoint / "tokenizer_config.json")
     del settings["image_token"]
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    write_json(checkpoint / "tokenizer_config.json", settings)
     made, whole = plan_export(ExportOptions(str(checkpoint))).text, Bundle.open(folder).manifest.text
     assert (made.image_token, made.image_token_id, made.examples) == ("<image>", image["id"], whole.examples)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support.bundles import export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
 from tests.support.fixtures import References
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, assert_chat_as_reference
 from tests.support.parity import assert_later_equal_fresh as assert_later
@@ -284,9 +284,9 @@ def test_layers_for_drafts_in_the_checkpoint_are_left_out(tiny_checkpoint: Expor
 
 def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> None:
     place = make(tmp_path / "checkpoint", replace(QWEN35, attending=(3, 7), names="saved"))
-    settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    settings = read_json(place / "config.json")
     del settings["text_config"]["layer_types"]
-    (place / "config.json").write_text(json.dumps(settings | {}), encoding="utf-8")
+    write_json(place / "config.json", settings | {})
     assert plan_export(ExportOptions(str(place), (), "fp32")).config.text.conv_layers == (1, 2, 3, 5, 6, 7)
 
 

@@ -22,6 +22,7 @@ from tests.support.clips import evs, vidcom2
 from tests.support.exported import THREADS, Models, greedy
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
@@ -295,7 +296,6 @@ def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_check
 def test_a_template_without_videos_and_settings_that_are_not_built_are_said_at_export(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    import json
     import shutil
 
     folder = Path(shutil.copytree(tiny_checkpoint(QWEN3), tmp_path / "checkpoint"))
@@ -309,15 +309,15 @@ def test_a_template_without_videos_and_settings_that_are_not_built_are_said_at_e
     assert whole.video is not None
     assert "<|vision_start|><video><|vision_end|>" not in whole.template
     file = folder / "video_preprocessor_config.json"
-    stated = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(stated | {"num_frames": 8}), encoding="utf-8")
+    stated = read_json(file)
+    write_json(file, stated | {"num_frames": 8})
     with pytest.raises(UnsupportedModelError, match="num_frames 8 is not supported; leave it out"):
         plan_export(ExportOptions(str(folder), (), "fp32"))
     for wrong in ({"fps": "2"}, {"max_frames": 2.5}, {"min_pixels": 0}, {"min_frames": 70}):
-        file.write_text(json.dumps(stated | wrong), encoding="utf-8")
+        write_json(file, stated | wrong)
         with pytest.raises(CheckpointError, match="processor's"):
             plan_export(ExportOptions(str(folder), (), "fp32"))
-    file.write_text(json.dumps(stated | {"cap_pixels_per_frame": True}), encoding="utf-8")
+    write_json(file, stated | {"cap_pixels_per_frame": True})
     capped = plan_export(ExportOptions(str(folder), (), "fp32")).video
     assert capped is not None
     assert capped.layout.parameters["capped"] == 768

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -22,6 +21,7 @@ from tests.support.drawn import smolvlm
 from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
@@ -66,7 +66,7 @@ class Prepared:
         from transformers import SmolVLMImageProcessorPil
         from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 
-        settings = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))["image_processor"]
+        settings = read_json(folder / "processor_config.json")["image_processor"]
         self.given, self.sampler = given, SmolVLMVideoProcessor.from_dict(settings)
         self.num_frames, self.fps = self.sampler.num_frames, self.sampler.fps
         whole = settings | {"do_image_splitting": False}
@@ -185,10 +185,10 @@ def test_a_template_of_the_user_decides_about_videos_and_settings_are_read_as_by
     assert plan.video is None
     assert UNPRINTED in plan.warnings
     file = folder / "processor_config.json"
-    stated = json.loads(file.read_text(encoding="utf-8"))
+    stated = read_json(file)
 
     def planned(**changes: Any) -> Any:
-        file.write_text(json.dumps(stated | {"image_processor": stated["image_processor"] | changes}), encoding="utf-8")
+        write_json(file, stated | {"image_processor": stated["image_processor"] | changes})
         spec = plan_export(ExportOptions(str(folder), (), "fp32")).video
         assert spec is not None
         return [spec.layout.parameters[name] for name in ("frames", "a_second", "longer")]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, make, random_tensor
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -32,7 +32,7 @@ WORDS = "red_square left"
 @cache
 def recorded() -> dict[str, Any]:
     """What LeRobot's code wrote, by policy."""
-    return json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
+    return read_json(Path(__file__).with_suffix(".json"))
 
 
 def weight(name: str, shape: list[int]) -> np.ndarray:
@@ -51,13 +51,13 @@ def make_base(folder: Path, policy: str) -> Path:
         return make(folder, tiny)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, tiny)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(folder / "tokenizer.json")
     tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}  # as Gemma's
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer.json", tokenizer)
+    settings = read_json(folder / "tokenizer_config.json")
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps({"model_type": "paligemma"}), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "config.json", {"model_type": "paligemma"})
     return folder
 
 
@@ -68,7 +68,7 @@ def make_policy(folder: Path, policy: str) -> Path:
     files = recorded()[policy]
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files["settings"].items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        write_json(folder / name, content)
     for name, tensors in files["statistics"].items():
         save_file({n: np.array(v, np.float32) for n, v in tensors.items()}, folder / name)
     save_file({n: weight(n, s) for n, s in files["tensors"].items()}, folder / "model.safetensors")

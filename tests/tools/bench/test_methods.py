@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from tests.support.exported import THREADS, Models
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.fixtures import Checkpoints
 from tests.support.gates import certain_gate, write_gates
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 
 from vtx import cli
@@ -64,7 +64,7 @@ def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_p
     words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--out", str(tmp_path / "out.json")]
     done = CliRunner().invoke(cli.bench, [*words, "--new-tokens", "3"], prog_name="vtx-bench")
     assert done.exit_code == 0, done.stderr
-    depths = json.loads((tmp_path / "out.json").read_text())["depths"]
+    depths = read_json(tmp_path / "out.json")["depths"]
     assert [depth["k"] for depth in depths] == [None, 3, "auto"]
     assert depths[2]["full_layers"] == (2 if fires else 8)
     assert depths[2]["prefill_flops"] == depths[1 if fires else 0]["prefill_flops"]

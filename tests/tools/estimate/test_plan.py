@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from tests.support.bundles import export_all
 from tests.support.families.vila import VILA
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 
 from vtx import cli
@@ -244,10 +245,10 @@ def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_c
 
 def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint(VILA)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     for key, part in (("llm_cfg", "llm"), ("vision_tower_cfg", "vision_tower"), ("mm_projector_cfg", "mm_projector")):
-        config[key] = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        config[key] = read_json(folder / part / "config.json")
+    write_json(tmp_path / "config.json", config)
     assert find_size(str(tmp_path)) == replace(find_size(str(folder)), name=tmp_path.name)
 
 
@@ -257,7 +258,7 @@ def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_no
 ) -> None:
     """InternVL3-1B-hf has 0.938 billion parameters; with the default of transformers 5 it would have 0.802."""
     folder = tiny_checkpoint(Tiny(family="internvl", text="qwen2", tokenizer="bytes", names="saved"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     config.pop("tie_word_embeddings", None)
     config["text_config"].pop("tie_word_embeddings", None)
     config["text_config"] |= text

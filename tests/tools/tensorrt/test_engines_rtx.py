@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -30,6 +29,7 @@ from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny, make
 
 from vtx.exporter.bundling.prepare import demo_checkpoint
@@ -310,7 +310,7 @@ def test_the_record_of_all_engines_is_what_the_runtime_reads_and_nothing_is_buil
     outcomes = list(build_engines(plan(bundle, "sm89"), IGNORE))
     assert len(outcomes) == 6
     assert all(outcome.built is None for outcome in build_engines(plan(bundle, "sm89"), IGNORE))
-    told = json.loads(bundle.path("engines/sm89/engines.json").read_text())
+    told = read_json(bundle.path("engines/sm89/engines.json"))
     assert told["version"] == trt.__version__
     assert told["engines"]["head.trt.onnx"]["profiles"][0]["tokens"] == [1, 1, 16]
     assert load_graph(bundle.path("head.trt.onnx")).opset == 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_files import read_json
 from tests.support.tiny import ARCHITECTURES, Tiny, make
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
@@ -27,7 +27,7 @@ TOWER |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(folder / name)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,10 @@ from tests.support.families import lisa
 from tests.support.families.eagle import Judge as EagleJudge
 from tests.support.families.eagle import TinyEagle, make_eagle
 from tests.support.families.lisa_judge import Judge as LisaJudge
-from tests.support.families.original import PAD, counterpart, write_json
+from tests.support.families.original import PAD, counterpart
 from tests.support.families.vila import VILA
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import STEPS
 from tests.support.published.compare import OK, TOLERANCE, Row
 from tests.support.published.places import published
@@ -49,7 +49,7 @@ def with_llamas_tokenizer(folder: Path) -> Path:
     old = next(folder.rglob("tokenizer.model"))
     shutil.copyfile(MODEL, old)
     for path in (folder / "config.json", old.with_name("config.json")):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         write_json(path, config | ({"vocab_size": VOCAB} if "vocab_size" in config else {}))
     return folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.families.original import SCRIPTS, TOWER, write_json
+from tests.support.families.original import SCRIPTS, TOWER
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -35,13 +35,13 @@ def folder(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
 
 def change(folder: Path, **values: Any) -> Path:
     path = folder / "config.json"
-    write_json(path, json.loads(path.read_text()) | values)
+    write_json(path, read_json(path) | values)
     return folder
 
 
 def config(folder: Path) -> dict[str, Any]:
-    tower = json.loads((folder / TOWER / "config.json").read_text())
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    tower = read_json(folder / TOWER / "config.json")
+    found: dict[str, Any] = read_json(folder / "config.json")
     return found | {"vision_config": tower}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zipfile
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.fixtures import Checkpoints
+from tests.support.json_files import write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.hub import checkpoint_files
@@ -229,6 +229,6 @@ def test_a_damaged_archive_and_a_missing_shard_are_named(tiny_checkpoint: Checkp
     with pytest.raises(CheckpointError, match=r"00002-of-00002.bin is missing"):
         open_checkpoint(str(folder), allow_pickle=True)
     index = folder / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../evil.bin"}}))
+    write_json(index, {"weight_map": {"a": "../evil.bin"}})
     with pytest.raises(CheckpointError, match="not a file name inside it"):
         open_checkpoint(str(folder), allow_pickle=True)
