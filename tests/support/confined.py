@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.json_files import write_json
 from vtx.exporter.checkpoint.examples import with_examples
 from vtx.exporter.checkpoint.resolving import resolve
 from vtx.runtime.bundle.spec.text_settings import TextSettings
@@ -32,7 +32,7 @@ def write_tokenizers(folder: Path, candidates: list[tuple[str, int]]) -> list[tu
         made = folder / str(number)
         made.mkdir()
         (made / "tokenizer.json").write_text(content, encoding="utf-8")
-        write_json(made / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"})
+        (made / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
         (made / "config.json").write_text("{}")
         written.append((str(made), image_id))
     return written
