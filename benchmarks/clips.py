@@ -52,7 +52,7 @@ def main() -> None:
     seconds: dict[Any, list[float]] = {setting: [] for setting in settings}
     stats: dict[Any, Any] = {}
     with load(given.bundle, device=given.device, threads=given.threads) as model:
-        model.loaded.image_cache = ImageCache(1 << 30)
+        model.loaded.caches.images = ImageCache(1 << 30)
         counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         clip = Video(film(given.frames, 224, given.seed), given.frames)
         start = time.process_time()

@@ -124,6 +124,18 @@ def _hub_name(name: str) -> str:
     raise ValueError(name)
 
 
+def form_options(form: str) -> dict[str, Any]:
+    """The export's options of a form such as fp16, int8-128 or int4-32@6.3."""
+    stored, _, bits = form.partition("@")
+    precision, _, block = stored.partition("-")
+    options: dict[str, Any] = {"precision": precision}
+    if block:
+        options[f"{precision}_block"] = int(block)
+    if bits:
+        options["bits"] = float(bits)
+    return options
+
+
 def export(checkpoint: Path, out: Path, ks: Sequence[int], precision: str = "fp32") -> Path:
     from vtx.exporter.bundling.export import run_export
     from vtx.exporter.bundling.options import ExportOptions

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.model import Encoded, Reference, Sample
-from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.quantize import dequantise, quantise
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights, WeightSource
@@ -47,6 +45,7 @@ from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, SCALES, WIDER, ZEROS
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.session.sampling import log_softmax
 from vtx.runtime.session.session import Prompt, Session
+from vtx.tools.model.mixed import head_rows, widened
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/measurements/results/divergence.jsonl"
@@ -149,10 +148,7 @@ def texts_of(checkpoint: Path) -> Texts:
     lines = (ROOT / "benchmarks/divergence_texts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = {line["kind"]: line["text"] for line in map(json.loads, lines)}
     texts["licence"] = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    return {
-        kind: np.array(tokenizer.encode(text, add_special_tokens=False).ids[: POSITIONS + 1])
-        for kind, text in texts.items()
-    }
+    return {kind: np.array(tokenizer.encode(text).ids[: POSITIONS + 1]) for kind, text in texts.items()}
 
 
 def forward(plan: Plan, texts: Texts, weights: WeightSource) -> Logits:
@@ -264,9 +260,11 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def write_results(file: Path) -> None:
-    """The rows of a run as the table of each decoder, from the most bits of a weight to the least."""
+    """The rows of a run as the table of each decoder, from the most bits of a weight to the least; others stay."""
     rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    lines = list[dict[str, Any]]()
+    tables = {row.decoder.replace(".", "-") for row in rows}
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line["table"] not in tables]
     for decoder in dict.fromkeys(row.decoder for row in rows):
         table = decoder.replace(".", "-")
         own = [row for row in rows if row.decoder == decoder]

@@ -38,13 +38,13 @@ Floats = NDArray[np.float32]
 
 def type_of(form: str, name: str, width: int, layers: int, *, is_head: bool) -> str:
     """GGUF's type of a matrix in a form, which is a type or a mix as `llama-quantize` makes it without measuring."""
-    if form not in MIXES:
-        return "Q8_0" if is_head else form
-    kind = MIXES[form]
+    kind = MIXES.get(form, form)
     match = SENSITIVE.match(name)
-    if is_head or (match and _has_more_bits(int(match[1]), layers)):
+    if is_head and form != "Q8_0":
         kind = LARGER
-    return NARROW[kind] if width % SUPER_BLOCK else kind
+    if form in MIXES and match and _has_more_bits(int(match[1]), layers):
+        kind = LARGER
+    return NARROW.get(kind, kind) if width % SUPER_BLOCK else kind
 
 
 def _has_more_bits(layer: int, layers: int) -> bool:

@@ -153,7 +153,7 @@ def main() -> None:
     held = model.backend.cuda.memory() if given.device == "tensorrt" else None
     theirs = Theirs(given.checkpoint, "cpu" if given.device == "cpu" else "cuda")
     rng = np.random.default_rng(0)
-    picture = model.loaded.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
+    picture = model.loaded.images.prepare(Image.fromarray(rng.integers(0, 256, (336, 336, 3), dtype=np.uint8)))
     prompt = prompt_of(model, picture)
     runs: dict[str, Callable[[], Times]] = {
         "vtx": lambda: ours(model, picture, given.tokens),

@@ -68,6 +68,7 @@ SHAPES = {
     "llava-1.5-7b": Shape(32, 4096, 11008, 32),
     "llava-1.5-7b-2": Shape(2, 4096, 11008, 32),  # cut to two layers
     "kv-of-7b": Shape(32, 64, 128, 32, head_dim=128, tower=(2, 64, 128, 2)),
+    "0.5b": Shape(24, 896, 4864, 14, 151674, kv_heads=2, image_token=151667, tower=(4, 256, 1024, 4)),
     "llava-1.5-13b": Shape(40, 5120, 13824, 40),
     "llava-next-7b": Shape(32, 4096, 11008, 32, family="llava_next"),
     "video-llava-7b": Shape(32, 4096, 11008, 32, family="video_llava"),

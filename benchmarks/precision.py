@@ -53,7 +53,7 @@ def export(folder: Path, precision: str, vision: str | None, kv: str | None, mea
 def answers(model: Model, item: Item) -> tuple[NDArray[np.float32], list[tuple[NDArray[np.float64], bool]]]:
     """The image tokens; at each K the log-probabilities of the first token and whether the greedy answer is right."""
     manifest = model.manifest
-    picture = model.loaded.prepare(item.images[0])
+    picture = model.loaded.images.prepare(item.images[0])
     tokens = model.backend.vision(picture.pixels[None])
     content: list[Any] = [{"type": "image"}, {"type": "text", "text": item.question}]
     ids = model.loaded.text.prompt([{"role": "user", "content": content}], picture.tokens)

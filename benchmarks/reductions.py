@@ -90,7 +90,7 @@ def asked() -> list[dict[str, Any]]:
         counter = WorkCounter(model.bundle, backend.compute, backend.kv_slot_bytes)
         rows = dict[Method, list[dict[str, float]]]((method, []) for method in methods)
         for item in read_data(SCENES, None, QUESTIONS).items:
-            images = watched.loaded.prepare_all(item.images)
+            images = watched.loaded.images.prepare_all(item.images)
             for method in methods:
                 calls.clear()
                 with Conversation(watched.loaded, images) as conversation:

@@ -20,9 +20,9 @@ KEPT = "kept"
 SAME = 6  # columns of a model's table
 RIGHT = 7
 KEPT_COLUMNS = (  # the title, the rest, how it is chosen, the kind of question, the share
-    ("no rest", "0%", "last", "fact", SAME), ("5%", "5%", "last", "fact", SAME), ("10%", "10%", "last", "fact", SAME),
+    ("no rest", "0%", "last", "fact", SAME), ("10%", "10%", "last", "fact", SAME),
     ("20%", "20%", "last", "fact", SAME), ("10% at random", "10%", "random", "fact", SAME),
-    ("10% by the mean", "10%", "mean", "fact", SAME), ("yes or no, no rest", "0%", "last", "yes-no", RIGHT),
+    ("yes or no, no rest", "0%", "last", "yes-no", RIGHT),
 )  # fmt: skip
 
 

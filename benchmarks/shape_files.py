@@ -1,9 +1,9 @@
 """The newest families at their published sizes: random checkpoints in Hugging Face's layout, for `shapes.py`.
 
 Every tensor that transformers' class of the family has, under its name, in bfloat16, in shards, written block by block.
-All five tie their head to the embedding, which is drawn large: the most likely token is the last one by a clear margin,
-as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because noise nearly ties. The
-tokenizer is of bytes, with fillers up to the vocabulary's size and the special tokens at their published ids.
+Those here tie their head to the embedding, which is drawn large: the most likely token is the last one by a clear
+margin, as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because noise nearly ties.
+The tokenizer is of bytes, with fillers up to the vocabulary's size and the special tokens at their published ids.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Shape:
     """A checkpoint: its sizes and where they are from, its special tokens by id, and the K that is measured.
 
     `assumed`: sizes that are not from a published configuration. `picture`: the side of a square picture that the
-    image processor does not resize. `files`: further configuration files.
+    image processor does not resize. `files`: further configuration files. `torch`: the rival is transformers in bf16,
+    and not OpenVINO GenAI.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Shape:
     picture: int
     source: str
     assumed: str = ""
+    torch: bool = False
 
     @property
     def vocab(self) -> int:
@@ -412,7 +414,8 @@ def tensors(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         state = AutoModelForImageTextToText.from_config(config).state_dict()
-    return [(name, tuple(t.shape)) for name, t in state.items() if name != "lm_head.weight"]
+    tied = config.tie_word_embeddings
+    return [(name, tuple(t.shape)) for name, t in state.items() if not (tied and name == "lm_head.weight")]
 
 
 def shards(named: list[tuple[str, tuple[int, ...]]], most: int) -> list[list[tuple[str, tuple[int, ...]]]]:

@@ -9,7 +9,7 @@
 Without names a step takes every shape in turn. Each step records what it found as a line of RESULTS in --work and is
 not repeated there: an interrupted run goes on where it stopped. Answers are measured in turn by a process for each
 engine and K, as `benchmarks.peers` does: first token, second question, a token, peak memory. Shapes and their sources
-are in `shape_files.py`.
+are in `shape_files.py` and `page_shapes.py`; those of the latter are measured beside transformers in bf16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import markdown
+from benchmarks.page_shapes import PAGE_SHAPES
 from benchmarks.peers.contenders import READY, ROOT, US, Contender, PeerError, Places, call, install, prepare, run
 from benchmarks.peers.contract import Result, Work
 from benchmarks.shape_files import SHAPES, Shape, write_checkpoint
@@ -39,6 +40,7 @@ from vtx.tools.bench.machine import describe
 RESULTS = "results.jsonl"
 INDEX = "model.safetensors.index.json"
 GENAI = Contender("openvino", "int4@auto")
+TORCH = Contender("transformers_auto", "bf16")
 # The release of transformers that optimum-intel 2.2.0 converts a family with, where it is not the one that it installs.
 CONVERTED_WITH = {"qwen3_vl": "5.0.0", "qwen3_5": "5.2.0"}
 NOT_RUN = {
@@ -84,9 +86,14 @@ def places(args: argparse.Namespace, name: str) -> Places:
 
 
 def contenders(name: str, shapes: dict[str, Shape]) -> list[Contender]:
-    """vtx on each engine at none and K, its arithmetic its own choice, and OpenVINO GenAI."""
+    """vtx on each engine at none and K, its arithmetic its own choice, and its rival."""
     own = [Contender(US, f"int4@{engine}+auto") for engine in ENGINES]
-    return [c for whole in own for c in (whole, Contender(US, f"{whole.precision}/{shapes[name].k}"))] + [GENAI]
+    rival = rival_of(shapes[name])
+    return [c for whole in own for c in (whole, Contender(US, f"{whole.precision}/{shapes[name].k}"))] + [rival]
+
+
+def rival_of(shape: Shape) -> Contender:
+    return TORCH if shape.torch else GENAI
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -103,8 +110,11 @@ def make(name: str, shape: Shape, args: argparse.Namespace, records: Records) ->
 
 
 def rivals(name: str, shape: Shape, args: argparse.Namespace, records: Records) -> None:
-    """Convert the checkpoint for OpenVINO GenAI; who cannot take part, and why."""
-    if not records.of("rival", name):
+    """Convert the checkpoint for OpenVINO GenAI, not for transformers; who cannot take part, and why."""
+    if shape.torch:
+        prepare(TORCH, checkpoint(args.work, name), places(args, name))
+        records.add("rival", name, contender=TORCH.name, failed="")
+    elif not records.of("rival", name):
         said(f"{name}: preparing {GENAI.name}")
         where = places(args, name)
         failed = ""
@@ -160,6 +170,7 @@ def export(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
         "int4",
         "--out",
         target / "bundle",
+        *(["--allow-changed-answers"] if shape.torch else []),  # K, of readers of pages too
         *(["--force"] if (target / "bundle").exists() else []),
     ]
     said(f"{name}: {' '.join(map(str, command))}")
@@ -196,7 +207,7 @@ def export(name: str, shape: Shape, args: argparse.Namespace, records: Records) 
         said=text.splitlines(),
         plan=json.loads(plan),
     )
-    if not args.keep:
+    if not args.keep and not shape.torch:  # which the rival reads
         shutil.rmtree(source)
 
 
@@ -227,7 +238,7 @@ def child(command: Sequence[object]) -> tuple[float, int, str]:
     return time.monotonic() - begun, used.ru_maxrss << 10, text
 
 
-def measure(name: str, _: Shape, args: argparse.Namespace, records: Records) -> None:
+def measure(name: str, shape: Shape, args: argparse.Namespace, records: Records) -> None:
     """Rounds of every contender that is there, each in a process of its own, beginning with another one each time."""
     if not records.of("export", name):
         said(f"{name}: no bundle; run: python -m benchmarks.shapes export {name}")
@@ -238,8 +249,9 @@ def measure(name: str, _: Shape, args: argparse.Namespace, records: Records) -> 
         threads=args.threads,
         new_tokens=args.new_tokens,
     )
-    converted = records.of("rival", name, contender=GENAI.name, failed="")
-    order = [c for c in contenders(name, args.shapes) if c != GENAI or converted]
+    rival = rival_of(shape)
+    ready = records.of("rival", name, contender=rival.name, failed="")
+    order = [c for c in contenders(name, args.shapes) if c != rival or ready]
     for number in range(args.rounds):
         for contender in order[number % len(order) :] + order[: number % len(order)]:
             if records.of("run", name, contender=contender.name, round=number):
@@ -294,7 +306,7 @@ def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[An
 
 
 def answer_row(records: Records, name: str, shape: Shape, contender: Contender) -> list[list[Any]]:
-    engine = "OpenVINO GenAI"
+    engine = "transformers, bf16" if contender == TORCH else "OpenVINO GenAI"
     k = "" if contender.k is None else str(contender.k)
     if contender.rival == US:
         engine = f"vtx, {ENGINES[contender.precision.partition('@')[2].partition('+')[0]]}"
@@ -342,7 +354,7 @@ STEPS = {"make": make, "rivals": rivals, "export": export, "measure": measure}
 
 
 def main(words: Sequence[str] | None = None, shapes: dict[str, Shape] | None = None) -> None:
-    shapes = shapes or dict(SHAPES)
+    shapes = shapes or {**SHAPES, **PAGE_SHAPES}
     parser = argparse.ArgumentParser(
         prog="benchmarks.shapes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,8 +5,8 @@
 The decoders of `make real-weights` were quantised in blocks of neighbouring weights. A form with the same blocks meets
 their grids again, and seems to lose less than it would lose of weights that were never rounded. Here the channels of
 the hidden state, of the values of a head and of the feed-forward are drawn in another order in all matrices that write
-or read them, so that every block holds weights of several of the source's blocks. The order of LLaVA's layout with a
-decoder of Qwen2 is known; names that it does not have are an error.
+or read them, so that every block holds weights of several of the source's blocks. The orders of LLaVA's layout with a
+decoder of Qwen2 and of Gemma 3's are known; names that they do not have are an error.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-READERS = re.compile(r"(q_proj|k_proj|v_proj|gate_proj|up_proj|embed_tokens|lm_head|norm|layernorm)\.weight")
-KEPT = re.compile(r"vision_tower\.|projector\.linear_1\.|(q_proj|k_proj)\.bias")
+READERS = re.compile(
+    r"(q_proj|k_proj|v_proj|gate_proj|up_proj|embed_tokens|lm_head|norm|layernorm)\.weight|mm_input_projection_weight"
+)
+KEPT = re.compile(r"vision_tower\.|projector\.linear_1\.|mm_soft_emb_norm|(q_proj|k_proj)\.bias|(q|k)_norm\.")
 
 
 class Order:
     """The drawn orders of a decoder's channels."""
 
-    def __init__(self, text: dict[str, int]) -> None:
+    def __init__(self, text: Mapping[str, Any]) -> None:
         self._generator = torch.Generator().manual_seed(0)
         heads = text["num_attention_heads"]
         groups = text["num_key_value_heads"]
-        size = text["hidden_size"] // heads
+        size = text.get("head_dim") or text["hidden_size"] // heads
         self.hidden, self.inner = self._drawn(text["hidden_size"]), self._drawn(text["intermediate_size"])
         values = torch.stack([self._drawn(size) + size * group for group in range(groups)])
         self.values = values.flatten()
@@ -60,7 +64,7 @@ class Order:
         if "linear_2." in name:
             return tensor[self.hidden]
         if not READERS.search(name):
-            raise SystemExit(f"{name} is not a tensor of LLaVA with Qwen2")
+            raise SystemExit(f"{name} is not a tensor of LLaVA with Qwen2 or of Gemma 3")
         return tensor
 
 

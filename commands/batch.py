@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.export import find_bundle
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import PATH, Depth, option, options
 from vtx.runtime.errors import RequestError
 from vtx.runtime.terminal.console import INCOMPLETE, bar, command, end_on_sigterm, note

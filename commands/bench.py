@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vtx.commands.export import find_bundle
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import FILE, option, options
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import WideTable, bar, command, end_on_sigterm, note, say_json, say_report

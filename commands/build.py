@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,15 +109,11 @@ def _build(settings: BuildSettings, bundle: Bundle, target: Target, key: Signing
     if settings.timing_cache is not None and target.portable:
         raise RequestError(f"{target.release.name} measures no kernels when it builds; leave --timing-cache out")
     module, release = load_tensorrt(target)
-    plan = plan_engines(
-        bundle,
-        target,
-        release,
-        module.__version__,
-        settings.dialect or release.dialect,
+    dialect = settings.dialect or release.dialect
+    plan = replace(
+        plan_engines(bundle, target, release, module.__version__, dialect, batch=settings.batch),
         workspace=None if settings.workspace is None else settings.workspace << 20,
         timing_cache=settings.timing_cache,
-        batch=settings.batch,
         key=key,
     )
     if not settings.force:

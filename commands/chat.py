@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.export import find_bundle
 from vtx.commands.shared.answers import print_answer
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import Depth, DepthType, options
 from vtx.runtime.errors import VtxError
 from vtx.runtime.process import home
@@ -143,7 +143,7 @@ class _Talk:
         """Open the image and forget the turns. Raises VtxError."""
         from vtx.runtime.prompt.messages import with_tools
 
-        self.model.loaded.check_thinking(with_tools([], [], self.options.thinking), self.options)
+        self.model.loaded.prompts.check_thinking(with_tools([], [], self.options.thinking), self.options)
         images = [self.image] if self.image else []
         conversation = self.model.open(images, image_tokens=self.image_tokens if images else None)
         self._chat = conversation.chat(self.k, reduce=self.reduce)

@@ -134,9 +134,10 @@ def _check_bundle(folder: str, loading: Loading, *, as_json: bool) -> None:
             _show_card(card)
         table("against the plain PyTorch reference", ["quantity", "difference", "limit", "", ""], _rows(report))
     if report.failed:
-        raise BundleError(
-            f"{', '.join(report.failed)} differ beyond the limit; export again, or report this with the table"
-        )
+        fix = "export again, or report this with the table"
+        if any(check.tied for check in report.checks):
+            fix = "its router may have chosen other experts: install the [openvino] extra and run this again"
+        raise BundleError(f"{', '.join(report.failed)} differ beyond the limit; {fix}")
     if not as_json:
         for line in fidelity_lines(bundle.manifest):
             click.echo(line)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vtx.commands.export import find_bundle
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import PATH, Depth, option, options
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, say_report
@@ -228,7 +228,7 @@ def _answerer(
         model = resources.enter_context(settings.loading.load(path))
         by = Evaluated.of(model, named, settings.parallel)
         if settings.coverage is not None and not named:  # what a question gets that names nothing
-            named = make_methods((model.loaded.default_k,), (model.loaded.default_reduce or "none",))
+            named = make_methods((model.loaded.defaults.k,), (model.loaded.defaults.reduce or "none",))
     manifest = by.bundle.manifest
     return by, named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
 

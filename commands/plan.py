@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from vtx.commands.shared.options import PRECISION, DepthType, given, joined, option, options
-from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.engines import ENGINES, GPUS
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.terminal.console import command, note, say, say_json, table
 
@@ -37,7 +38,11 @@ class PlanSettings:
     precisions: tuple[str, ...]
     vision_precision: str | None
     head_precision: str | None
+    int4_block: int | None
+    int8_block: int | None
+    bits: float | None
     max_new_tokens: int
+    batch: int
     profile: str | None
     engine: str | None
     jetpack: str | None
@@ -48,6 +53,11 @@ class PlanSettings:
     def decoder_precisions(self) -> tuple[str, ...]:
         """Each named precision once, by default all."""
         return tuple(dict.fromkeys(self.precisions or PRECISIONS))
+
+    @property
+    def blocks(self) -> dict[str, int | None]:
+        """The weights that share a scale, by precision."""
+        return {"int4": self.int4_block, "int8": self.int8_block}
 
 
 def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int, int]:
@@ -61,6 +71,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     epilog="vtx-plan --model llava-1.5-7b\n"
     "vtx-plan --model llava-1.5-7b --sequence 642 --text 66 --k 17 --json\n"
     "vtx-plan --model llava-next-7b --precision int4 --profile orin-nx-16\n"
+    "vtx-plan --model llava-1.5-7b --precision int4 --int4-block 32 --bits 6.3\n"
     "vtx-plan --model llava-1.5-7b --profile orin-nx-16 --jetpack 6.2\n"
     "vtx-plan --model qwen2.5-vl-3b --image-size 640x480 --reduce fastv:k=2,ratio=0.5\n"
     "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
@@ -77,7 +88,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
         metavar="WxH",
     ),
     option("--sequence", int, "Prompt length in tokens [default: one image of --image-size plus --text]."),
-    option("--text", 64, "Text tokens in the prompt."),
+    option("--text", 64, "Text tokens in the prompt, without those among an image's own."),
     option(
         "--k ks",
         DepthType(several=True, auto=False),
@@ -100,7 +111,17 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     ),
     "vision_precision",
     "head_precision",
+    "int4_block",
+    "int8_block",
+    "bits",
     "max_new_tokens",
+    option(
+        "--batch",
+        click.IntRange(1, LANES),
+        "Conversations decoded together on a GPU [default: 1].",
+        default=1,
+        metavar="N",
+    ),
     option("--profile", str, "Device to estimate times and memory for.", metavar="NAME"),
     option(
         "--device engine",
@@ -116,18 +137,15 @@ def plan(settings: PlanSettings) -> None:
     """Calculate the cost of a model: FLOPs, weights, KV cache and memory per K and precision."""
     from vtx.exporter.checkpoint.spec import find_size
     from vtx.runtime.host.profiles import load_profile
-    from vtx.tools.estimate.weights import precisions_of
 
     _check(settings)
     device = None if settings.profile is None else load_profile(settings.profile)
     size = find_size(settings.model)
     work = _workload(settings, size)
-    parts = {
-        precision: precisions_of(size, precision, settings.vision_precision, settings.head_precision)
-        for precision in settings.decoder_precisions
-    }
+    parts = _parts(settings, size)
     engines, engine = _engines(settings, size, device, parts)
-    costs = _costs(settings, size, work, device, engine)
+    _check_batch(settings, engine)
+    costs = _costs(settings, size, work, parts, device, engine)
     builds = _buildable(size, device, engine, parts)
     picture = None
     if settings.sequence is None and size.vision is not None and size.layout is not None:
@@ -154,8 +172,35 @@ def _check(settings: PlanSettings) -> None:
         raise click.UsageError("--sequence and --image-size are mutually exclusive")
     if settings.profile is None and (settings.engine or settings.jetpack):
         raise click.UsageError("--device and --jetpack need --profile")
+    if settings.bits is not None and "int4" not in settings.decoder_precisions:
+        raise click.UsageError("--bits is for an int4 decoder; add --precision int4")
     if settings.rest is not None and settings.ks and not any(settings.ks):
         raise click.UsageError("--rest is what stays from K on, and --k is none; name a K")
+
+
+def _parts(settings: PlanSettings, size: ModelSize) -> dict[str, Precisions]:
+    """By the decoder's precision, those of all parts. Blocks and bits are of the precisions that have them."""
+    from vtx.tools.estimate.weights import precisions_of
+
+    blocks = {name: block for name, block in settings.blocks.items() if block is not None}
+    parts: dict[str, Precisions] = {}
+    unused = {*blocks}
+    for name in settings.decoder_precisions:
+        others = PRECISIONS[name].other_parts
+        present = {name, settings.vision_precision or others, settings.head_precision or others}
+        bits = settings.bits if name == "int4" else None
+        own_blocks = {precision: block for precision, block in blocks.items() if precision in present}
+        parts[name] = precisions_of(size, name, settings.vision_precision, settings.head_precision, own_blocks, bits)
+        unused -= present
+    for precision in sorted(unused):
+        raise click.UsageError(f"--{precision}-block is for {precision} weights; add --precision {precision}")
+    return parts
+
+
+def _check_batch(settings: PlanSettings, engine: EngineSupport | None) -> None:
+    """Raise click's UsageError if conversations are to decode together where there is no GPU."""
+    if settings.batch > 1 and (engine is None or engine.device not in GPUS):
+        raise click.UsageError("--batch is for a GPU: name a --profile that has one, and no --device on a CPU")
 
 
 def _workload(settings: PlanSettings, size: ModelSize) -> Workload:
@@ -166,9 +211,9 @@ def _workload(settings: PlanSettings, size: ModelSize) -> Workload:
     if size.action_tokens and not given("max_new_tokens"):
         answer = size.action_tokens
     if settings.sequence is not None:
-        return Workload(settings.text, settings.sequence - settings.text, answer)
+        return Workload(settings.text, settings.sequence - settings.text, answer, batch=settings.batch)
     image, views = size.picture(*settings.picture)
-    return Workload(settings.text, image, answer, views)
+    return Workload(settings.text + size.marks(*settings.picture), image, answer, views, settings.batch)
 
 
 def _engines(
@@ -186,7 +231,12 @@ def _engines(
 
 
 def _costs(
-    settings: PlanSettings, size: ModelSize, work: Workload, device: Profile | None, engine: EngineSupport | None
+    settings: PlanSettings,
+    size: ModelSize,
+    work: Workload,
+    parts: Mapping[str, Precisions],
+    device: Profile | None,
+    engine: EngineSupport | None,
 ) -> CostPlan:
     from vtx.runtime.policies.make import read_rest
     from vtx.runtime.policies.spec import parse
@@ -196,10 +246,8 @@ def _costs(
         size,
         work,
         settings.ks,
-        settings.decoder_precisions,
+        parts,
         device,
-        settings.vision_precision,
-        settings.head_precision,
         engine=None if engine is None else engine.cost,
         reductions=parse(settings.reduction),
         rest=0 if settings.rest is None else read_rest(settings.rest),
@@ -214,7 +262,8 @@ def _buildable(
 
     if device is None or device.kind != "jetson" or engine is None or engine.device != "tensorrt":
         return {}
-    return {name: buildable_layers(size, precisions, device.usable_bytes) for name, precisions in parts.items()}
+    usable = device.usable_bytes
+    return {name: buildable_layers(size, precisions, usable, engine.cost.int8) for name, precisions in parts.items()}
 
 
 def _show_plan(
@@ -258,7 +307,9 @@ def _say_prompt(costs: CostPlan, picture: tuple[int, int] | None, whole: ModelSi
         assert whole.vision is not None
         most = whole.vision.image_tokens
         larger = f"; the largest takes {most:,}" if work.vision < most else ""
-        say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){larger}")
+        marks = whole.marks(*picture)
+        among = f", {marks} of the text tokens among its own" if marks else ""
+        say(f"an image of {picture[0]}x{picture[1]} pixels (--image-size){among}{larger}")
     if costs.reduced is None:
         return
     say(f"reduced by {costs.reduced.spec}: vision tokens in {_spans(costs.reduced.vision_tokens)}")

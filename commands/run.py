@@ -190,7 +190,7 @@ def run(settings: RunSettings) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} is for actions; add --act, or leave it out")
     _check_questions(settings.questions, settings.arguments[0])
     with without_collections():
-        from vtx.commands.export import find_bundle
+        from vtx.commands.shared.bundles import find_bundle
         from vtx.runtime.prompt.messages import check_messages
 
         for question in settings.questions:
@@ -308,7 +308,7 @@ def _check_questions(questions: Sequence[str], first: str) -> None:
 
 def _act(settings: RunSettings, state: Path) -> None:
     """Print the actions for the state in a file, the pictures and the instruction that the arguments end with."""
-    from vtx.commands.export import find_bundle
+    from vtx.commands.shared.bundles import find_bundle
     from vtx.runtime.bundle.files import read_text_file
     from vtx.runtime.bundle.safetensors import parse_json
     from vtx.runtime.errors import RequestError

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import click
 
-from vtx.commands.export import find_bundle
+from vtx.commands.shared.bundles import find_bundle
 from vtx.commands.shared.options import option, options
 from vtx.runtime.errors import BundleError, DeviceError, RequestError, VtxError
 from vtx.runtime.installing import install
@@ -314,7 +314,7 @@ def limits_of(settings: ServeSettings) -> Limits:
 def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
     """The bundles to serve, not yet loaded."""
     from vtx.runtime.scheduler.choosing import choosers_of
-    from vtx.runtime.server.engines import Engines, named
+    from vtx.runtime.server.engines import Engines, Serving, named
 
     bundles = settings.bundles
     if settings.hub_model or settings.precision or not (bundles or settings.folder):
@@ -327,17 +327,20 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
         loading.load,
         limits,
         None if settings.memory is None else int(settings.memory * 1e9),
-        needed=partial(memory_of, loading),
-        key=loading.key,
-        fit=loading.fit,
-        choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
-        verify=verified,
-        aliases=aliases_of(settings.aliases),
+        Serving(
+            needed=partial(memory_of, loading),
+            key=loading.key,
+            fit=loading.fit,
+            choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
+            verify=verified,
+            aliases=aliases_of(settings.aliases),
+        ),
     )
 
 
 def memory_of(loading: Loading, bundle: Bundle) -> int:
     """Bytes of memory that a bundle needs when it is loaded in this way."""
+    from vtx.runtime.api.images import ImageOptions
     from vtx.runtime.api.load import choose_for
     from vtx.runtime.backends.devices import float_bytes
     from vtx.runtime.backends.memory import needed_memory
@@ -346,9 +349,7 @@ def memory_of(loading: Loading, bundle: Bundle) -> int:
         bundle,
         loading.device,
         loading.compute,
-        fit=loading.fit,
-        max_tiles=loading.max_tiles,
-        max_pixels=loading.max_pixels,
+        ImageOptions(loading.fit, loading.max_tiles, loading.max_pixels),
     )
     return needed_memory(bundle, float_bytes(device))
 

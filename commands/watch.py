@@ -114,7 +114,7 @@ def _show_sources(path: Path, config: WatchConfig, model: Model) -> None:
     """Print the size of each source's first frame. Raises RequestError if a source gives none."""
     from vtx.tools.watch.sources import first_frames
 
-    frames = first_frames(config, model.loaded.image_formats)
+    frames = first_frames(config, model.loaded.images.options.formats)
     texts = [str(size) if isinstance(size, VtxError) else f"{size[0]}x{size[1]}" for _, size in frames]
     table("", ("source", "first frame"), [[name, text] for (name, _), text in zip(frames, texts, strict=True)])
     if failed := sum(isinstance(size, VtxError) for _, size in frames):
@@ -139,7 +139,7 @@ def _watch(settings: WatchSettings, config: WatchConfig, model: Model, keys: lis
         if settings.port is not None:
             from vtx.tools.watch.live_page import Page, serving
 
-            page = Page(model.loaded.image_formats)
+            page = Page(model.loaded.images.options.formats)
             at = closing.enter_context(listening(settings.host, settings.port))
 
         def outputs(config: WatchConfig) -> list[Output]:

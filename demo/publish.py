@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE.parent / "exporter" / "demo_model")
     args = parser.parse_args()
     state = torch.load(args.run / "last.pt", weights_only=True, map_location="cpu")
-    shape = Shape(layers=state["layers"])
+    shape = Shape(**state["shape"])
     args.out.mkdir(parents=True, exist_ok=True)
     weights = {hub_name(k): v.numpy().astype(np.float16) for k, v in state["model"].items()}
     # Beside its place and then renamed: bundles may be linked to the file that stands there.

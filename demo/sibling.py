@@ -15,9 +15,12 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from model import Llava, Shape
+from torch import Tensor
 from train import Auxiliary, draw, learn, make_optimizers, rate, save, start
 from words import Packer, run_tokenizer
 
@@ -27,13 +30,15 @@ from vtx.tools.data.scene_questions import KINDS
 class Run:
     """Model, optimizers and running means of a training run, with what is saved of them in `last.pt`."""
 
+    kinds: ClassVar[tuple[str, ...]] = KINDS
+
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         torch.manual_seed(args.seed)
         self.args, self.path, self.step = args, args.out / "last.pt", 0
         self.packer = Packer(run_tokenizer(args.out, shape.vocab), shape.vision_tokens, 4 + 13 * args.questions + 8)
-        self.model, self.aux = Llava(shape), Auxiliary(shape)
+        self.model, self.aux = Llava(shape), self.auxiliary(shape)
         self.optimizers = make_optimizers(self.model, self.aux, args.lr)
-        self.right, self.losses = dict.fromkeys(KINDS, 0.0), [0.0, 0.0]
+        self.right, self.losses = dict.fromkeys(self.kinds, 0.0), [0.0, 0.0]
         self.cpu_seconds = 0.0
         if self.path.exists():
             state = torch.load(self.path, weights_only=True)
@@ -43,6 +48,12 @@ class Run:
                 optimizer.load_state_dict(saved)
             self.step, self.right, self.losses = state["step"], state["right"], state["losses"]
             self.cpu_seconds = state["cpu_seconds"]
+
+    def auxiliary(self, shape: Shape) -> Auxiliary:
+        return Auxiliary(shape)
+
+    def batch(self, rng: random.Random) -> dict[str, Tensor]:
+        return draw(rng, self.packer, self.model.shape, self.right, self.args.batch, self.args.questions)
 
     def save(self) -> None:
         save(
@@ -60,10 +71,9 @@ class Run:
         """One step, without withdrawal."""
         args = self.args
         rng = random.Random(f"sibling {args.seed} {self.step}")
-        batch = draw(rng, self.packer, self.model.shape, self.right, args.batch, args.questions)
         lr = args.lr * rate(self.step / args.steps)
         self.losses = learn(
-            self.model, self.aux, self.optimizers, batch, self.packer.at, None, lr, self.right, self.losses
+            self.model, self.aux, self.optimizers, self.batch(rng), self.packer.at, None, lr, self.right, self.losses
         )
         self.step += 1
         if not math.isfinite(self.losses[0]):
@@ -76,15 +86,16 @@ class Run:
         return json.dumps({"step": self.step, "cpu s": cpu, **losses, **shares})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3600, help="in all, resumed runs included")
+def train(doc: str, out: str, run_type: type[Run], steps: int, shape: Shape) -> None:
+    """Begin or resume a run with the options of the command line."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps, help="in all, resumed runs included")
     parser.add_argument("--stop-at", type=int, help="stop after this step, to resume later")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=shape.layers)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    args = start(parser, "build/sibling", 1)
-    run = Run(args, Shape(layers=args.layers))
+    args = start(parser, out, 1)
+    run = run_type(args, replace(shape, layers=args.layers))
     with (args.out / "log.jsonl").open("a") as log:
         while run.step < min(args.steps, args.stop_at or args.steps):
             run.advance()
@@ -97,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(__doc__, "build/sibling", Run, 3600, Shape(layers=12))

@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Queue
 from typing import Any, TextIO
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from model import Layer, Llava, Shape, VisionLayer, init_linear
+from muon import Float32Muon
 from PIL import Image
 from torch import Tensor, nn
 from words import Packer, run_tokenizer
@@ -35,6 +36,8 @@ from vtx.tools.data.scenes import COLORS, GRID, SHAPES, Scene, photograph, rando
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 LOG_STEPS, SAVE_STEPS = 50, 500
+# Processors with AVX2 alone emulate bfloat16, several times slower than float32.
+BF16 = torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
 def pixels_of(image: Image.Image, side: int) -> np.ndarray:
@@ -57,13 +60,18 @@ def patch_labels(scene: Scene, grid: int) -> np.ndarray:
 
 
 class Auxiliary(nn.Module):
-    """Heads that read colour, shape and cell off each vision token, and all names off the CLS row."""
+    """Heads that read labels, colour, shape and cell, off each vision token, and all names off the CLS row."""
 
-    def __init__(self, s: Shape) -> None:
+    def __init__(
+        self,
+        s: Shape,
+        sizes: tuple[int, ...] = (len(COLORS) + 1, len(SHAPES) + 1, GRID * GRID),
+        names: int = len(COLORS) * len(SHAPES),
+    ) -> None:
         super().__init__()
-        self.sizes = (len(COLORS) + 1, len(SHAPES) + 1, GRID * GRID)
-        self.patch = init_linear(sum(self.sizes), s.hidden, bias=True)
-        self.scene = init_linear(len(COLORS) * len(SHAPES), s.v_hidden, bias=True)
+        self.sizes = sizes
+        self.patch = init_linear(sum(sizes), s.hidden, bias=True)
+        self.scene = init_linear(names, s.v_hidden, bias=True)
 
     def loss(self, vision: Tensor, cls: Tensor, labels: Tensor, names: Tensor) -> Tensor:
         parts = self.patch(vision).float().split(self.sizes, -1)
@@ -164,8 +172,13 @@ def make_optimizers(model: Llava, aux: Auxiliary, lr: float) -> list[torch.optim
     for name, parameter in model.named_parameters():
         in_layer = ".layers." in name or "projector" in name
         (matrices if in_layer and parameter.ndim == 2 else others).append(parameter)
+    muon: torch.optim.Optimizer
+    if BF16:
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+    else:
+        muon = Float32Muon(matrices, lr=lr, weight_decay=0.02)
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        muon,
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
@@ -182,7 +195,7 @@ def learn(
     losses: list[float],
 ) -> list[float]:
     """One step at the rate `lr`: the running means of the losses after it; those in `right` are updated."""
-    with torch.autocast(batch["ids"].device.type, torch.bfloat16):
+    with torch.autocast(batch["ids"].device.type, torch.bfloat16, enabled=BF16):
         loss, extra, answered = step_loss(model, aux, batch, at, k)
     (loss + 0.3 * extra).backward()
     nn.utils.clip_grad_norm_([*model.parameters(), *aux.parameters()], 1.0)
@@ -191,7 +204,7 @@ def learn(
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(right):
         if len(chosen := answered[batch["kinds"] == number]):
             right[kind] = 0.95 * right[kind] + 0.05 * chosen.float().mean().item()
     return [0.95 * a + 0.05 * b.item() for a, b in zip(losses, (loss, extra), strict=True)]
@@ -202,7 +215,7 @@ def save(path: Path, model: Llava, aux: Auxiliary, optimizers: list[torch.optim.
     state = {
         "model": model.state_dict(),
         "aux": aux.state_dict(),
-        "layers": model.shape.layers,
+        "shape": asdict(model.shape),
         **more,
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
     }
@@ -255,7 +268,9 @@ class Training:
         packer = Packer(run_tokenizer(args.out, self.full.vocab), self.full.vision_tokens, 4 + 13 * args.questions + 8)
         torch.manual_seed(0)
         state = torch.load(self.last, weights_only=True) if self.last.exists() else None
-        layers, spent, self.step = (state["layers"], state["spent"], state["step"]) if state else (args.shallow, 0.0, 0)
+        layers, spent, self.step = (
+            (state["shape"]["layers"], state["spent"], state["step"]) if state else (args.shallow, 0.0, 0)
+        )
         model, aux = Llava(replace(self.full, layers=layers)), Auxiliary(self.full)
         if state:
             model.load_state_dict(state["model"])

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import bundles
 from tests.support.budget import Budget
 from tests.support.covering import covering
+from tests.support.fixtures import Checkpoints
 from tests.support.old_onnxruntime import skipped_where_it_is_too_old
 from tests.support.quick import left_out, repeated, values
 from tests.support.shared import Shared
@@ -266,7 +267,7 @@ def tiny_checkpoint(store: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
+def reference(tiny_checkpoint: Checkpoints) -> Callable[..., Reference]:
     """`reference(tiny=Tiny(), seed=0)`: transformers' float32 model of that checkpoint."""
 
     @cache
@@ -292,7 +293,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def models(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
 ) -> Models:
     """`models(tiny, ks, precision, reductions)`: that bundle on the CPU, in the dialects that the file names."""
     from tests.support.exported import Models

@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from vtx.runtime.backends.engines import AUTO, COMPUTE, DEVICES, GPUS, split_device
+from vtx.runtime.bundle.spec.stored import BLOCKS
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
@@ -28,6 +29,7 @@ Declare = Callable[[Callable[..., None]], Callable[..., None]]
 PATH = click.Path(path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 PRECISION = click.Choice(list(PRECISIONS), case_sensitive=False)
+BLOCK_SIZE = click.Choice([str(block) for block in BLOCKS])
 Depth = int | str | None  # K, "auto" for the gates, "card" for the card's by kind of answer, None for no withdrawal
 
 
@@ -61,6 +63,11 @@ class DepthType(click.ParamType):  # type: ignore[type-arg]
 def joined(_: click.Context, __: click.Parameter, given: tuple[tuple[Depth, ...], ...]) -> tuple[Depth, ...]:
     """The lists of an option that was given more than once, as one."""
     return tuple(depth for depths in given for depth in depths)
+
+
+def whole(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    """The number of a choice, None if there is none."""
+    return None if value is None else int(value)
 
 
 def size_of(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -169,6 +176,12 @@ _SHARED: dict[str, Declare] = {
                                "--precision; int8 for int8 and int4]."),
     "head_precision": option("--head-precision", PRECISION, "Precision of the output matrix [default: --precision; "
                              "int8 for int8 and int4]."),
+    "int4_block": option("--int4-block", BLOCK_SIZE, "int4 weights per scale; 128: smaller and faster, less precise; "
+                         "32: with zero points, more precise [default: 64].", callback=whole),
+    "int8_block": option("--int8-block", BLOCK_SIZE, "int8 weights per scale, which is more precise than a scale per "
+                         "row [default: a row's].", callback=whole),
+    "bits": option("--bits", float, "Mean bits per weight of an int4 decoder and its head, e.g. 6.3: some of its "
+                   "matrices become int8 [default: none do]."),
     "tower": option("--tower", str, "Directory or Hugging Face id of the vision tower, if the checkpoint only names "
                     "it.", metavar="PATH"),
     "allow_pickle": option("--allow-pickle", bool, "Also read the tensors in pickle files; no code in them runs."),

@@ -13,9 +13,11 @@ from vtx.exporter.bundling.reductions import plan_reductions
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.config import VISION_FAMILIES, ModelConfig
 from vtx.exporter.checkpoint.families.eagle import NAMES as EAGLE_TOWERS
+from vtx.exporter.checkpoint.families.gemma.gemma4 import EXPERTS
 from vtx.exporter.checkpoint.families.openvla import TOWERS as OPENVLA_TOWERS
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED
 from vtx.exporter.checkpoint.family import Family
+from vtx.exporter.checkpoint.mixture import QUANTISED
 from vtx.exporter.checkpoint.original.known_towers import CLIP_L_336
 from vtx.exporter.checkpoint.text_config import TEXT_FAMILIES
 from vtx.runtime.backends.tensorrt.backend import ACTIONS
@@ -409,8 +411,9 @@ def page() -> str:
     ]
     lines += [*table(USES), "", "## Reductions", *table(REDUCTIONS), "", "## Notes", ""]
     lines += [f"{number}. {reason}" for reason, number in notes.items()]
-    lines += ["", "## Refused by name", "", "| `model_type` or architecture | reason |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
+    lines += ["", "## Refused by name", "", "| `model_type`, architecture or setting | reason |", "|---|---|"]
+    refused = {**REFUSED, "enable_moe_block": EXPERTS, "quantised experts": QUANTISED}
+    lines += [f"| `{name}` | {reason} |" for name, reason in refused.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -144,8 +144,9 @@ def _check_reader(options: ExportOptions, ks: tuple[int, ...]) -> None:
     """Raise RequestError if image tokens would leave, and neither a calibration nor the user accepts other answers."""
     if (ks or options.reductions) and options.calibration is None and not options.allow_changed_answers:
         raise RequestError(
-            "this model reads documents, and --k and --reduce drop image tokens whose text it has not read yet; leave "
-            "them out, or add --allow-changed-answers"
+            "this model reads documents, and --k and --reduce drop image tokens whose text it has not read yet (at K "
+            "after half of its layers, a reader of drawn pages lost 93% of their lines); leave them out, or add "
+            "--allow-changed-answers"
         )
 
 

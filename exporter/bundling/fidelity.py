@@ -207,13 +207,16 @@ def measure(
     if not exchanges:
         return {}
     first_seconds = time.monotonic() - started
-    wanted_logits = checkpoint_logits(plan, exchanges, step) if rounded else given
+    wanted_logits = given
+    largest = dict[str, float]()
+    if rounded:
+        wanted_logits, largest = checkpoint_logits(plan, folder, exchanges, step)
     own = Divergence()
     for pair in zip(wanted_logits, given, strict=True):
         own.add(*pair)
     del given
     most = (1 + SHARE) * own.kl + MARGIN * own.tokens
-    results: dict[str, dict[str, Any]] = {"f32": own.to_record()}
+    results: dict[str, dict[str, Any]] = {"f32": {**own.to_record(), **largest}}
     for kind in kinds:
         if time.monotonic() - started + first_seconds > limit:
             results[kind] = {"obstacle": f"there was no time for it in {SECONDS:.0f} s; vtx-fit measures it"}
@@ -325,7 +328,7 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
     """A session that has read a question, its ids, and the logits [vocab] after it."""
     loaded = model.loaded
     with without_notes():
-        images = [loaded.prepare(image) for image in item.images]
+        images = [loaded.images.prepare(image) for image in item.images]
     ids = loaded.text.prompt(messages(item), [image.in_prompt for image in images])
     encode = partial(images[0].encode, model.backend) if images else None
     prompt = bounded_prompt(ids, model.manifest.text.image_token_id, encode)
@@ -334,18 +337,30 @@ def _asked(model: Model, item: Item) -> tuple[Session, Ids, NDArray[np.float32]]
     return session, prompt.ids, prefilled.logits.copy()
 
 
-def checkpoint_logits(plan: Plan, exchanges: Sequence[Exchange], step: Callable[[int], None]) -> list[Logits]:
-    """The checkpoint's logits [m, vocab] before each token of the answers; `step` is called for each layer."""
+def checkpoint_logits(
+    plan: Plan, folder: Path, exchanges: Sequence[Exchange], step: Callable[[int], None]
+) -> tuple[list[Logits], dict[str, float]]:
+    """The checkpoint's logits [m, vocab] before each token of the answers; `step` is called for each layer.
+
+    Also the `layer` whose output the weights in `folder` move most, and by what share, `moved`: of the first exchange
+    with a picture, or without one.
+    """
     import torch
 
-    from vtx.exporter.reference.model import Reference, Sample
+    from vtx.exporter.reference.model import LayerErrors, Reference, Sample
+    from vtx.exporter.weights.tensors import BundleWeights
 
     reference = Reference(plan.checkpoint, plan.config)
+    rounded = Reference(plan.checkpoint, plan.config, BundleWeights(folder, plan.weights.stored))
     with torch.inference_mode(), returning_memory():
         samples = list[Sample]()
         for exchange in exchanges:
             images = reference.encode(exchange.item.images, plan.image).first(DECODED_TOKENS)
             ids = np.append(exchange.ids, np.array(exchange.answer[:-1], np.int64))
             samples.append(Sample(ids, images, len(exchange.answer)))
-        states = reference.hidden(samples, [None], step)
-        return [reference.head(state[None]).numpy() for state in states]
+        sample = next((number for number, exchange in enumerate(exchanges) if exchange.item.images), 0)
+        errors = LayerErrors(reference, rounded, samples, sample)
+        states = reference.hidden(samples, [None], step, watch=errors.watch)
+        layer, moved = errors.largest
+        logits = [reference.head(state[None]).numpy() for state in states]
+        return logits, {"layer": layer, "moved": float(f"{moved:.3g}")}

@@ -15,6 +15,7 @@ from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import TOKENS, TRIED
+from vtx.exporter.weights.writing import COMPUTED, THREADS
 from vtx.runtime.backends.engines import ENGINES, floats_in_memory
 from vtx.runtime.backends.memory import RUN_BASE, answering_memory, resident_bytes
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions
@@ -31,6 +32,7 @@ GPU_LIBRARIES = 325 << 20  # bytes more of a PyTorch that is built for GPUs, whe
 LAYER_GRAPH = 12_000  # bytes of a layer, the decoder's or the tower's, in a dialect's graphs: 10 to 11 thousand
 OTHER_FILES = 64_000  # bytes: the manifest, the configuration, headers, graphs without layers
 MATRIX_BYTES = 4 + 2 + 4  # of each number of a matrix that the reference multiplies: stored, as float32, and packed
+FED_BACK = 2 + 4 * 4 + 1  # of each weight rounded with feedback: stored, as float32, scaled, its loss, its magnitude
 PASSAGE_TOKENS = 256  # of the prompt that the scales of int8 K and V are measured on, without the image
 
 
@@ -138,16 +140,22 @@ def _largest_read(text: TextConfig) -> int:
 def measuring_memory(text: TextConfig, measured: Sequence[int], precision: str) -> int:
     """Memory in addition to the base while activations of prompts of `measured` tokens decide the rounding: bytes.
 
-    They are a layer as float32, its largest matrix as stored, hidden states, sampled inputs, and the search; in int4
-    later the feedback of the widest matrix.
+    They are hidden states and sampled inputs, with a layer as float32 and its largest matrix as stored, or then the
+    search; in int4 later the feedback of the widest matrix: its factor, and the inputs that it is made of or the rows
+    that are rounded.
     """
     largest = max(sum(prod(shape) for _, shape in text.layer_tensors(layer + 1)) for layer in range(text.layers))
     ffn = max(text.ffn_of(layer + 1) for layer in range(text.layers))
     widest = max(ffn, text.heads * text.head_dim, text.hidden)
-    measuring = 4 * largest + 2 * text.hidden * widest + 4 * widest * (6 * TRIED + 2 * TOKENS)
-    measuring += 4 * max(measured) * (4 * ffn + 4 * text.hidden) + 4 * 2 * sum(measured) * text.hidden
-    measuring += 6 * _inputs(text, measured) // text.layers
-    return max(measuring, 4 * 4 * widest**2) if PRECISIONS[precision].bits == 4 else measuring
+    inputs = _inputs(text, measured) // text.layers
+    passing = 4 * largest + 2 * text.hidden * widest + 4 * max(measured) * (4 * ffn + 4 * text.hidden)
+    searching = 4 * widest * (6 * TRIED + 2 * TOKENS) + 2 * inputs
+    measuring = max(passing, searching) + 4 * inputs + 4 * 2 * sum(measured) * text.hidden
+    if PRECISIONS[precision].bits != 4:
+        return measuring
+    rows = min(COMPUTED, _largest_read(text))
+    twice = 4 * 2 * min(TOKENS, sum(measured)) * widest
+    return max(measuring, 4 * widest**2 + max(twice, THREADS * FED_BACK * rows))
 
 
 def _inputs(text: TextConfig, measured: Sequence[int]) -> int:

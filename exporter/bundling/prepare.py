@@ -28,7 +28,7 @@ from vtx.exporter.graphs.joined import constant_bytes
 from vtx.exporter.graphs.mixture import BUILT
 from vtx.exporter.graphs.vision import video_tensors, vision_tensors
 from vtx.exporter.reference.prompts import Source
-from vtx.exporter.weights.mixed import split_head, widened
+from vtx.exporter.weights.mixed import split_head
 from vtx.exporter.weights.plan import (
     UNTIED,
     WeightPlan,
@@ -50,6 +50,7 @@ from vtx.runtime.errors import DeviceError, ExportError, RequestError
 from vtx.runtime.installing import install
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, Text, utf8
 from vtx.runtime.prompt.tokenizer import parse_tokenizer
+from vtx.tools.model.mixed import widened
 from vtx.tools.model.mixture import ON_CPU
 
 UNPRINTED = "no videos: the chat template does not print them"

@@ -21,6 +21,7 @@ from vtx.tools.model.decoder import NORM
 # Of one tensor an expert, and of one of all: the layer's experts, the expert's number, the matrix
 _APART = re.compile(r"^(text\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _JOINED = re.compile(r"^(text\..*\.experts)\.(gate_up_proj|down_proj)$")
+QUANTISED = "quantised experts, which vtx does not read; use the unquantised checkpoint"
 _QUANTISED = re.compile(r"^text\..*\.experts\..*(scale|scale_inv|qweight|scales|zeros|blocks|absmax|packed)$")
 
 
@@ -61,9 +62,7 @@ def stack_experts(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     apart = dict[str, dict[int, TensorInfo]]()
     for name, info in tensors.items():
         if _QUANTISED.match(name):
-            raise UnsupportedModelError(
-                f"tensor {name} is of quantised experts, which vtx does not read; use the unquantised checkpoint"
-            )
+            raise UnsupportedModelError(f"tensor {name} belongs to {QUANTISED}")
         if (match := _APART.match(name)) is not None:
             apart.setdefault(f"{match[1]}.{match[3]}_proj.weight", {})[int(match[2])] = info
         elif (match := _JOINED.match(name)) is not None:
@@ -82,7 +81,7 @@ def _joined(name: str, parts: Mapping[int, TensorInfo]) -> TensorInfo:
             "checkpoint again"
         )
     if any(part.source is not None for part in ordered):
-        raise UnsupportedModelError(f"the experts of {name} are quantised; use the unquantised checkpoint")
+        raise UnsupportedModelError(f"{name} has {QUANTISED}")
     return Stacked(ordered, 0, ordered[0].shape[0]).info(name)
 
 

@@ -20,7 +20,7 @@ from vtx.exporter.checkpoint.hub import checkpoint_files
 from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.bundle.spec.text_settings import MAX_ID, TextSettings
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 from vtx.runtime.prompt.text import MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, utf8
 from vtx.runtime.strict import Strict
 
@@ -97,12 +97,8 @@ def read_text(
         key = hashlib.sha256(json.dumps([files, {**request, "folder": "", "name": ""}]).encode()).hexdigest()
         if key not in RESOLVED:
             RESOLVED[key] = confine(
-                "vtx.exporter.checkpoint.resolving:resolve",
-                request,
-                subject=f"the tokenizer or the chat template of {folder.name or folder}",
-                limits=limits,
-                reads=[str(copy)],
-                cure=_FIX,
+                ChildTask("vtx.exporter.checkpoint.resolving:resolve", request, limits, reads=(str(copy),)),
+                Subject(f"the tokenizer or the chat template of {folder.name or folder}", cure=_FIX),
             )
     resolved = RESOLVED[key]
     return resolved["tokenizer"], template, Strict().read(TextSettings, resolved["settings"], "text")
@@ -111,15 +107,9 @@ def read_text(
 def read_plain_tokenizer(folder: Path, model_type: str, vocab: int, limits: ChildLimits = LIMITS) -> str:
     """The tokenizer.json of a text encoder, without chat or image token: it gives an id at least, all below `vocab`."""
     with _copied(folder, {"model_type": model_type}, {"model_type": model_type}) as copy:
-        return str(
-            confine(
-                "vtx.exporter.checkpoint.resolving:resolve_plain",
-                {"folder": str(copy), "name": str(folder), "vocab": vocab},
-                subject=f"the tokenizer of {folder.name or folder}",
-                limits=limits,
-                reads=[str(copy)],
-            )
-        )
+        request = {"folder": str(copy), "name": str(folder), "vocab": vocab}
+        task = ChildTask("vtx.exporter.checkpoint.resolving:resolve_plain", request, limits, reads=(str(copy),))
+        return str(confine(task, Subject(f"the tokenizer of {folder.name or folder}")))
 
 
 def read_template(folder: Path) -> str:

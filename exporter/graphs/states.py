@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.builder import FLOAT, Builder
-from vtx.runtime.bundle.spec import names
+from vtx.runtime.bundle.spec import graphs, names
 
 END = 1 << 30  # of any axis
 
@@ -26,12 +26,11 @@ class States:
         self._c = c
         self._layers = layers
         columns = c.conv_taps - 1
-        self._each: int | str = "conversations" if b.dialect.branches else 1
-        self._past = b.input(names.STATE, FLOAT, [len(layers), self._each, c.state_numbers])
-        self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, ["ends"])
+        self._past = b.input(names.STATE, FLOAT, [len(layers), graphs.CONVERSATIONS, c.state_numbers])
+        self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, [graphs.ENDS])
         numbers = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
         self._columns = b.reshape(numbers, -1)  # of the past and the run together, the columns that are given out
-        self.conversations = b.op("Shape", self._past, start=1, end=2) if b.dialect.branches else b.constant([1])
+        self.conversations = b.op("Shape", self._past, start=1, end=2)
         self._states: list[ir.Value] = []
 
     def apart(self, x: ir.Value, *sizes: int) -> ir.Value:
@@ -85,5 +84,5 @@ class States:
     def finish(self) -> None:
         """Declare the states as an output."""
         states = self._b.op("Concat", *self._states, axis=0)
-        shape: list[int | str] = [len(self._layers), self._each, "ends", self._c.state_numbers]
+        shape: list[int | str] = [len(self._layers), graphs.CONVERSATIONS, graphs.ENDS, self._c.state_numbers]
         self._b.output(states, names.STATE_OUT, FLOAT, shape)

@@ -43,7 +43,7 @@ class EngineReference:
         self._full = make_policy(None, model.manifest, model.backend.gate)
 
     def encode(self, images: Sequence[ImageSource], settings: ImageSettings) -> Encoded:
-        prepared = self._model.loaded.prepare_all(images)
+        prepared = self._model.loaded.images.prepare_all(images)
         tokens = tuple(image.encode(self.backend) for image in prepared)
         return _Opened(torch.zeros(0), tokens, session=Session(self.backend, self._manifest))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +29,10 @@ from vtx.runtime.report import golden
 from vtx.runtime.report.golden import QUESTION, golden_image
 from vtx.runtime.vision.layout import Layout
 
+ROUTER = "mlp.gate"  # its matrix in a layer
+PARTS = 8  # of an image, at most, of which one is used
+PART_TOKENS = 8
+
 
 def golden_ids(text: Text, layout: Layout, question: str = QUESTION) -> NDArray[np.int64]:
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": question}]
@@ -42,12 +47,15 @@ def record_golden(
     ks: Sequence[int | None],
     report: Callable[[int], None],
 ) -> None:
-    """Run the reference at every K of `ks` and write its features, logits and largest values to `path`."""
+    """Run the reference at every K of `ks` and write its features, logits and largest values to `path`.
+
+    Of a model with experts it runs with several parts of the image, and that one counts for which no router's choice
+    is as close as the closest ones for the others: rounding then chooses the same experts.
+    """
     config = reference.config
     image = golden_image()
     ids = golden_ids(text, config.layout)
     pixels = golden.golden_pixels(config.layout.views(image, settings))
-    decoded = golden.decoded_ids(ids, config.image_token_id)
     largest = np.zeros(config.text.layers, np.float32)
 
     def measure(layer: int, values: Tensor) -> None:
@@ -55,10 +63,45 @@ def record_golden(
 
     with torch.inference_mode():
         features = reference.encode([image], settings)
-        logits = reference.logits(decoded, features.first(golden.DECODED_TOKENS), ks, report, measure)
+        parts = image_parts(len(features.hidden)) if config.text.mixture else [golden.FIRST]
+        margins = np.full(len(parts), np.inf, np.float32)
+
+        def feed(layer: int, number: int, name: str, inputs: Tensor) -> None:
+            measure(layer, inputs)
+            if name == ROUTER:
+                margins[number] = min(margins[number], router_margin(reference, layer, inputs))
+
+        decoded = [golden.decoded_ids(ids, config.image_token_id, part) for part in parts]
+        samples = [Sample(own, features.part(part)) for own, part in zip(decoded, parts, strict=True)]
+        states = reference.hidden(samples, ks, report, watch=lambda layer, _, out: measure(layer, out), feed=feed)
+        best = int(margins.argmax())
+        logits = reference.head(torch.cat([states[best][k] for k in ks]))
     tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy()}
-    tensors |= {LARGEST: largest, **{golden.key_of(k): values.numpy() for k, values in logits.items()}}
+    tensors |= {LARGEST: largest, **{golden.key_of(k): row.numpy() for k, row in zip(ks, logits, strict=True)}}
+    if config.text.mixture:
+        bounds = [parts[best].start, parts[best].stop]
+        tensors |= {golden.PART: np.array(bounds), golden.MARGIN: margins[best : best + 1]}
     write_safetensors(path, {n: np.ascontiguousarray(t) for n, t in tensors.items()}, {"reference": "plain PyTorch"})
+
+
+def image_parts(count: int) -> list[slice]:
+    """Parts of `PART_TOKENS` of an image's tokens, from its begin to its end."""
+    starts = np.linspace(0, max(0, count - PART_TOKENS), PARTS).astype(int)
+    return [slice(start, start + PART_TOKENS) for start in dict.fromkeys(starts.tolist())]
+
+
+def router_margin(reference: Reference, layer: int, inputs: Tensor) -> float:
+    """By how much the last chosen expert's logit exceeds the next one's at least, as a share of the largest logit.
+
+    Inputs of a layer's router are [n, hidden].
+    """
+    mixture = reference.config.text.mixture
+    assert mixture is not None
+    scores = F.linear(inputs, reference.weight(f"text.layers.{layer - 1}.{ROUTER}.weight"))
+    if mixture.active == mixture.count:
+        return float("inf")
+    last, following = scores.topk(mixture.active + 1, -1).values[:, -2:].T
+    return float((last - following).min() / scores.abs().max())
 
 
 MARGIN = 2.0  # of the scales over the measured values; larger values are clipped

@@ -14,7 +14,7 @@ from vtx.exporter.reference.feed_forward import LayerWeights, activate, gated_ml
 from vtx.exporter.reference.native import rotated
 
 See = Callable[[Tensor, Tensor], None]
-
+Feed = Callable[[str, Tensor], None]
 
 SharedKV = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and their positions
 
@@ -43,7 +43,7 @@ def decoder_layer(
     inputs: LayerInputs,
     weights: LayerWeights,
     see: See | None = None,
-    feed: Callable[[str, Tensor], None] | None = None,
+    feed: Feed | None = None,
 ) -> Tensor:
     """One layer of the llama family over hidden states [batch, n, hidden]; causal among these.
 
@@ -57,7 +57,7 @@ def decoder_layer(
 
     def linear(y: Tensor, name: str) -> Tensor:
         if feed:
-            feed(name, y[0])
+            feed(name, y.flatten(0, -2))
         return F.linear(y, weight(f"{name}.weight"), weights(f"{name}.bias"))
 
     def feed_forward(x: Tensor, norm: str = "post_attention_layernorm") -> Tensor:

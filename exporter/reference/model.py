@@ -23,7 +23,7 @@ from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import NEWLINE
 from vtx.exporter.reference.feed_forward import LayerWeights, activate
-from vtx.exporter.reference.layers import LayerInputs, decoder_layer, rms, rotate
+from vtx.exporter.reference.layers import Feed, LayerInputs, decoder_layer, rms, rotate
 from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.safetensors import EVERY
@@ -51,9 +51,13 @@ class Encoded:
     maps: tuple[Tensor, ...] = ()
 
     def first(self, count: int) -> Encoded:
-        indices = np.arange(min(count, len(self.hidden)))
-        maps = tuple(layer_map[:count] for layer_map in self.maps)
-        return Encoded(self.hidden[:count], tuple(image.take(indices) for image in self.images), maps)
+        return self.part(slice(count))
+
+    def part(self, span: slice) -> Encoded:
+        """Some image tokens of the only image."""
+        indices = np.arange(len(self.hidden))[span]
+        maps = tuple(layer_map[span] for layer_map in self.maps)
+        return Encoded(self.hidden[span], tuple(image.take(indices) for image in self.images), maps)
 
     def positions(self, is_vision: Mask) -> NDArray[np.int64]:
         """Positions of a sequence's tokens [n], or [n, 3]: a text token has the next, an image those of its span."""
@@ -140,7 +144,7 @@ class _Streams:
         if layer <= len(self.maps):
             self.full[self.is_vision] += self.maps[layer - 1]
 
-    def run_withdrawn(self, c: TextConfig, layer: int, weights: LayerWeights) -> None:
+    def run_withdrawn(self, c: TextConfig, layer: int, weights: LayerWeights, feed: Feed | None = None) -> None:
         """Run `withdrawn` through a layer.
 
         A layer that shares K and V reads those of all tokens that ran in its source: of the image, too, if it left
@@ -153,7 +157,7 @@ class _Streams:
         if source == layer:
             new = None if c.shared is None else cache
             inputs = LayerInputs(self.text_positions, layer, new, self.groups[text], layer_inputs)
-            self.withdrawn = decoder_layer(c, self.withdrawn, inputs, weights)
+            self.withdrawn = decoder_layer(c, self.withdrawn, inputs, weights, feed=feed)
             self.left[layer] = cache
             return
         out = []
@@ -165,7 +169,7 @@ class _Streams:
             )
             shared = keys, values, self.text_positions if has_run else self.positions
             inputs = LayerInputs(self.text_positions, layer, given=layer_inputs, shared=shared)
-            out.append(decoder_layer(c, hidden[None], inputs, weights))
+            out.append(decoder_layer(c, hidden[None], inputs, weights, feed=feed))
         self.withdrawn = torch.cat(out)
 
 
@@ -235,10 +239,10 @@ class Reference:
         Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
         (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
         `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
-        layer and its inputs [n, in], also without withdrawal.
+        layer and its inputs [n, in], those at each K too.
         """
         text = self.config.text
-        streams = self._enter(samples)
+        streams = self.enter(samples)
         depths = sorted(k for k in ks if k is not None)
         rested = [list[_Streams]() for _ in samples]
         received = [Tensor() for _ in samples]
@@ -251,7 +255,7 @@ class Reference:
 
         attend = attend if rest is None else rank
         for layer in range(1, text.layers + 1):
-            weights = self._layer_weights(layer, keep=len(samples) > 1)
+            weights = self.layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
                 if layer in depths:
                     if rest is None:
@@ -263,7 +267,7 @@ class Reference:
                 stream.run(text, layer, weights, see=see, feed=inputs)
                 watch(layer, number, stream.full)
                 if len(stream.withdrawn):
-                    stream.run_withdrawn(text, layer, weights)
+                    stream.run_withdrawn(text, layer, weights, inputs)
                 for remaining in rested[number]:
                     remaining.run(text, layer, weights)
             del weights  # before the next layer is read
@@ -280,10 +284,10 @@ class Reference:
 
         K and V are [kv_heads, n, head_dim]. `report` gets 1 a layer.
         """
-        (stream,) = self._enter([sample])
+        (stream,) = self.enter([sample])
         for layer in range(1, self.config.text.layers + 1):
             cache = list[Tensor]()
-            weights = self._layer_weights(layer, keep=False)
+            weights = self.layer_weights(layer, keep=False)
             stream.run(self.config.text, layer, weights, cache=cache)
             if cache and layer not in self.config.text.conv_layers:
                 yield layer, cache[0][0], cache[1][0]
@@ -300,7 +304,7 @@ class Reference:
 
         `last` [1, hidden] is one more token behind the sample's, which do not see it.
         """
-        (stream,) = self._enter([sample])
+        (stream,) = self.enter([sample])
         if last is not None:
             stream.full = torch.cat((stream.full, last))
             stream.is_vision = F.pad(stream.is_vision, (0, 1))
@@ -311,7 +315,7 @@ class Reference:
         results: dict[int | None, list[tuple[Tensor, Tensor]]] = {k: [] for k in ks}
         groups = stream.groups[~stream.is_vision]
         for layer in range(1, self.config.text.layers + 1):
-            weights = self._layer_weights(layer, keep=True)
+            weights = self.layer_weights(layer, keep=True)
             cache = list[Tensor]()
             withdrawn = list[Tensor]()
             if layer in depths:
@@ -337,13 +341,13 @@ class Reference:
 
         Holds every layer's keys and values of all samples, and reads all weights once a token. `report` gets 1 a layer.
         """
-        streams = self._enter(samples)
+        streams = self.enter(samples)
         caches: list[dict[int, list[Tensor]]] = [{} for _ in samples]
         answers: list[list[int]] = [[] for _ in samples]
         active = list(range(len(samples)))
         while active:
             for layer in range(1, self.config.text.layers + 1):
-                weights = self._layer_weights(layer, keep=True)
+                weights = self.layer_weights(layer, keep=True)
                 for n in active:
                     streams[n].run(self.config.text, layer, weights, cache=caches[n].setdefault(layer, []))
                 report(1)
@@ -383,22 +387,13 @@ class Reference:
         features: Encoded,
         ks: Sequence[int | None],
         report: Callable[[int], None] = lambda _: None,
-        measure: Callable[[int, Tensor], None] = lambda *_: None,
     ) -> dict[int | None, Tensor]:
-        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer.
-
-        `measure` gets each layer's number and, one after the other, the inputs of its matrices and its output.
-        """
-        hidden = self.hidden(
-            [Sample(ids, features)],
-            ks,
-            report,
-            watch=lambda layer, _, out: measure(layer, out),
-            feed=lambda layer, _, __, inputs: measure(layer, inputs),
-        )[0]
+        """Logits [vocab] at the last position for each K (None: no withdrawal). `report` gets 1 a layer."""
+        hidden = self.hidden([Sample(ids, features)], ks, report)[0]
         return dict(zip(ks, self.head(torch.cat([hidden[k] for k in ks])), strict=True))
 
-    def _enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+    def enter(self, samples: Sequence[Sample]) -> list[_Streams]:
+        """The hidden states of each sample as they enter the first layer."""
         streams = []
         for sample in samples:
             is_vision = torch.from_numpy(sample.ids == self.config.image_token_id)
@@ -449,7 +444,7 @@ class Reference:
         inputs: Tensor = (projected + embedded) * 2**-0.5
         return inputs
 
-    def _layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
+    def layer_weights(self, layer: int, *, keep: bool) -> LayerWeights:
         """The weights of decoder layer `layer`, from 1, by name: read now if `keep`, else at each use.
 
         Those of experts are always read at each use.
@@ -464,3 +459,29 @@ class Reference:
             return self._weights.read(names[name], rows)
 
         return weight
+
+
+class LayerErrors:
+    """The changes that the weights of `rounded` make in each layer of one sample, whose number is `sample`.
+
+    `watch`, passed to `hidden` of the whole weights, runs the rounded layer on what enters the whole one. `largest` is
+    the layer with the largest error, from 1, and that error: of the layer's output, relative to it, the root of the
+    mean square over the tokens.
+    """
+
+    def __init__(self, whole: Reference, rounded: Reference, samples: Sequence[Sample], sample: int) -> None:
+        self._rounded = rounded
+        self._sample = sample
+        (self._stream,) = whole.enter([samples[sample]])
+        self.largest = (1, 0.0)
+
+    def watch(self, layer: int, number: int, output: Tensor) -> None:
+        """Compare a layer's `output` [n, hidden] of sample `number`, which enters the next layer."""
+        if number != self._sample:
+            return
+        self._stream.run(self._rounded.config.text, layer, self._rounded.layer_weights(layer, keep=False))
+        moved = (self._stream.full - output).norm(dim=-1) / output.norm(dim=-1).clamp_min(1e-30)
+        error = float(moved.square().mean().sqrt())
+        if error > self.largest[1]:
+            self.largest = (layer, error)
+        self._stream.full = output

@@ -66,7 +66,9 @@ class Scaling:
         if self.sample is None:
             return None
         inputs = read_bits(self.sample).astype(np.float32)
-        return Feedback.of(inputs if self.columns is None else inputs / self.columns)
+        if self.columns is not None:
+            inputs /= self.columns
+        return Feedback.of(inputs)
 
     def apply(self, part: Floats, start: int) -> Floats:
         """A copy of `part`, the rows of a weight from row `start` on, scaled."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.card import Card
     from vtx.runtime.prompt.guiding import Guide
 
-CARD = "card"  # in place of a probability: the threshold of the bundle's card
+CARD = "card"  # in place of a probability, or of K: that of the bundle's card
 MAX_SCORED = 64  # choices whose probabilities are computed, with a pass for each
 ALLOWED = "a probability from 0 to 1, or card"
 

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vtx.runtime.api.chunks import ChunkGuide, Continuation
-from vtx.runtime.api.loaded import LoadedBundle, Picture, opening_parts
+from vtx.runtime.api.images import Picture
+from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import DEFAULT, K
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.api.robot_units import as_text, normalised, restored, width_of
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
@@ -97,7 +99,7 @@ class Actor:
         deadline = Deadline(request.deadline_ms, "fewer steps or a smaller K")
         loaded = self._loaded
         spec = self._spec
-        loaded.check_open()
+        loaded.conversations.check_open()
         if request.unnorm_key is not None:
             raise RequestError("unnorm_key: this model has the statistics of one robot; leave it out")
         if request.reduce not in (DEFAULT, None, "none"):
@@ -121,8 +123,8 @@ class Actor:
         width = width_of(spec, "actions")
         if not request.normalized and width is None:
             raise self._without_statistics("actions")
-        prepared = loaded.prepare_all(pictures)
-        if loaded.fit == "released":  # as openpi's tokenizer has it
+        prepared = loaded.images.prepare_all(pictures)
+        if loaded.images.options.fit == "released":  # as openpi's tokenizer has it
             instruction = instruction.strip().replace("_", " ").replace("\n", " ")
         content = opening_parts(prepared, instruction)
         if spec.state_in == "text":

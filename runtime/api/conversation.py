@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.answering import AnswerInProgress
 from vtx.runtime.api.boxes import check_boxes
-from vtx.runtime.api.loaded import ImageReader, Images, LoadedBundle, opening_messages
+from vtx.runtime.api.images import ImageReader, Images
+from vtx.runtime.api.loaded import LoadedBundle
 from vtx.runtime.api.options import DEFAULT, K, OptionKeywords, Options, QuestionKeywords, Settings, combined
+from vtx.runtime.api.prompts import opening_messages
+from vtx.runtime.api.question import Question
 from vtx.runtime.api.room import check_room
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.api.turns import Ended, Request, Turns
@@ -80,7 +83,7 @@ class Conversation:
         self._prefix_file = prefix_file
         self._turns = Turns()
         self._forget()
-        loaded.register(self)
+        loaded.conversations.add(self)
 
     def __enter__(self) -> Conversation:
         return self
@@ -104,7 +107,7 @@ class Conversation:
         A running answer is stopped. The cached prompt is reused up to the first token that differs. Earlier chats
         cannot be continued.
         """
-        self._reread(self.loaded.reader(images, fit), image_tokens)
+        self._reread(self.loaded.images.reader(images, fit), image_tokens)
 
     def _reread(self, reader: ImageReader, image_tokens: ImageDetail) -> None:
         """Ask about what the reader gives from now on."""
@@ -219,11 +222,11 @@ class Conversation:
         """
         loaded = self.loaded
         images = self.images
-        loaded.check_open()
+        loaded.conversations.check_open()
         options = settings.options
         guide = options.guide
         messages = with_tools(messages, [], options.thinking)
-        loaded.check_thinking(messages, options)
+        loaded.prompts.check_thinking(messages, options)
         if guide is not None and guide.fill:
             from vtx.runtime.api.filling import FillingStream
 
@@ -238,22 +241,13 @@ class Conversation:
             messages = with_schema(messages, str(guide.schema))
         if guide is not None and guide.tools is not None and "tools" not in messages[0]:
             messages = with_tools(messages, guide.listed_tools)
-        ids = loaded.prompt_ids(messages, images)
+        ids = loaded.prompts.ids(messages, images)
         if not policy.entries:  # these leave out image tokens before the decoder
             check_room(loaded, ids, images)
         if resume and policy.fixed:
             after = self._session.selection
-        answering = AnswerInProgress(
-            loaded,
-            messages,
-            ids,
-            policy,
-            settings.options,
-            partial(self._lease, images),
-            after=after,
-            completed=completed,
-        )
-        return AnswerStream(answering)
+        question = Question(messages, ids, policy, settings.options, after)
+        return AnswerStream(AnswerInProgress(loaded, question, partial(self._lease, images), completed))
 
     def agreement(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """The number of leading tokens of a prompt that the caches hold, and of all that they hold."""
@@ -288,7 +282,7 @@ class Conversation:
     @contextmanager
     def _lease(self, images: tuple[PreparedImage, ...], request: Request) -> Iterator[tuple[Session, EncodedImages]]:
         with self._turns.hold(request):
-            self.loaded.check_open()
+            self.loaded.conversations.check_open()
             if images is not self.images:  # they were replaced before the answer began
                 raise Ended("cancelled")
             session = self._session
@@ -324,7 +318,7 @@ class Conversation:
         """Begin with empty caches."""
         loaded = self.loaded
         self._session = Session(loaded.backend, loaded.manifest)
-        shared = (loaded.image_cache, loaded.tile_cache) if self._shares_images else (None, None)
+        shared = (loaded.caches.images, loaded.caches.tiles) if self._shares_images else (None, None)
         self._encoded = EncodedImages(loaded.backend, self.images, *shared, self.tenant)
 
 

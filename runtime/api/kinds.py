@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vtx.runtime.bundle.card import CHOICE, NUMBER, TEXT, YES_NO, Kind, KindDepth
 from vtx.runtime.bundle.spec.model_spec import ModelSpec, unscored
-from vtx.runtime.prompt.guiding import Guide
 
-CARD = "card"  # in place of K: the card's for the kind of answer
+if TYPE_CHECKING:
+    from vtx.runtime.prompt.guiding import Guide
+
 _OF_TYPES: dict[str, Kind] = {"boolean": YES_NO, "integer": NUMBER, "number": NUMBER}
 _COMBINED = ("prefixItems", "anyOf", "oneOf", "allOf")  # lists of schemas
 

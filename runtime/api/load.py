@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from vtx.runtime.api.images import ImageOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.devices import NONE, DeviceChoice, choose_by_card, float_bytes, open_backend
 from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
@@ -73,13 +74,13 @@ def load(
     start = time.perf_counter()
     if threads is not None:
         check_whole("threads", threads, 1, MOST_THREADS)
-    formats = check_formats(image_formats)
+    images = ImageOptions(fit, max_tiles, max_pixels, check_formats(image_formats))
     key = None if require_signature is None else PublicKey.load(Path(require_signature))
     opened = Bundle.open(bundle, key=key)
     failed = dict[str, str]()
     backend = None
     while backend is None:
-        choice = choose_for(opened, device, compute, fit=fit, max_tiles=max_tiles, max_pixels=max_pixels, failed=failed)
+        choice = choose_for(opened, device, compute, images, failed)
         if not force and not ENGINES[choice.device].gpu:
             _check_memory(opened, choice)
         try:
@@ -89,17 +90,7 @@ def load(
                 raise
             failed[choice.device] = str(e)
     load_ms = 1000 * (time.perf_counter() - start)
-    model = Model(
-        opened,
-        backend,
-        load_ms,
-        choice.why,
-        card=choice.card,
-        fit=fit,
-        max_tiles=max_tiles,
-        max_pixels=max_pixels,
-        image_formats=formats,
-    )
+    model = Model(opened, backend, load_ms, choice.why, card=choice.card, images=images)
     if choice.ignored:
         log.warning("card.json of %s is ignored: %s", opened.folder, choice.ignored)
     if choice.card:
@@ -112,16 +103,13 @@ def choose_for(
     bundle: Bundle,
     device: str,
     compute: str | None,
-    *,
-    fit: str | None = None,
-    max_tiles: int | None = None,
-    max_pixels: int | None = None,
+    images: ImageOptions,
     failed: Mapping[str, str] = NONE,
 ) -> DeviceChoice:
     """The device on which `load` would answer a bundle. Raises as `load` does if the bundle or machine cannot do it."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
-    settings_for(layout, bundle.manifest.image, fit)
-    limited_layout(layout, max_tiles, max_pixels)
+    settings_for(layout, bundle.manifest.image, images.fit)
+    limited_layout(layout, images.max_tiles, images.max_pixels)
     return choose_by_card(bundle, device, compute, failed)
 
 

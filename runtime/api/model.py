@@ -25,7 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import ImageKeywords, Images, LoadedBundle
+from vtx.runtime.api.images import ImageOptions, Images
+from vtx.runtime.api.loaded import DEFAULT_IMAGES, LoadedBundle
 from vtx.runtime.api.options import DEFAULT, K, Options, QuestionKeywords, Settings
 from vtx.runtime.api.stream import AnswerStream, AsyncAnswerStream
 from vtx.runtime.backends.backend import Backend
@@ -58,9 +59,9 @@ class Model:
         why: str = "asked for",
         *,
         card: Card | None = None,
-        **images: Unpack[ImageKeywords],
+        images: ImageOptions = DEFAULT_IMAGES,
     ) -> None:
-        self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, **images)
+        self.loaded = LoadedBundle(bundle, backend, load_ms, why, card=card, images=images)
         self.bundle = bundle
         self.backend = backend
         self.manifest = bundle.manifest
@@ -74,7 +75,7 @@ class Model:
 
     def __repr__(self) -> str:
         manifest = self.manifest
-        state = ", closed" if self.loaded.closed else ""
+        state = ", closed" if self.loaded.conversations.closed else ""
         ks = ", ".join(map(str, manifest.variants)) or "none"
         device = f"{self.backend.device} in {self.backend.compute}"
         return f"<vtx.Model {manifest.model.name}, {manifest.precision} weights, K {ks}, on {device}{state}>"
@@ -115,13 +116,13 @@ class Model:
                 `prefix_file` or `image_tokens` cannot be used with this model.
 
         """
-        self.loaded.check_open()
+        self.loaded.conversations.check_open()
         file = None if prefix_file is None else Path(prefix_file)
-        reader = self.loaded.reader(images, fit)
+        reader = self.loaded.images.reader(images, fit)
         conversation = Conversation(self.loaded, reader(image_tokens), system, prefix_file=file)
         conversation.reader = reader
         if system is not None:
-            self.loaded.check_system(conversation.opening("?"))
+            self.loaded.prompts.check_system(conversation.opening("?"))
         return conversation
 
     def act(
@@ -242,8 +243,8 @@ class Model:
             raise RequestError(
                 "the last message must be the user's question or a tool's result: a dict with role 'user' or 'tool'"
             )
-        self.loaded.check_system(turns)
-        conversation = Conversation(self.loaded, self.loaded.prepare_all(images, messages=turns))
+        self.loaded.prompts.check_system(turns)
+        conversation = Conversation(self.loaded, self.loaded.images.prepare_all(images, messages=turns))
         return conversation.stream_messages(turns, Settings.of(k, options, keywords))
 
     async def agenerate(

@@ -23,7 +23,7 @@ def check_room(loaded: LoadedBundle, ids: NDArray[np.int64], images: Sequence[Pr
     if len(ids) <= room:
         return
     prompt = _LongPrompt(loaded, len(ids), tuple(images), room)
-    layout = loaded.layout
+    layout = loaded.images.layout
     if layout.max_views == 1 and not prompt.videos and layout.min_tokens is None:
         return
     limits = (prompt.tiles(), prompt.budget(), prompt.pixels(), prompt.frames())
@@ -62,8 +62,8 @@ class _LongPrompt:
 
     def tiles(self) -> Iterator[str]:
         text = self.loaded.text
-        for tiles in range(self.loaded.layout.max_views - 1, 0, -1):
-            layout = self.loaded.layout.limited(tiles).for_images(len(self.sizes))
+        for tiles in range(self.loaded.images.layout.max_views - 1, 0, -1):
+            layout = self.loaded.images.layout.limited(tiles).for_images(len(self.sizes))
             smaller = (
                 layout.prompt_image(*image.size)
                 if image.refitted is None
@@ -75,27 +75,27 @@ class _LongPrompt:
                 return
 
     def budget(self) -> Iterator[str]:
-        for tokens in self.loaded.layout.budgets:
-            layout = next(self.loaded.layout.choices(tokens))
+        for tokens in self.loaded.images.layout.budgets:
+            layout = next(self.loaded.images.layout.choices(tokens))
             if sum(layout.count(*size) for size in self.sizes) <= self.text_room:
                 yield f"--image-tokens {tokens} (image_tokens={tokens}) fits"
                 return
 
     def pixels(self) -> Iterator[str]:
-        layout = self.loaded.layout
+        layout = self.loaded.images.layout
         pixels = self._pixels_of_videos() if self.videos else layout.fitting(self.sizes, self.text_room)
         if pixels and not layout.budgets:
             yield f"--max-pixels {pixels} (max_pixels={pixels}) fits"
 
     def _pixels_of_videos(self) -> int | None:
         """The largest `max_pixels` at which videos and images take no more tokens than there is room for."""
-        layout = self.loaded.frames_layout()
+        layout = self.loaded.images.frames_layout()
         if not isinstance(layout, Pairs):
             return None
         room = self.text_room - sum(self.loaded.text.size(video.in_prompt) - video.tokens for video in self.videos)
         for tokens in range(max(video.tokens for video in self.videos), 0, -1):
             pixels = tokens * layout.unit**2
-            count = sum(self.loaded.layout.within(pixels).count(*size) for size in self.sizes)
+            count = sum(self.loaded.images.layout.within(pixels).count(*size) for size in self.sizes)
             count += sum(video.refitted(video.frames, pixels).tokens for video in self.videos if video.refitted)
             if count <= room:
                 return pixels

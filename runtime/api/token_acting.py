@@ -40,7 +40,7 @@ class TokenActor:
         """See `Model.act`."""
         deadline = Deadline(request.deadline_ms, "a smaller K")
         loaded = self._loaded
-        loaded.check_open()
+        loaded.conversations.check_open()
         unread = [name for name in ("state", "noise", "seed", "steps", "after") if getattr(request, name) is not None]
         if unread:
             raise RequestError(
@@ -55,7 +55,7 @@ class TokenActor:
         check_instruction(request.instruction)
         limits = self._range(request.unnorm_key)
         count = len(limits.low)
-        prepared = loaded.prepare_all(pictures)
+        prepared = loaded.images.prepare_all(pictures)
         with self._lock:
             if self._conversation is None:
                 self._conversation = Conversation(loaded, prepared)
@@ -74,7 +74,7 @@ class TokenActor:
         deadline.left()
         if len(answer.token_ids) < count:
             shortage = f"the answer has {len(answer.token_ids)} of the {count} tokens of an action"
-            loaded.check_open()
+            loaded.conversations.check_open()
             if answer.stopped == "context":
                 raise ContextError(
                     f"{shortage}, then the context is full; shorten the instruction{loaded.manifest.or_more_context}"

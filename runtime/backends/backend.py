@@ -159,10 +159,6 @@ class EngineBackend(Backend, Protocol):
     """The class of a row of `ENGINES`: questions before a bundle is loaded, and the load."""
 
     @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        """A rank for a bundle among the engines, and the reason for it; None if it is not to be tried."""
-
-    @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
         """The reason why it cannot answer a bundle here, and the fix; None if it can. Its module is installed."""
 

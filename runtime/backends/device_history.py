@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from vtx.runtime.backends.cuda import Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import FLOAT
 from vtx.runtime.backends.slots import StateHistory
@@ -15,6 +17,7 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.vision.tokens import Ids
 
 FEWEST = 8  # states that memory for those of one run has room for, and then powers of two
+ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
 _versions = itertools.count(1)
 
 
@@ -110,6 +113,20 @@ class DeviceStateHistory(StateHistory):
         if self._run is not None:
             self._pool.give_back(self._several, self._run)
             self._run = None
+
+    def copy_to(self, length: int, address: int, pitch: int = 0) -> None:
+        """Queue a copy of the state after `length` tokens to an address, its layers `pitch` bytes apart there."""
+        layers, numbers = self.shape
+        row = FLOAT.itemsize * numbers
+        self._cuda.copy_rows(address, pitch or row, self.before(length).address, row, row, layers)
+
+    def put_from(self, length: int, address: int, pitch: int = 0) -> None:
+        """Hold a copy of the state after the one token that ran behind `length` others, which is at an address."""
+        layers, numbers = self.shape
+        row = FLOAT.itemsize * numbers
+        room = self.room(1)
+        self._cuda.copy_rows(room.address, row, address, pitch or row, row, layers)
+        self.put(length, ONE, room)
 
     def take(self, other: StateHistory, length: int) -> None:
         assert isinstance(other, DeviceStateHistory)

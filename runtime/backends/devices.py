@@ -59,7 +59,7 @@ def choose(
             raise DeviceError(obstacle)
         return _chosen(bundle.manifest, device, compute, "asked for", number)
     obstacles: dict[str, str] = {}
-    merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.load().merit(bundle))}
+    merits = {name: merit for name, engine in ENGINES.items() if (merit := engine.merit(bundle))}
     for name in sorted(merits, key=lambda name: (merits[name][0], name), reverse=True):
         obstacle = failed.get(name) or _obstacle(bundle, name, compute)
         if not obstacle:

@@ -5,7 +5,7 @@ An engine is a folder next to this file and a row here. Imports nothing heavy: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,9 +15,11 @@ from vtx.runtime.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from vtx.runtime.backends.backend import EngineBackend
+    from vtx.runtime.bundle.bundle import Bundle
     from vtx.runtime.bundle.spec.manifest import Manifest
 
 AUTO = "auto"
+Merit = tuple[int, str]
 Floats = Mapping[str, int]  # bytes in memory of a float of each of safetensors' types
 # onnxruntime's CPU provider computes in float32 and expands narrower floats to it; OpenVINO packs them as they are, and
 # all of them in bfloat16 if it computes in that.
@@ -32,10 +34,11 @@ INTEGERS: Floats = {**KEPT, "I4": 1}
 class EngineCost:
     """An engine's use of memory for a model, as vtx-plan counts it.
 
-    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored. `wide`: arithmetic and
-    activations are float32. `blocks`: K/V have whole blocks of slots, else as many as are filled; `passes`: times that
-    a token reads or writes those that are filled. `reserved`: of images at native resolution, memory is taken at load
-    for one of this many times the most pixels; 0: it is taken for the images that are asked about.
+    `floats`: bytes of a float weight there, by its stored type, None: all weights as stored, but for int8 ones of
+    `int8` bytes. `wide`: arithmetic and activations are float32. `blocks`: K/V have whole blocks of slots, else as many
+    as are filled; `passes`: times that a token reads or writes those that are filled. `reserved`: of images at native
+    resolution, memory is taken at load for one of this many times the most pixels; 0: it is taken for the images that
+    are asked about.
 
     `base`: bytes of the process before any weight: libraries, and what graphs take beside weights. `apart`: values of
     different sizes do not take the same memory one after another, and neither do the graphs: OpenVINO's graphs of free
@@ -44,6 +47,7 @@ class EngineCost:
     """
 
     floats: Floats | None = None
+    int8: int = 1
     wide: bool = False
     blocks: bool = False
     passes: int = 1
@@ -58,11 +62,19 @@ class EngineCost:
 # sides up to the longer one, and so as many times the most pixels.
 WIDEST = 2
 WIDEST_VIEW = 4  # the same of models that see large images in tiles or slices, whose views are small
-MAYBE_WIDENED = (
-    "weights as stored, but TensorRT other than TensorRT-RTX may widen int8 ones to float16, as vtx-build then warns; "
-    "K/V grow with the tokens"
-)
 WIDENED = "floats are widened to float32 and computed in it"
+# Of TensorRT by its flavour: K/V are read, joined to the new token's in other memory, and read there.
+TENSORRT_COSTS: Mapping[str, EngineCost] = {
+    "tensorrt": EngineCost(
+        int8=2,
+        blocks=True,
+        passes=3,
+        reserved=WIDEST,
+        note="int8 weights as float16, which TensorRT may hold them in (not measured), others as stored; K/V grow with "
+        "the tokens",
+    ),
+    "tensorrt_rtx": EngineCost(blocks=True, passes=3, reserved=WIDEST),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +84,7 @@ class EngineSpec:
     `title`: its name in messages. `modules`: one of them must be importable, installed by `extra` in `package`.
     `dialect`: of the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float
     in memory. `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
+    `merit`: a rank for a bundle among the engines, and the reason for it; None if it is not to be tried.
     """
 
     title: str
@@ -81,6 +94,7 @@ class EngineSpec:
     dialect: str
     compute: Mapping[str, Floats]
     backend: str
+    merit: Callable[[Bundle], Merit | None]
     costs: Mapping[str, EngineCost]
     gpu: bool = False
 
@@ -91,27 +105,51 @@ class EngineSpec:
         return backend
 
 
+def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> Merit:
+    """The merit of OpenVINO, or of onnxruntime, by measurements (docs/how-to/openvino.md)."""
+    weights = manifest.precision
+    hidden = manifest.model.hidden
+    if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
+        return 1, "what is possible here"
+    return 2, f"faster on CPUs with {weights} weights at hidden size {hidden}"
+
+
+def _merit_on_gpu(bundle: Bundle) -> Merit | None:
+    from vtx.runtime.host.gpu import find_gpu
+
+    possible = find_gpu() is not None and ENGINES["cuda"].load().obstacle(bundle) is None
+    return (3, "there is a GPU") if possible else None
+
+
+def _merit_of_built(bundle: Bundle) -> Merit | None:
+    from vtx.runtime.bundle.fingerprint import targets
+
+    return (4, "there are engines for this GPU") if targets(bundle) else None
+
+
 ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the sizes of known models is the last
     "cpu": EngineSpec(
         "onnxruntime", ("onnxruntime",), "cpu", "onnxruntime", "ort", {"f32": EXPANDED}, "ort.backend:OrtBackend",
+        lambda bundle: merit_on_cpu(bundle.manifest, openvino=False),
         {"ort": EngineCost(EXPANDED, wide=True, apart=True, packing=True,
                            note=f"{WIDENED}, K/V grow with the tokens")},
     ),
     "openvino": EngineSpec(
         "OpenVINO", ("openvino",), "openvino", "openvino", "plain",
         {"f32": KEPT, "bf16": NARROWED, "int8": INTEGERS}, "openvino.backend:OpenvinoBackend",
+        lambda bundle: merit_on_cpu(bundle.manifest, openvino=True),
         # 105 MB of libraries, 115 to 130 of the graphs of two models of 42 and 52 layers
         {"plain": EngineCost(KEPT, wide=True, base=220 << 20, apart=True)},
     ),
     "cuda": EngineSpec(
         "onnxruntime's CUDA provider", ("onnxruntime",), "gpu", "onnxruntime-gpu", "ort-cuda",
-        {"f16": KEPT, "f32": EXPANDED}, "ort.cuda:OrtCudaBackend", {"ort-cuda": EngineCost(blocks=True)}, gpu=True,
+        {"f16": KEPT, "f32": EXPANDED}, "ort.cuda:OrtCudaBackend", _merit_on_gpu,
+        {"ort-cuda": EngineCost(blocks=True)}, gpu=True,
     ),
     "tensorrt": EngineSpec(
         "TensorRT", ("tensorrt", "tensorrt_rtx"), "rtx", "tensorrt", "trt", {"f16": KEPT, "f32": EXPANDED},
-        "tensorrt.backend:TensorrtBackend",
-        # K/V are read, joined to the new token's in other memory, and read there
-        dict.fromkeys(("trt", "trt10"), EngineCost(blocks=True, passes=3, reserved=WIDEST, note=MAYBE_WIDENED)),
+        "tensorrt.backend:TensorrtBackend", _merit_of_built,
+        dict.fromkeys(("trt", "trt10"), TENSORRT_COSTS["tensorrt"]),
         gpu=True,
     ),
 }  # fmt: skip
@@ -147,12 +185,3 @@ def split_device(device: str) -> tuple[str, int]:
     if name not in GPUS or not (number.isascii() and number.isdigit() and len(number) < 4):
         raise DeviceError(f"device {device!r}: only a GPU has a number, from 0: {', '.join(f'{g}:1' for g in GPUS)}")
     return name, int(number)
-
-
-def merit_on_cpu(manifest: Manifest, *, openvino: bool) -> tuple[int, str]:
-    """The merit of OpenVINO, or of onnxruntime, by measurements (docs/how-to/openvino.md)."""
-    weights = manifest.precision
-    hidden = manifest.model.hidden
-    if openvino != (hidden >= PRECISIONS[weights].openvino_hidden):
-        return 1, "what is possible here"
-    return 2, f"faster on CPUs with {weights} weights at hidden size {hidden}"

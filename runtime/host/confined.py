@@ -1,6 +1,6 @@
 """Untrusted data is parsed in a child process that the kernel holds to limits.
 
-    value = confine("package.module:function", request, subject="the tokenizer of llava", limits=ChildLimits())
+    value = confine(ChildTask("package.module:function", request), Subject("the tokenizer of llava"))
 
 `function` gets `request` and returns its result, both values of JSON. A generator also yields items, each a header of
 JSON and the parts of a payload of bytes; `receive` gets each at once. A `VtxError` of the function is raised here
@@ -24,8 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import IO, Any, BinaryIO, Protocol
 
@@ -90,13 +90,26 @@ class ChildLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChildTask:
-    """The task of a child."""
+    """The function `target`, its argument, and what the child may use."""
 
     target: str
     request: Any
-    limits: ChildLimits
-    libraries: tuple[str, ...]
-    reads: tuple[str, ...]
+    limits: ChildLimits = ChildLimits()
+    libraries: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    def allowed(self) -> ChildTask:
+        """The task as a child of this process can have it: within its limits, its paths absolute."""
+        return replace(self, limits=self.limits.allowed(), reads=tuple(map(os.path.abspath, self.reads)))
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The data that a child parses: its `name` in messages, and the error and cure if that fails."""
+
+    name: str
+    error: type[VtxError] = CheckpointError
+    cure: str = "it is damaged or hostile; get it again from somebody you trust"
 
 
 class Child(Protocol):
@@ -105,54 +118,50 @@ class Child(Protocol):
 
 
 def confine(
-    target: str,
-    request: Any,
+    task: ChildTask,
+    subject: Subject,
     *,
-    subject: str,
-    limits: ChildLimits = ChildLimits(),
-    libraries: tuple[str, ...] = (),
-    reads: Sequence[str | os.PathLike[str]] = (),
     data: BinaryIO | None = None,
     receive: Callable[[dict[str, Any], bytearray], None] | None = None,
     stopped: Callable[[], bool] | None = None,
-    error: type[VtxError] = CheckpointError,
-    cure: str = "it is damaged or hostile; get it again from somebody you trust",
 ) -> Any:
-    """The result of the function `target` for `request`. Raises its VtxErrors, and `error`, with `cure`.
+    """The result of the task's function. Raises its VtxErrors, and the subject's error, with its cure.
 
     `data` is an open file that the function finds on stdin. Once `stopped` returns True, the child is ended, which
     raises RequestError.
     """
-    if limits != (limits := limits.allowed()):
+    name = subject.name
+    error = subject.error
+    cure = subject.cure
+    limits = task.limits.allowed()
+    if limits != task.limits:
         cure = f"raise the limits of this shell (see ulimit -a), or {cure}"
     if stopped is not None and stopped():
-        raise RequestError(f"{subject} is no longer wanted; ask again")
-    task = ChildTask(target, request, limits, libraries, tuple(os.path.abspath(path) for path in reads))
+        raise RequestError(f"{name} is no longer wanted; ask again")
     with scratch() as log:
-        code, result, ended = _run(task, data, log, receive, stopped)
+        code, result, ended = _run(task.allowed(), data, log, receive, stopped)
         log.seek(0)
         text = log.read(1 << 20).decode("utf-8", "replace")
     if ended == "stopped":
-        raise RequestError(f"{subject} is no longer wanted; ask again")
+        raise RequestError(f"{name} is no longer wanted; ask again")
     if ended == "late":
-        raise error(f"{subject} takes more than {limits.wall_seconds:g} s to read, the limit; {cure}")
+        raise error(f"{name} takes more than {limits.wall_seconds:g} s to read, the limit; {cure}")
     if result is None or code != 0:
-        raise error(f"{subject} {_end(code, text, limits)}; {cure}")
+        raise error(f"{name} {_end(code, text, limits)}; {cure}")
     if result.get("limit") in ("memory", "cpu", "file"):
-        raise error(f"{subject} {_limit(result['limit'], limits)}; {cure}")
+        raise error(f"{name} {_limit(result['limit'], limits)}; {cure}")
     error_class = getattr(errors, str(result.get("error")), None)
     if isinstance(error_class, type) and issubclass(error_class, VtxError):
         raise error_class(str(result.get("message"))[:2000])
     if "value" not in result:
-        raise error(f"{subject} cannot be read ({str(result.get('crash'))[:200]}); {cure}")
+        raise error(f"{name} cannot be read ({str(result.get('crash'))[:200]}); {cure}")
     return result["value"]
 
 
 def confinement() -> tuple[str, ...]:
     """The restrictions of a child of this process, out of "limits", "seccomp" and "landlock"."""
-    limits_of_child = confine(
-        f"{confined_child.__name__}:confinement", None, subject="a child process", error=DeviceError
-    )
+    task = ChildTask(f"{confined_child.__name__}:confinement", None)
+    limits_of_child = confine(task, Subject("a child process", DeviceError))
     return tuple(str(name) for name in limits_of_child)
 
 

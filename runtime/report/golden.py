@@ -32,22 +32,34 @@ DECODED_TOKENS = 128  # the image's first ones, with which the decoder is checke
 PIXEL_TOLERANCE = 1e-5
 # Engines round the inputs of integer matrices differently: the choice among tokens of nearly equal scores may differ.
 OTHER_CHOICES = 0.25
+FIRST = slice(0, DECODED_TOKENS)
+PART = "image_part"  # the first image token and the end of those that the decoder of a mixture is checked with
+MARGIN = "router_margin"  # of the closest choice among experts
 STATE = "state"  # of actions
 NOISE = "noise"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison: the largest difference, relative to the reference's largest magnitude, and its limit."""
+    """One comparison: the largest difference, relative to the reference's largest magnitude, and its limit.
+
+    `margin`: of logits of a model with experts, the distance of its router's closest choice, also relative.
+    """
 
     name: str
     difference: float
     limit: float
     note: str = ""
+    margin: float | None = None
 
     @property
     def passed(self) -> bool:
         return self.difference <= self.limit
+
+    @property
+    def tied(self) -> bool:
+        """True for a difference that other experts may make, as rounding within the limit can choose them."""
+        return not self.passed and self.margin is not None and self.margin < self.limit
 
 
 def golden_image() -> Image.Image:
@@ -76,22 +88,25 @@ def key_of(k: int | None) -> str:
     return f"logits.{k or 'none'}"
 
 
-def decoded_ids(ids: NDArray[np.int64], image_token_id: int, count: int = DECODED_TOKENS) -> NDArray[np.int64]:
-    """The golden prompt's ids for the decoder: of the image's tokens only the first `count`."""
+def decoded_ids(ids: NDArray[np.int64], image_token_id: int, part: slice = FIRST) -> NDArray[np.int64]:
+    """The golden prompt's ids for the decoder: of the image's tokens only a part."""
     is_vision = ids == image_token_id
-    remaining: NDArray[np.int64] = ids[~is_vision | (is_vision.cumsum() <= count)]
+    number = is_vision.cumsum() - 1
+    remaining: NDArray[np.int64] = ids[~is_vision | ((number >= part.start) & (number < part.stop))]
     return remaining
 
 
-def bounded_prompt(ids: Ids, image_token_id: int, encode: Callable[[], ImageTokens] | None) -> Prompt:
-    """The prompt of `ids` about at most one image, `encode`d when it is needed, of which the first tokens are used."""
-    bounded = decoded_ids(ids, image_token_id)
+def bounded_prompt(
+    ids: Ids, image_token_id: int, encode: Callable[[], ImageTokens] | None, part: slice = FIRST
+) -> Prompt:
+    """The prompt of `ids` about at most one image, `encode`d when it is needed, of which a part is used."""
+    bounded = decoded_ids(ids, image_token_id, part)
     if encode is None:
         return Prompt(bounded, np.zeros(len(bounded), bool), ())
 
     def first() -> ImageTokens:
         tokens = encode()
-        return tokens.take(np.arange(min(DECODED_TOKENS, len(tokens))))
+        return tokens.take(np.arange(len(tokens))[part])
 
     return Prompt(bounded, bounded == image_token_id, (("golden", first),))
 
@@ -107,12 +122,14 @@ def read_golden(bundle: Bundle) -> dict[str, NDArray[Any]]:
         table = m.action.horizon, m.action.width
         sizes = {STATE: (m.action.state,), NOISE: table, **{actions_key(k): table for k in ks}}
         axes |= dict.fromkeys((NOISE, *map(actions_key, ks)), (2,))
+    if PART in stored:
+        sizes |= {PART: (2,), MARGIN: (1,)}
     sizes |= {"ids": (), "pixels": (3, *m.image.sides), "features": (m.model.hidden,)}  # None: any
     for name, last in sorted(sizes.items()):
         if name not in stored:
             raise BundleError(f"{m.golden} lacks {name!r}; export the bundle again")
         array = stored[name]
-        dtype = np.int64 if name == "ids" else np.float32
+        dtype = np.int64 if name in ("ids", PART) else np.float32
         fits = array.dtype == dtype and array.ndim in axes.get(name, (1,)) and array.size
         shape = array.shape[array.ndim - len(last) :]
         if not fits or any(want not in (None, got) for want, got in zip(last, shape, strict=True)):
@@ -130,6 +147,11 @@ def logits_limit(manifest: Manifest, compute: str) -> float:
     return max(ARITHMETIC[compute].tolerance, KV_DTYPES[manifest.kv_dtype].tolerance, stored)
 
 
+def exact_limit(manifest: Manifest) -> float:
+    """The same in float32 by an engine that does not round what quantised matrices read."""
+    return max(PRECISIONS["fp32"].tolerance, KV_DTYPES[manifest.kv_dtype].tolerance)
+
+
 def choice_limit(manifest: Manifest) -> float:
     """The largest share of image tokens that two different engines may choose differently at a cut."""
     parts = manifest.precision, manifest.vision_precision
@@ -143,13 +165,14 @@ def check_golden(model: Model) -> Iterator[Check]:
     ids, pixels, features = (stored[name] for name in ("ids", "pixels", "features"))
     content: list[Part] = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     with without_notes():
-        prepared = model.loaded.prepare(golden_image())
+        prepared = model.loaded.images.prepare(golden_image())
     own_ids = model.loaded.text.prompt([{"role": "user", "content": content}], [prepared.in_prompt])
     yield Check("token ids", float(not np.array_equal(ids, own_ids)), 0.0)
     yield Check("image preprocessing", _distance(golden_pixels(prepared.views), pixels), PIXEL_TOLERANCE)
     computed = ARITHMETIC[model.backend.compute].tolerance
     encoded = prepared.encode(model.backend)
-    prompt = bounded_prompt(own_ids, manifest.text.image_token_id, lambda: encoded)
+    part = slice(*stored[PART].tolist()) if PART in stored else FIRST
+    prompt = bounded_prompt(own_ids, manifest.text.image_token_id, lambda: encoded, part)
     limit = max(computed, PRECISIONS[manifest.vision_precision].tolerance)
     yield Check("vision features", _distance(encoded.hidden[:FEATURE_TOKENS], features), limit)
     limit = logits_limit(manifest, model.backend.compute)
@@ -167,7 +190,8 @@ def check_golden(model: Model) -> Iterator[Check]:
         got = session.prefill(prompt, make_policy(k, manifest, model.backend.gate)).logits
         want = stored[key_of(k)]
         same = "same top token" if got.argmax() == want.argmax() else "another top token"
-        yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same)
+        margin = float(stored[MARGIN][0]) if MARGIN in stored else None
+        yield Check(f"logits at K = {k or 'none'}", _distance(got, want), limit, same, margin)
 
 
 def _distance(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:

@@ -84,6 +84,8 @@ def fidelity_lines(manifest: Manifest) -> list[str]:
     tokens = measured.get("tokens")
     if measured.get("reference") == "the checkpoint":
         lines.append(f"quality: {_divergence(own)}, over {tokens} tokens of its answers, beside the checkpoint")
+        if isinstance(moved := own.get("moved"), float):
+            lines.append(f"largest error of a layer: {moved:.2%} of its output, in layer {own.get('layer')}")
     kinds = {kind: part for kind, part in measured.items() if isinstance(part, dict) and kind != "f32"}
     if kinds:
         results = [f"{kind}: {part.get('obstacle') or _divergence(part)}" for kind, part in kinds.items()]

@@ -65,19 +65,17 @@ class ConversationPool:
         """
         self._check_free(needed)
         of_tenant = [conversation for conversation in self._kept if conversation.tenant == tenant]
-        conversation = _nearest(of_tenant, _keys(images), ids)
+        conversation = _nearest(_about(images, of_tenant), ids)
         if conversation is not None:
             self.hits += 1
             self._kept.remove(conversation)
         else:
             self.misses += 1
-            before = _keys(instead_of)
-            for former in reversed(of_tenant):
-                if before and _keys(former.images) == before:
-                    self._kept.remove(former)
-                    former.replace_prepared(tuple(images))
-                    conversation = former
-                    break
+            formers = _about(instead_of, of_tenant) if instead_of else []
+            if formers:
+                conversation = formers[-1]
+                self._kept.remove(conversation)
+                conversation.replace_prepared(tuple(images))
             else:
                 conversation = Conversation(self._loaded, tuple(images), prefix_file=prefix_file, tenant=tenant)
                 self._share_prefix(conversation, ids)
@@ -91,10 +89,9 @@ class ConversationPool:
         if not is_image.any():
             return
         prefix = int(np.flatnonzero(is_image)[-1]) + 1
-        keys = _keys(conversation.images)
-        for other in [*(leased for leased, _ in self._leased), *self._kept]:
-            same = other.tenant == conversation.tenant and _keys(other.images) == keys
-            if same and other.agreement(ids)[0] >= prefix:
+        others = _about(conversation.images, [*(leased for leased, _ in self._leased), *self._kept])
+        for other in others:
+            if other.tenant == conversation.tenant and other.agreement(ids)[0] >= prefix:
                 conversation.share_prefix(other)
                 return
 
@@ -170,12 +167,14 @@ class ConversationPool:
         dropped.close()
 
 
-def _keys(images: Sequence[PreparedImage]) -> list[str]:
-    return [image.key for image in images]
+def _about(images: Sequence[PreparedImage], conversations: Sequence[Conversation]) -> list[Conversation]:
+    """Those of the conversations that are about these images."""
+    keys = [image.key for image in images]
+    return [other for other in conversations if [image.key for image in other.images] == keys]
 
 
-def _nearest(conversations: Sequence[Conversation], keys: Sequence[str], ids: NDArray[np.int64]) -> Conversation | None:
-    """The conversation about the images `keys` that agrees with most of `ids`.
+def _nearest(conversations: Sequence[Conversation], ids: NDArray[np.int64]) -> Conversation | None:
+    """The conversation that agrees with most of `ids`, about whose images all of them are.
 
     One that agrees in less than half of what it holds is left for the request that continues it.
     """
@@ -183,7 +182,7 @@ def _nearest(conversations: Sequence[Conversation], keys: Sequence[str], ids: ND
     most = 0
     for conversation in conversations:
         agreed, length = conversation.agreement(ids)
-        if _keys(conversation.images) == keys and agreed > most and 2 * agreed >= length:
+        if agreed > most and 2 * agreed >= length:
             nearest = conversation
             most = agreed
     return nearest

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,14 @@ from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.scheduler.choosing import Chooser, Chosen
 from vtx.runtime.scheduler.conversations import ConversationPool
-from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Scheduler, Terms
 from vtx.runtime.session.encoded_images import EncodedImages, ImageCache, PictureCache, PreparedImage
 from vtx.runtime.vision.tokens import ImageTokens
 
 log = logging.getLogger(__name__)
 AHEAD = 2  # requests that wait in the thread that computes while others are prepared
 T = TypeVar("T")
+Ends: TypeAlias = "queue.SimpleQueue[tuple[RunningRequest[T], int, Answer | Exception]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +96,53 @@ class AnswerRequest:
         prefix_file: Path | None = None,
     ) -> AnswerRequest:
         """Raises RequestError for messages that cannot be asked about these images."""
-        ids = loaded.prompt_ids(messages, images)
+        ids = loaded.prompts.ids(messages, images)
         return cls(images, messages, ids, settings, instead_of=instead_of, prefix_file=prefix_file)
 
     @classmethod
     def of_chat(cls, loaded: LoadedBundle, messages: Sequence[Mapping[str, Any]], settings: Settings) -> AnswerRequest:
         """Of messages with their images, as `Model.generate` takes them. Raises as that does."""
         images, turns = split_images(messages)
-        loaded.check_system(turns)
-        return cls.of(loaded, loaded.prepare_all(images, messages=turns), turns, settings)
+        loaded.prompts.check_system(turns)
+        return cls.of(loaded, loaded.images.prepare_all(images, messages=turns), turns, settings)
 
 
-def _together(results: Sequence[Answer | Exception | None]) -> list[Answer] | Exception:
-    """The answers to the questions of one request, or the first error."""
-    answers = list[Answer]()
-    for result in results:
-        if isinstance(result, Exception):
-            return result
-        assert result is not None, "all have ended"
-        answers.append(result)
-    return answers
+class RunningRequest(Generic[T]):
+    """A request whose questions are computed, one in each of its `jobs`; the results go into a queue, and come back."""
+
+    def __init__(self, tag: T, ended: Ends[T], watch: Callable[[T, Event], None] | None) -> None:
+        self.tag = tag
+        self.jobs: Sequence[Job] = ()
+        self._ended = ended
+        self._watch = watch
+        self._results = dict[int, Answer | Exception]()  # by number of the question
+
+    def emit(self, turn: int, event: Event) -> None:
+        """Take an event of a question, in the thread that computes."""
+        try:
+            if self._watch is not None:
+                self._watch(self.tag, event)
+        finally:
+            if isinstance(event, Done):
+                answer = event.answer
+                self._ended.put((self, turn, ClosedError() if answer.stopped == "cancelled" else answer))
+            elif isinstance(event, Exception):
+                self._ended.put((self, turn, event))
+
+    def end(self, turn: int, result: Answer | Exception) -> bool:
+        """Note how a question ended; True if it was the last."""
+        self._results[turn] = result
+        return len(self._results) == len(self.jobs)
+
+    @property
+    def outcome(self) -> list[Answer] | Exception:
+        """The answers to its questions, or the first error."""
+        answers = list[Answer]()
+        for _, result in sorted(self._results.items()):
+            if isinstance(result, Exception):
+                return result
+            answers.append(result)
+        return answers
 
 
 class Engine:
@@ -139,9 +167,9 @@ class Engine:
         self.model = model
         self._parallel = capacity.parallel
         self._chooser = chooser
-        self.images = model.loaded.image_cache = ImageCache(capacity.image_tokens)
-        self.tiles = model.loaded.tile_cache = ImageCache(capacity.tiles) if capacity.tiles else None
-        model.loaded.picture_cache = PictureCache(capacity.pictures)
+        self.images = model.loaded.caches.images = ImageCache(capacity.image_tokens)
+        self.tiles = model.loaded.caches.tiles = ImageCache(capacity.tiles) if capacity.tiles else None
+        model.loaded.caches.pictures = PictureCache(capacity.pictures)
         together = min(capacity.batch, capacity.parallel)
         self.batching = Batching(model, together, capacity.kept + capacity.parallel)
         self.pool = ConversationPool(model.loaded, capacity.kv, capacity.kept)
@@ -162,7 +190,7 @@ class Engine:
         if not self.scheduler.close():
             return False
         self.pool.close()
-        self.model.loaded.image_cache = self.model.loaded.tile_cache = self.model.loaded.picture_cache = None
+        self.model.loaded.caches.images = self.model.loaded.caches.tiles = self.model.loaded.caches.pictures = None
         return True
 
     def job(
@@ -175,7 +203,7 @@ class Engine:
         limit: float = 0.0,
         choosing: Callable[[Chosen], None] = lambda _: None,
     ) -> Job:
-        """The work of one answer, for the scheduler, in a conversation of the pool; its other fields are `Job`'s.
+        """The work of one answer, for the scheduler, in a conversation of the pool; other fields are those of `Terms`.
 
         It waits while its K and V, next to those in use, would exceed the capacity.
         `choosing` is called if the engine chooses its K and reductions.
@@ -237,12 +265,14 @@ class Engine:
             begin,
             end,
             emitting,
-            ends_at=ends_at,
-            urgent=urgent,
-            limit=limit,
-            priority=asked.settings.options.priority,
-            tokens=asked.settings.options.max_new_tokens,
-            fits=partial(self.pool.fits, kv_bytes),
+            Terms(
+                ends_at,
+                urgent,
+                limit,
+                asked.settings.options.priority,
+                asked.settings.options.max_new_tokens,
+            ),
+            partial(self.pool.fits, kv_bytes),
         )
         if chooser is not None:
             job.quickest = partial(chooser.quickest, len(asked.ids))
@@ -260,22 +290,10 @@ class Engine:
         answers that run are cancelled.
         """
         most = AHEAD + (self._parallel if self.batching.obstacle is None else 1)
-        ended = queue.SimpleQueue[tuple[int, int, Answer | Exception]]()
+        ended: Ends[T] = queue.SimpleQueue()
         source = iter(requests)
-        running: dict[int, tuple[T, list[Job], list[Answer | Exception | None]]] = {}
-        number = 0
+        running = list[RunningRequest[T]]()
         reading = True
-
-        def emit(tag: T, number: int, turn: int, event: Event) -> None:
-            try:
-                if watch is not None:
-                    watch(tag, event)
-            finally:
-                if isinstance(event, Done):
-                    ended.put((number, turn, ClosedError() if event.answer.stopped == "cancelled" else event.answer))
-                elif isinstance(event, Exception):
-                    ended.put((number, turn, event))
-
         try:
             while True:
                 while reading and len(running) < most:
@@ -287,24 +305,22 @@ class Engine:
                     if isinstance(questions, Exception):
                         yield tag, questions
                         continue
-                    jobs = [
-                        self.job(question, partial(emit, tag, number, turn)) for turn, question in enumerate(questions)
+                    request = RunningRequest(tag, ended, watch)
+                    request.jobs = [
+                        self.job(question, partial(request.emit, turn)) for turn, question in enumerate(questions)
                     ]
-                    running[number] = tag, jobs, [None] * len(jobs)
-                    for job in jobs:
+                    running.append(request)
+                    for job in request.jobs:
                         self.scheduler.submit(job)
-                    number += 1
                 if not running:
                     return
-                of, turn, result = ended.get()
-                tag, jobs, results = running[of]
-                results[turn] = result
-                if all(result is not None for result in results):
-                    del running[of]
-                    yield tag, _together(results)
+                request, turn, result = ended.get()
+                if request.end(turn, result):
+                    running.remove(request)
+                    yield request.tag, request.outcome
         finally:
-            for _, jobs, _ in running.values():
-                for job in jobs:
+            for request in running:
+                for job in request.jobs:
                     job.cancel()
 
     def ask(self, asked: AnswerRequest) -> Answer:

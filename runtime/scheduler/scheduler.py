@@ -79,19 +79,35 @@ class Heartbeat:
         return self.clock() - self.last
 
 
-def order(ends_at: float, limit: float, priority: int, *, urgent: bool) -> float:
-    """The time by which a request has its turn: of those that wait, the one with the earliest begins first."""
-    return ends_at - limit * (priority / PRIORITIES + (0 if urgent else 0.5))
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The time by which an answer must end, and its length.
+
+    `ends_at`: of the monotonic clock; of waiting jobs the one whose end is nearest begins first. `urgent`: it is
+    refused if it cannot end by then; others count as if they ended after half of their `limit` of seconds, so that none
+    waits for its whole time behind urgent ones. A step of `priority` is worth a `PRIORITIES`th of the limit. The answer
+    has at most `tokens`.
+    """
+
+    ends_at: float = math.inf
+    urgent: bool = False
+    limit: float = 0.0
+    priority: int = 0
+    tokens: int = 1
+
+    @property
+    def order(self) -> float:
+        """The time by which it has its turn: of those that wait, the one with the earliest begins first."""
+        return self.ends_at - self.limit * (self.priority / PRIORITIES + (0 if self.urgent else 0.5))
+
+
+ANY_TERMS = Terms()
 
 
 class Job:
     """One request. `begin` returns its stream, `end` releases the stream's conversation, `emit` gets each event.
 
-    All three are called in the thread that computes. `ends_at`: of the monotonic clock; of waiting jobs the one whose
-    end is nearest begins first. `urgent`: it is refused if it cannot end by then; others count as if they ended after
-    half of their `limit` of seconds, so that none waits for its whole time behind urgent ones. A step of `priority` is
-    worth a `PRIORITIES`th of the limit. Its answer has at most `tokens`. `fits`: False while it must wait for others to
-    end.
+    All three are called in the thread that computes. `fits`: False while it must wait for others to end.
     """
 
     def __init__(
@@ -99,22 +115,15 @@ class Job:
         begin: Callable[[], AnswerStream],
         end: Callable[[bool], None],
         emit: Callable[[Event], None],
-        *,
-        ends_at: float = math.inf,
-        urgent: bool = False,
-        limit: float = 0.0,
-        priority: int = 0,
-        tokens: int = 1,
+        terms: Terms = ANY_TERMS,
         fits: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.tokens = tokens
+        self.terms = terms
+        self.order = terms.order
         self._begin = begin
         self._end = end
         self._emit = emit
         self.fits = fits
-        self.ends_at = ends_at
-        self.urgent = urgent
-        self.order = order(ends_at, limit, priority, urgent=urgent)
         self.lacks_memory = False  # it waits for others to end
         self.begun = self.first = math.nan  # and the time of its first token, by the scheduler's clock
         self.quickest: Callable[[], float | None] = lambda: None  # seconds of its prompt, if it can choose how it runs
@@ -269,11 +278,11 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 raise ClosedError
-            left = job.ends_at - self._clock()
+            left = job.terms.ends_at - self._clock()
             needed = self._expected(job)
             # With nothing else to do it is tried: else times that were once long would refuse all that come, for ever.
             busy = bool(self._active or self._waiting)
-            if job.urgent and (left <= 0 or (busy and needed > left)):
+            if job.terms.urgent and (left <= 0 or (busy and needed > left)):
                 raise TooLateError(needed, left)
             self._waiting.append(job)
             self._changed.notify()
@@ -289,7 +298,7 @@ class Scheduler:
 
     def _further(self, job: Job) -> float:
         """Seconds from its first token to its end, if it is as long as recent answers but for its limit."""
-        return self._token_seconds * max(0.0, min(job.tokens, self._tokens) - 1)
+        return self._token_seconds * max(0.0, min(job.terms.tokens, self._tokens) - 1)
 
     def _needed(self, job: Job) -> float:
         """Seconds of its answer once it begins."""
@@ -314,8 +323,8 @@ class Scheduler:
         for job in sorted(self._waiting, key=lambda job: job.order):
             needed += job.quickest() or self._prompt_seconds
             end = now + needed + self._further(job)
-            if job.urgent and end < job.ends_at:
-                room = min(room, job.ends_at - end)
+            if job.terms.urgent and end < job.terms.ends_at:
+                room = min(room, job.terms.ends_at - end)
         return room
 
     def close(self) -> bool:
@@ -415,9 +424,9 @@ class Scheduler:
             kept = list[Job]()
             others = len(self._active) + len(self._waiting) - 1
             for job in self._waiting:
-                left = job.ends_at - now
+                left = job.terms.ends_at - now
                 needed = self._needed(job)
-                if job.urgent and not job.lacks_memory and needed > left and others > len(late):
+                if job.terms.urgent and not job.lacks_memory and needed > left and others > len(late):
                     late.append((job, TooLateError(needed, left)))
                 else:
                     kept.append(job)

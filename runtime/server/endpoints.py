@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.prompt.messages import thinking_of, with_tools
 from vtx.runtime.scheduler.choosing import Chosen
 from vtx.runtime.scheduler.engine import AnswerRequest, Engine
-from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Piece, order
+from vtx.runtime.scheduler.scheduler import ClosedError, Done, Event, Job, Piece, Terms
 from vtx.runtime.server import anthropic, ollama
 from vtx.runtime.server.engines import Engines
 from vtx.runtime.server.http import ClientLeft, Receive, Reply, Scope, Send, header
@@ -290,7 +290,7 @@ class Endpoints:
                     body.clear()
                 check_priority(tenant, chat.options.priority)
                 seconds = self._limits.seconds if chat.deadline is None else min(self._limits.seconds, chat.deadline)
-                turn = order(started + seconds, seconds, chat.options.priority, urgent=chat.deadline is not None)
+                turn = Terms(started + seconds, chat.deadline is not None, seconds, chat.options.priority).order
                 with self._places.take(turn, receive) as place, self._keys.answering(tenant, chat.answers):
                     request = _Admitted(scope["path"], tenant, chat, started, seconds, upload, place)
                     del chat
@@ -316,8 +316,6 @@ class Endpoints:
         """Answer a request that has its place."""
         loop = asyncio.get_running_loop()
         chat = request.chat
-        place = request.place
-        started = request.started
         if any(isinstance(image, NamedImage) for image in chat.images):
             chat = request.chat = named_images(chat, self._sent, request.tenant.share)
         if any(isinstance(image, RemoteImage) for image in chat.images):
@@ -343,11 +341,17 @@ class Endpoints:
             objects = endpoint.objects(replace(chat, notes=notes), engine.model, prepared.ids)
             async with aclosing(_events(engine, prepared, request, notes)) as events:
                 answers = await _send_answer(reply, events, objects, self._limits.comment_seconds)
-        times_begun = [job.begun for job in place.jobs]
+        times_begun = [job.begun for job in request.place.jobs]
+        self._count(request, answers)
+        return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
+
+    def _count(self, request: _Admitted, answers: Sequence[Answer]) -> None:
+        """Add the answers of a request to the metrics and to what its key has used."""
+        place = request.place
         seconds_of = {
-            "queue": min(times_begun) - started,
-            "first_token": place.first - started,
-            "answer": time.monotonic() - started,
+            "queue": min(job.begun for job in place.jobs) - request.started,
+            "first_token": place.first - request.started,
+            "answer": time.monotonic() - request.started,
         }
         for answer in answers:
             stats = answer.stats
@@ -363,8 +367,8 @@ class Endpoints:
             reduce = "+".join(part.partition(":")[0] for part in stats.reduce.split("+"))
             asked_k = "auto" if stats.gate is not None else str(stats.k or "none")
             self._keys.count(request.tenant, stats.prompt_tokens, len(answer.token_ids))
-            self._metrics.answer((chat.model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
-        return Answered(chat.model, answers, times_begun, chat.deadline, chat.options.priority)
+            model = request.chat.model
+            self._metrics.answer((model, asked_k, reduce), totals, seconds_of, token, request.tenant.name)
 
 
 def named_images(chat: ChatRequest, sent: SentImages, tenant: str) -> ChatRequest:
@@ -409,7 +413,7 @@ def prepare(
     policy = loaded.policy(chat.k, chat.options, chat.reduce)
     if chat.options.guide is not None:
         try:
-            loaded.guided(chat.options.guide)
+            loaded.prompts.guided(chat.options.guide)
         except (DeviceError, RequestError) as e:
             if not (chat.lenient and chat.form == "tools"):
                 raise Refusal(400, str(e), code="unsupported_value", param=chat.form) from e
@@ -417,10 +421,10 @@ def prepare(
             messages = with_tools(chat.messages[1:], [], thinking_of(chat.messages))
             chat = replace(chat, messages=messages, options=replace(chat.options, guide=None), notes=notes)
     with naming("reasoning_effort"):
-        loaded.check_thinking(chat.messages, chat.options)
+        loaded.prompts.check_thinking(chat.messages, chat.options)
     images = read_images(engine, chat, limits, stopped, tenant)
-    loaded.check_system(chat.messages)
-    ids = tuple(loaded.prompt_ids(messages, images) for messages in chat.prompts)
+    loaded.prompts.check_system(chat.messages)
+    ids = tuple(loaded.prompts.ids(messages, images) for messages in chat.prompts)
     room = loaded.manifest.max_context - max(map(len, ids))
     if not policy.entries and 0 < room < chat.options.max_new_tokens:
         chat = replace(chat, notes={**chat.notes, "max_tokens": room})  # where the context ends the answer
@@ -435,7 +439,7 @@ def read_images(
     sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]  # they are here
 
     def check(image: ImageSource) -> None:  # for videos the limits of `limits.py` in runtime/vision hold
-        width, height = image_size(image, loaded.image_formats)
+        width, height = image_size(image, loaded.images.options.formats)
         if width * height > limits.pixels:
             raise Refusal(
                 413,
@@ -445,7 +449,7 @@ def read_images(
                 param="messages",
             )
 
-    return loaded.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check, tenant=tenant)
+    return loaded.images.prepare_all(sources, messages=chat.messages, stopped=stopped, check=check, tenant=tenant)
 
 
 async def _events(

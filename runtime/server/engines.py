@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,36 @@ def close(engine: Engine) -> None:
         log.error("%s still computes; its engine is not closed", engine.name)
 
 
+def _accept(_: Model) -> None:
+    """Accept every model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Settings of the bundles that are served.
+
+    `needed`: the forecast of a bundle's memory on the device. `key` must have signed each bundle. `fit`: the treatment
+    by `load` of pictures of another shape; None: each bundle's own. `choosers` choose K and reductions of requests with
+    a deadline, by the bundle's name. `verify` raises VtxError for a model that does not compute what it must; it judges
+    bundles that `reload` puts in place of others. `aliases`: further names, and the bundle that each means.
+    """
+
+    needed: Callable[[Bundle], int] = needed_memory
+    key: PublicKey | None = None
+    fit: str | None = None
+    choosers: Mapping[str, Chooser] = field(default_factory=dict)
+    verify: Callable[[Model], None] = _accept
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+USUAL = Serving()
+
+
 class Engines:
     """Bundles by name, loaded on demand by `acquire`; engines that nobody uses make room.
 
     `memory`: bytes that all loaded bundles may need together; None: no limit but the memory that is free when one is
-    loaded. `needed`: the forecast of a bundle's memory on the device. `key` must have signed each bundle. Errors of
-    both are raised here, not to the first client of a bundle.
-    `fit`: the treatment by `load` of pictures of another shape; None: each bundle's own. `choosers` choose K and
-    reductions of requests with a deadline, by the bundle's name. `verify` raises VtxError for a model that does not
-    compute what it must; it judges bundles that `reload` puts in place of others. `aliases`: further names, and the
-    bundle that each means.
+    loaded. Errors of the forecast and the signature are raised here, not to the first client of a bundle.
     """
 
     def __init__(
@@ -60,29 +81,18 @@ class Engines:
         load: Callable[[Path], Model],
         limits: Limits,
         memory: int | None = None,
-        *,
-        needed: Callable[[Bundle], int] = needed_memory,
-        key: PublicKey | None = None,
-        fit: str | None = None,
-        choosers: Mapping[str, Chooser] | None = None,
-        verify: Callable[[Model], None] = lambda _: None,
-        aliases: Mapping[str, str] | None = None,
+        serving: Serving = USUAL,
     ) -> None:
         self._load = load
         self._limits = limits
         self._memory = memory
-        self._fit = fit
-        self._key = key
-        self._forecast = needed
-        self._verify = verify
-        self._bundles = {name: Bundle.open(folder, key=key) for name, folder in bundles.items()}
+        self._serving = serving
+        self._bundles = {name: Bundle.open(folder, key=serving.key) for name, folder in bundles.items()}
         self._needed = {name: self._needs(name, bundle) for name, bundle in self._bundles.items()}
         self._loaded: dict[str, Engine] = {}
         self._replaced: list[Engine] = []  # whose last answers run
         self._counted = Counter[str]()  # by engines that are closed
-        self._choosers = choosers or {}
-        self._aliases = aliases or {}
-        for alias, name in self._aliases.items():
+        for alias, name in serving.aliases.items():
             if alias in self._bundles or name not in self._bundles:
                 raise RequestError(
                     f"the alias {alias}={name} is a bundle's name, or names none; there is {', '.join(self._bundles)}"
@@ -119,7 +129,7 @@ class Engines:
         if not name and len(self._bundles) == 1:
             return next(iter(self._bundles))
         for given in (name, name.removesuffix(LATEST)):
-            known = self._aliases.get(given, given)
+            known = self._serving.aliases.get(given, given)
             if known in self._bundles:
                 return known
         raise self._unknown(name)
@@ -128,7 +138,7 @@ class Engines:
         problem = f"there is no model {name[:80]!r}" if name else "the request has no model"
         return Refusal(
             404,
-            f"{problem}; this server has {', '.join([*self._bundles, *self._aliases]) or 'none'}",
+            f"{problem}; this server has {', '.join([*self._bundles, *self._serving.aliases]) or 'none'}",
             code="model_not_found",
             param="model",
         )
@@ -186,7 +196,7 @@ class Engines:
         with self._loading:
             if self.closed:
                 raise shutting_down()
-            bundle = Bundle.open(folder, key=self._key)
+            bundle = Bundle.open(folder, key=self._serving.key)
             old = self._bundles.get(name)
             served = self._loaded.get(name)
             refitted = served is not None and served.model.loaded.card != read_card(bundle)
@@ -233,7 +243,7 @@ class Engines:
         self._make_room(name, needed)
         model = self._load(Path(bundle.folder))
         try:
-            self._verify(model)
+            self._serving.verify(model)
             return self._opened(name, model)
         except BaseException:
             model.close()
@@ -241,7 +251,7 @@ class Engines:
 
     def _needs(self, name: str, bundle: Bundle) -> int:
         try:
-            needed = self._forecast(bundle)
+            needed = self._serving.needed(bundle)
         except VtxError as e:
             raise RequestError(f"{name}: {e}") from e
         if self._memory is not None and needed > self._memory:
@@ -253,8 +263,8 @@ class Engines:
 
     def _opened(self, name: str, model: Model) -> Engine:
         blank = Image.new("RGB", (64, 64))
-        model.backend.vision(model.loaded.layout.views(blank, model.manifest.image)[0][None])  # loads it now
-        return Engine(name, model, self._limits, self._choosers.get(name))
+        model.backend.vision(model.loaded.images.layout.views(blank, model.manifest.image)[0][None])  # loads it now
+        return Engine(name, model, self._limits, self._serving.choosers.get(name))
 
     def _make_room(self, name: str, needed: int) -> None:
         """Close engines that nobody uses, the least recently used first, until a bundle of this name fits.
@@ -320,7 +330,7 @@ class Engines:
         """The objects of /v1/models."""
         batching = {engine.name: engine.batching for engine in self.loaded}
         objects = list[dict[str, Any]]()
-        depths = {engine.name: engine.model.loaded.default_k for engine in self.loaded}  # a card's, where there is one
+        depths = {engine.name: engine.model.loaded.defaults.k for engine in self.loaded}  # a card's, where there is one
         for name, bundle in self._bundles.items():
             m = bundle.manifest
             loaded = batching.get(name)
@@ -343,14 +353,14 @@ class Engines:
                 "image": {
                     "width": width,
                     "height": height,
-                    "fit": self._fit or trained_fit(m.image),
+                    "fit": self._serving.fit or trained_fit(m.image),
                     "layout": m.layout.name,
                     "grid": m.model.tower.grid,
                     "tokens": m.layout.max_tokens,
                 },
             }
             described = {"object": "model", "created": 0, "owned_by": "vtx", "vtx": facts}
-            names = [name, *(alias for alias, meant in self._aliases.items() if meant == name)]
+            names = [name, *(alias for alias, meant in self._serving.aliases.items() if meant == name)]
             objects += [{"id": each, **described, "root": name} for each in names]
         return objects
 

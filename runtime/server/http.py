@@ -25,6 +25,28 @@ def header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
+async def _read(body: bytearray, receive: Receive, limits: Limits, hold: Callable[[int], bool]) -> None:
+    size = 0
+    more = True
+    room = True
+    while more and size <= 2 * limits.body:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        piece = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(piece)
+        room = room and hold(size if size <= limits.body else 0)
+        if room and size <= limits.body:
+            body.extend(piece)
+        else:
+            body.clear()
+    if size > limits.body:
+        raise Refusal(413, f"the request is over {limits.body:,} bytes, the limit; send fewer or smaller images")
+    if not room:
+        raise no_room("the bodies of other requests take all memory for them")
+
+
 async def read_json_body(
     scope: Scope, receive: Receive, limits: Limits, hold: Callable[[int], bool] = lambda _: True
 ) -> bytearray:
@@ -35,28 +57,6 @@ async def read_json_body(
     or without room (429); ClientLeft if the client did not send all of it.
     """
     body = bytearray()
-
-    async def read() -> None:
-        size = 0
-        more = True
-        room = True
-        while more and size <= 2 * limits.body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            piece = message.get("body", b"")
-            more = message.get("more_body", False)
-            size += len(piece)
-            room = room and hold(size if size <= limits.body else 0)
-            if room and size <= limits.body:
-                body.extend(piece)
-            else:
-                body.clear()
-        if size > limits.body:
-            raise Refusal(413, f"the request is over {limits.body:,} bytes, the limit; send fewer or smaller images")
-        if not room:
-            raise no_room("the bodies of other requests take all memory for them")
-
     kind = header(scope, b"content-type").partition(";")[0].strip().lower()
     # Pages in a browser may leave out the type, but not their origin; LiteLLM leaves out both.
     if kind != "application/json" and (kind or header(scope, b"origin")):
@@ -64,7 +64,7 @@ async def read_json_body(
     if header(scope, b"content-encoding").strip().lower() not in ("", "identity"):
         raise Refusal(415, "the body must not be compressed; send it without the header Content-Encoding")
     try:
-        await asyncio.wait_for(read(), limits.body_seconds)
+        await asyncio.wait_for(_read(body, receive, limits, hold), limits.body_seconds)
     except asyncio.TimeoutError as e:
         body.clear()
         raise Refusal(

@@ -288,6 +288,18 @@ class PictureCache:
             del self._kept[next_dropped((entry, entry[0], image.nbytes) for entry, image in done)]
 
 
+@dataclass(slots=True)
+class ImageCaches:
+    """The caches that conversations of a bundle share, where they are set.
+
+    `images` and `tiles`: encoded images, and the encoded views that they have in common. `pictures`: prepared files.
+    """
+
+    images: ImageCache | None = None
+    tiles: ImageCache | None = None
+    pictures: PictureCache | None = None
+
+
 def nbytes(tokens: ImageTokens) -> int:
     """Bytes of an image's tokens, of their patches' signals, and of what policies derived from them."""
     patches = tokens.patches

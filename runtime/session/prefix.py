@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,12 +58,13 @@ class Prompt:
         return Key(self.ids[: self.prefix_length].tobytes(), images, b"" if question is None else question.tobytes())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Prefix:
     """The tokens [n] of a prompt up to its last image, before the decoder: what its K and V are computed from.
 
     `hidden` [n, hidden] and `inputs` [n, width] go into the stages; `positions` [n] are the tokens', [n, 3] if images
-    have positions of three parts, and `next_position` is the suffix's first.
+    have positions of three parts, and `next_position` is the suffix's first. `agreements`: with other prefixes, each
+    of which is compared once.
     """
 
     key: Key
@@ -72,6 +74,7 @@ class Prefix:
     next_position: int
     hidden: HiddenStates
     inputs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    agreements: WeakKeyDictionary[Prefix, int] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
 
     @classmethod
     def empty(cls, key: Key, width: int) -> Prefix:
@@ -83,9 +86,16 @@ class Prefix:
 
     def agreement(self, other: Prefix) -> int:
         """The number of leading tokens that are equal, so that all which follows from them is equal, too."""
+        if self is other:
+            return len(self)
+        if other not in self.agreements:
+            self.agreements[other] = self._compared(other)
+        return self.agreements[other]
+
+    def _compared(self, other: Prefix) -> int:
         count = min(len(self), len(other))
-        if self is other or not count:
-            return count
+        if not count:
+            return 0
         if self.key.question != other.key.question or self.positions.shape[1:] != other.positions.shape[1:]:
             return 0
         same = self.is_vision[:count] == other.is_vision[:count]

@@ -242,7 +242,7 @@ def _decoded(
     `receive` returns False for one too many, `damaged` gets reasons instead of frames. `wait`: seconds that they may
     take in total.
     """
-    from vtx.runtime.host.confined import ChildLimits, confine
+    from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
     from vtx.runtime.vision.video_child import MAX_THREADS
 
     with _opened(source) as (name, file):
@@ -282,16 +282,11 @@ def _decoded(
             file=3 * MAX_FRAME_PIXELS,
         )
         return name, confine(
-            target,
-            request,
-            subject=name,
-            limits=limits,
-            libraries=LIBRARIES,
+            ChildTask(target, request, limits, LIBRARIES),
+            Subject(name, ImageError, "save it again, shorter or smaller"),
             data=file,
             receive=checked,
             stopped=stopped,
-            error=ImageError,
-            cure="save it again, shorter or smaller",
         )
 
 

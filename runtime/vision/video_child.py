@@ -58,6 +58,16 @@ def all_frames(request: dict[str, Any]) -> Frames:
     return {"frames": []}
 
 
+def _lines(frame: Any) -> list[Any]:
+    """The pixels of a frame, RGB, without what its lines are padded with."""
+    plane = frame.reformat(format="rgb24").planes[0]
+    pixels = memoryview(plane)
+    line = 3 * frame.width
+    if plane.line_size == line:
+        return [pixels[: line * frame.height]]
+    return [pixels[y * plane.line_size :][:line] for y in range(frame.height)]
+
+
 class _File:
     """The video on stdin."""
 
@@ -153,13 +163,9 @@ class _File:
                 self._check_pixels(*size)
                 if number in wanted:
                     mirrored, turns = orientation(frame)
-                    plane = frame.reformat(format="rgb24").planes[0]
-                    line = 3 * size[0]
-                    pixels = memoryview(plane)
-                    lines = [pixels[y * plane.line_size :][:line] for y in range(size[1])]  # without their padding
-                    lines = [pixels[: line * size[1]]] if plane.line_size == line else lines
                     header = {"number": number, "width": size[0], "height": size[1]}
-                    yield {**header, "mirrored": mirrored, "turns": turns, "seconds": frame.time, **about}, lines
+                    header |= {"mirrored": mirrored, "turns": turns, "seconds": frame.time}
+                    yield {**header, **about}, _lines(frame)
                 number += 1
                 if number > wanted[-1]:
                     break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,9 @@ from benchmarks.divergence import POSITIONS, PREFILLED, Row, main, rounded_rows
 from benchmarks.divergence_rivals import type_of
 
 from tests.support import bundles
+from tests.support.families.gemma import GEMMA3
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny
 
 TINY = Tiny(text="qwen2", tokenizer="bytes", context=256)
@@ -25,7 +28,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, rows = tiny_checkpoint(TINY), tmp_path / "rows.jsonl"
     bundle = bundles.export(checkpoint, tmp_path / "whole", (), "fp32").folder
@@ -53,10 +56,11 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     assert rows_of(rows)[-1] == int8, "kept logits give the same row"
 
 
+@pytest.mark.parametrize("tiny", [TINY, GEMMA3], ids=["qwen2", "gemma3"])
 def test_a_shuffled_decoder_computes_the_same(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
 ) -> None:
-    checkpoint, other = tiny_checkpoint(TINY), tmp_path / "shuffled"
+    checkpoint, other = tiny_checkpoint(tiny), tmp_path / "shuffled"
     monkeypatch.setattr(sys, "argv", ["shuffled", str(checkpoint), str(other)])
     shuffled.main()
     logits = []
@@ -68,7 +72,23 @@ def test_a_shuffled_decoder_computes_the_same(
     (wanted, whole), (computed, drawn) = logits
     assert not np.array_equal(whole, drawn)
     for kind, values in wanted.items():
-        np.testing.assert_allclose(computed[kind], values, atol=1e-4, rtol=0)
+        assert_near(computed[kind], values, 1e-4)
+
+
+def test_results_of_a_decoder_replace_its_own_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text('{"table": "a-1", "row": ["old"]}\n{"table": "b", "row": ["kept"]}\n')
+    monkeypatch.setattr(divergence, "RESULTS", results)
+    rows = [Row("a.1", form, bits, 0.0123, 0.01, 0.9, 12.0, 9) for form, bits in (("int4-64", 4.25), ("int8", 8.0))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    divergence.write_results(tmp_path / "rows.jsonl")
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    cells = [line["row"] for line in lines if "row" in line]
+    assert cells == [
+        ["kept"],
+        ["int8", "8.00", "0.012", "90.0%", "12.00"],
+        ["int4-64", "4.25", "0.012", "90.0%", "12.00"],
+    ]
 
 
 def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices() -> None:
@@ -81,6 +101,8 @@ def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices(
     assert set(types("self_attn.q_proj", 896)) == {"Q5_0"}
     assert type_of("Q4_K_M", "head.weight", 896, 24, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "head.weight", 896, 24, is_head=True) == "Q8_0"
+    assert type_of("Q4_0", "head.weight", 1536, 28, is_head=True) == "Q6_K"
+    assert type_of("Q8_0", "head.weight", 1536, 28, is_head=True) == "Q8_0"
     assert type_of("Q4_0", "text.layers.0.mlp.up_proj.weight", 896, 24, is_head=False) == "Q4_0"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from benchmarks.fleet import Question, Server, Times, cameras, measured, simulate, zipf
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 TIMES = Times(miss=4.0, hit=1.0, token=0.5, tokens=3, marginal=0.5, parallel=2, kept=2)
@@ -83,7 +83,7 @@ def test_traffic_has_its_rate_and_its_popularity() -> None:
     assert set(Counter(question.picture for question in filmed).values()) == {4}
 
 
-def test_times_are_measured_on_a_bundle(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_times_are_measured_on_a_bundle(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
     times = measured(export(tiny_checkpoint(Tiny()), tmp_path / "tiny", (), "fp32").folder, 4)
     assert min(times.miss, times.hit, times.token) > 0
     assert times.tokens == 4

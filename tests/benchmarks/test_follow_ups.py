@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from benchmarks.follow_ups import QUESTIONS, TABLE, Side, one_round, summary, write_results
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import Served, serving
 from tests.support.tiny import Tiny
 
@@ -19,7 +20,7 @@ PLAIN = {"k": "none", "reduce": "none"}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Iterator[Served]:
     bundle = export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("served") / "bundle", (3,), "fp32").folder
     with serving({"model": bundle}) as served:
         yield served

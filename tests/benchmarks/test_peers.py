@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,12 +18,13 @@ from benchmarks.peers.rivals import openvino_cdpruner
 from benchmarks.peers.rivals.llamacpp import gguf_files
 from benchmarks.peers.worker import MARK
 
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 from vtx import Options, load
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS, NEW = 120, 6
-Checkpoints = Callable[..., Path]
 TINY = Tiny()
 
 
@@ -41,7 +41,7 @@ def compare(folder: Path, checkpoint: Path, *words: str) -> subprocess.Completed
 def test_vtx_and_transformers_give_the_same_ids_in_one_table(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     done = compare(tmp_path, tiny_checkpoint(TINY), "vtx:fp32", "vtx:fp32/3", "transformers:fp32")
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "figures.json").read_text())
+    report = read_json(tmp_path / "figures.json")
     figures = report["contenders"]
     assert report["prebuilt"] == {"fp32": ["3"]}
     assert "which have a stage more for each of them: fp32: 3" in done.stdout

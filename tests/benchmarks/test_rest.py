@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.rest_passages import GENRES, OF_A_PASSAGE, passages
 from benchmarks.rest_tables import Row, raw_table, read_rows, table
 
 from tests.support.exported import Models
+from tests.support.fixtures import Checkpoints, References
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.vision.tokens import share
@@ -39,7 +39,7 @@ def prompts_of(judge: Reference) -> Prompts:
 
 @pytest.mark.parametrize("rest", [0.1, 0.4])
 def test_the_statement_gives_the_ids_that_vtx_gives(
-    models: Models, tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], rest: float
+    models: Models, tiny_checkpoint: Checkpoints, reference: References, rest: float
 ) -> None:
     decoder = Decoder(tiny_checkpoint(TINY), torch.float32)
     with torch.inference_mode(), models(TINY, KS).open(random_image(4)) as image:
@@ -63,9 +63,7 @@ def test_the_statement_gives_the_ids_that_vtx_gives(
     assert differing, "every answer stays: nothing is proved"
 
 
-def test_a_rest_of_everything_changes_no_logit(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference]
-) -> None:
+def test_a_rest_of_everything_changes_no_logit(tiny_checkpoint: Checkpoints, reference: References) -> None:
     decoder = Decoder(tiny_checkpoint(TINY), torch.float32)
     with torch.inference_mode():
         full = run_full(decoder, prompts_of(reference(TINY)), STEPS, NEVER)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
-
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundles.export_all(tiny_checkpoint(), tmp_path_factory.mktemp("cli") / "bundle").folder
 
 

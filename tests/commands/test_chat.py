@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -13,6 +12,7 @@ import vtx
 from tests.support import bundles
 from tests.support.calling import THINKING, calling_bundle
 from tests.support.families.internvl import INTERNVL
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx import cli
 
@@ -125,7 +125,7 @@ def test_tiles_are_refused_where_the_bundles_images_have_none(bundle: Path, comm
     assert "max_tiles has no effect here" in done.output
 
 
-def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = bundles.export(tiny_checkpoint(INTERNVL), tmp_path / "bundle").folder
     image = tmp_path / "wide.png"
     random_image(1, (160, 60)).save(image)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from click.testing import CliRunner
 import vtx
 from tests.support import bundles
 from tests.support.commands import fails, invoke, process
+from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.runtime.backends.engines import COMPUTE, DEVICES
@@ -28,7 +28,6 @@ from vtx.runtime.terminal import console
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Make = Callable[..., Path]
 FIELDS = {
     "text", "token_ids", "k", "full_layers", "exit_layer", "prompt_tokens", "vision_tokens", "vision_tokens_kept",
     "kv_slots", "kv_bytes", "reused_image", "reused_layers", "reused_tokens", "not_reused", "device", "compute",
@@ -268,7 +267,7 @@ def test_an_image_that_is_none_is_one_line(bundle: Path, tmp_path: Path, name: s
 
 
 def test_the_bundle_is_the_one_named_else_the_environment_s_else_the_last_exported(
-    bundle: Path, image: Path, tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, image: Path, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, out = [image, QUESTION, "--json", "--max-new-tokens", 1], tmp_path / "mine"
     made = invoke("export", "--model", tiny_checkpoint(), "--k", "5,3", "--precision", "fp32", "--out", out)
@@ -301,7 +300,7 @@ def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
 
 
 def test_where_the_last_bundle_cannot_be_noted_the_export_says_so(
-    home: Path, tiny_checkpoint: Make, tmp_path: Path
+    home: Path, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     (home / ".local").write_text("a file in the way")
     result = invoke("export", "--model", tiny_checkpoint(), "--precision", "fp32", "--out", tmp_path / "b")
@@ -313,7 +312,7 @@ def test_where_the_last_bundle_cannot_be_noted_the_export_says_so(
 
 
 def test_arithmetic_that_one_engine_has_is_refused_for_what_keeps_that_engine(
-    tiny_checkpoint: Make, tmp_path: Path, image: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path, image: Path
 ) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "bundle", (), dialects=("ort",))
     told = fails("run", image, QUESTION, "--bundle", made.folder, "--compute", "bf16")
@@ -343,7 +342,7 @@ def test_every_end_is_one_line_and_its_exit_code(error: BaseException, code: int
 
 
 @pytest.fixture(scope="module")
-def talker(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def talker(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose answers take seconds."""
     folder = tiny_checkpoint(Tiny(context=16_384))
     return bundles.export(folder, tmp_path_factory.mktemp("talker") / "b", max_context=16_384).folder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from click.testing import CliRunner
 
 from tests.support import bundles
 from tests.support.commands import fails, invoke, process
+from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Make = Callable[..., Path]
 QUESTION = "what is it?"
 
 
@@ -38,7 +38,7 @@ def test_no_demo_is_exported_for_a_k_that_it_will_not_have(
 
 
 def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp16")
@@ -61,7 +61,7 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     assert "quoted text" not in " ".join(plain.stderr.split())
 
 
-def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     out = tmp_path / "b"
     result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp32", "--out", out, "--json")
     assert result.exit_code == 0, result.stderr
@@ -93,7 +93,7 @@ def test_a_check_of_graphs_gives_its_findings_as_json(bundle: Path) -> None:
     ],
 )
 def test_an_export_that_cannot_be_done_is_one_line(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
@@ -109,12 +109,12 @@ def test_an_export_that_cannot_be_done_is_one_line(
 
 @pytest.mark.slow
 def test_what_transformers_has_to_say_about_a_model_stays_out_of_the_one_line(
-    tiny_checkpoint: Make, tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["text_config"]["rope_scaling"] = {"rope_type": "linear", "factor": -1}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
     done = process("export", "--model", folder, "--out", tmp_path / "b", env=environment)
     _, stderr = done.communicate(timeout=WAIT)
@@ -147,7 +147,7 @@ def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
 
 
 def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vtx.runtime.backends.ort.library.onnxruntime_release", lambda: "1.26.0")
     model, out = tiny_checkpoint(), tmp_path / "b"
@@ -165,13 +165,15 @@ def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
         ("qwen2_vl", "images: at native resolution, 3,136 to 31,360 pixels (--max-pixels)"),
     ],
 )
-def test_inspect_says_what_is_seen_of_an_image(tiny_checkpoint: Make, tmp_path: Path, family: Any, seen: str) -> None:
+def test_inspect_says_what_is_seen_of_an_image(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: Any, seen: str
+) -> None:
     tiny = Tiny(family=family, text="qwen2" if family == "qwen2_vl" else "llama", layers=2)
     made = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", ())
     assert seen in invoke("inspect", made.folder).stdout.splitlines()
 
 
-def test_a_list_of_k_may_be_given_in_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_list_of_k_may_be_given_in_parts(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = ("--model", tiny_checkpoint(), "--out", tmp_path / "bundle", "--precision", "fp32", "--dialect", "ort")
     facts = json.loads(invoke("export", *made, "--k", "3", "--k", "5,2", "--json").stdout)
     assert (facts["default_k"], [v["k"] for v in facts["variants"]]) == (3, [None, 2, 3, 5])

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
 from tests.support.hub import COMMIT, Hub, ask_here, serving_hub
 from tests.support.tiny import Tiny, random_image
@@ -25,7 +26,6 @@ from vtx import cli
 from vtx.runtime.errors import ExportError
 from vtx.tools.common import cache
 
-Make = Callable[..., Path]
 MODEL = "org/tiny"
 NAME = "org--tiny-knone-fp32"
 WEIGHTS = "model.safetensors"
@@ -51,7 +51,7 @@ def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(tiny_checkpoint: Make, bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tiny_checkpoint: Checkpoints, bundles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one model, which huggingface_hub asks in this process, with an empty cache of its own."""
     with serving_hub({MODEL: tiny_checkpoint()}) as hub:
         ask_here(hub, monkeypatch, tmp_path / "hf")
@@ -139,7 +139,7 @@ FAMILIES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_every_layout_of_files_are_fetched_and_answer(
-    hub: Hub, tiny_checkpoint: Make, image: Path, family: str
+    hub: Hub, tiny_checkpoint: Checkpoints, image: Path, family: str
 ) -> None:
     hub.models["org/other"] = tiny_checkpoint(FAMILIES[family])
     first = answered(ask(image, model="org/other"))

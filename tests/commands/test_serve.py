@@ -12,7 +12,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT, Served, asking, until, user
 from tests.support.tiny import Tiny
 from vtx.cli import serve
@@ -34,7 +35,7 @@ SERVE = "from vtx.cli import serve; serve()"
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Path:
     return export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("serve") / "tiny", (3,), "fp32").folder
 
 
@@ -157,7 +158,7 @@ def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
         body = asking(user("red?"), k=3, stream=True, max_tokens=30, ignore_eos=True)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(served.chat, body)
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+            served.until_active(1, "the answer begins")
             assert served.request("GET", "/readyz").status == 200
             process.send_signal(signal.SIGTERM)
             if grace == "60":
@@ -202,7 +203,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(bundle: Path) -> None:
     ],
 )
 def test_what_a_further_bundle_cannot_do_is_told_at_the_start(
-    bundle: Path, tmp_path: Path, tiny_checkpoint: Callable[..., Path], words: tuple[str, ...], told: str
+    bundle: Path, tmp_path: Path, tiny_checkpoint: Checkpoints, words: tuple[str, ...], told: str
 ) -> None:
     tiles = export(tiny_checkpoint(Tiny(family="llava_next", layers=2)), tmp_path / "tiles", (), "fp32").folder
     done = CliRunner().invoke(serve, ["--bundle", str(tiles), "--bundle", f"second={bundle}", "--port", "0", *words])

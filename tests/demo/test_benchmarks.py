@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from pathlib import Path
 
 import pytest
 
+from tests.support.json_files import read_json
 from vtx.tools.evaluation.formats import FORMATS
 from vtx.tools.evaluation.metrics import METRICS
 from vtx.tools.evaluation.questions import QuestionFiles, read_questions
@@ -33,7 +33,7 @@ def test_half_of_the_drawn_pope_questions_are_about_what_is_there(folder: Path, 
 def test_the_drawn_vqa_answers_agree_after_normalisation(folder: Path) -> None:
     where = QuestionFiles(folder / "vqa_questions.json", folder / "images", folder / "vqa_annotations.json")
     found = read_questions(FORMATS["vqav2"], where)
-    annotations = json.loads((folder / "vqa_annotations.json").read_text())["annotations"]
+    annotations = read_json(folder / "vqa_annotations.json")["annotations"]
     assert not found.skipped
     assert {question.group for question in found.questions} == {"number", "other", "yes/no"}
     for question, note in zip(found.questions, annotations, strict=True):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import vtx
-from tests.support.exporting import Make
+from tests.support.fixtures import Checkpoints
 from vtx.runtime.errors import RequestError
 
 
-def test_paths_and_numbers_of_numpy_are_taken(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_paths_and_numbers_of_numpy_are_taken(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     numbers: Any = {"k": [np.int64(3)], "max_context": np.int32(128), "reduce": None}
     made = vtx.export(tiny_checkpoint(), tmp_path / "b", precision="fp32", **numbers)
     assert (made.manifest.variants, made.manifest.max_context) == ((3,), 128)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.fuzzing import cases, damaged, fuzz, one_line
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
@@ -25,7 +25,7 @@ VALUES = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("fuzz") / "bundle", (3,)).folder
     shutil.copyfile(bundle / "vtx.json", bundle / "sound.json")
     return bundle

@@ -12,7 +12,7 @@ from tests.support.fuzzing import cases, damaged, fuzz
 from tests.support.templates import CHATS, EXPRESSIONS, IRREGULAR, REGULAR
 from tests.support.text import make_settings, make_tokenizer
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 from vtx.runtime.strict import json_value
 
 BATCH = 20  # templates a child
@@ -70,7 +70,7 @@ def attack(sources: list[str], chats: list[Any]) -> list[str]:
     request = {"templates": sources, "chats": chats, "settings": SETTINGS}
     try:
         outcomes: list[str] = confine(
-            "tests.support.confined:hold_templates", request, subject="the templates", limits=LIMITS
+            ChildTask("tests.support.confined:hold_templates", request, LIMITS), Subject("the templates")
         )
     except CheckpointError as error:
         outcomes = [f"CheckpointError: {error}"]

@@ -16,7 +16,7 @@ from tests.support.confined import write_tokenizers
 from tests.support.fuzzing import cases, damaged, fuzz
 from tests.support.text import SPECIALS, VICUNA, make_tokenizer
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 
 BATCH = 50  # tokenizers a child
 LIMITS = ChildLimits(memory=2 << 30, cpu_seconds=60)
@@ -82,11 +82,8 @@ def attack(candidates: list[Candidate]) -> list[str]:
         request = {"candidates": write_tokenizers(Path(folder), candidates), "template": VICUNA}
         try:
             outcomes: list[str] = confine(
-                "tests.support.confined:resolve_tokenizers",
-                request,
-                subject="the tokenizers",
-                limits=LIMITS,
-                reads=[folder],
+                ChildTask("tests.support.confined:resolve_tokenizers", request, LIMITS, reads=(folder,)),
+                Subject("the tokenizers"),
             )
         except CheckpointError as error:
             outcomes = [f"CheckpointError: {error}"]

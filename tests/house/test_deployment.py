@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from configparser import RawConfigParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT
 from tests.support.tiny import Tiny
 from vtx.commands.serve import OTHER_FILES, serve
@@ -74,7 +74,7 @@ def test_systemd_finds_no_fault_with_the_unit(unit: Path, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="systemd is Linux's")
 def test_the_commands_of_the_unit_start_reload_and_stop_a_server(
-    service: dict[str, str], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    service: dict[str, str], tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Under a socket as systemd gives it: it is told of the start, of signs of life, and of the end."""
     pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import runpy
@@ -22,6 +21,7 @@ import vtx
 from tests.support.bundles import ORT, export, export_with
 from tests.support.families.pi0 import TinyPi0, make_pi0
 from tests.support.gated import WAIT
+from tests.support.json_files import write_json
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import DEMO, ExportOptions
 
@@ -69,7 +69,7 @@ def test_the_control_loop_acts_on_each_cameras_newest_frame(robot: Path, tmp_pat
     for camera in ("base", "wrist"):
         (tmp_path / camera).mkdir()
         shutil.copy(SCENES[0], tmp_path / camera)
-    (tmp_path / "state.json").write_text(json.dumps([0.0] * TinyPi0().state))
+    write_json(tmp_path / "state.json", [0.0] * TinyPi0().state)
     cameras = [f"{camera}={tmp_path / camera}" for camera in ("wrist", "base")]
     arguments = ("--hz", 10, "--steps", 4, "--k", 3, "--normalized")
     *sent, last = run("control_loop.py", robot, tmp_path / "state.json", "red?", *cameras, *arguments).splitlines()

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.distribution import ROOT, build_wheel, run
+from tests.support.json_files import read_json
 from vtx.exporter.bundling.prepare import demo_checkpoint
 
 pytestmark = [
@@ -148,6 +149,6 @@ def test_a_jetson_finds_a_wheel_of_every_package_and_needs_none_of_cuda(
     report = tmp_path / "report.json"
     install = ("-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", report)
     run(sys.executable, *install, *options, f"{wheel}[jetson]", cwd=tmp_path)
-    packages = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
+    packages = {item["metadata"]["name"] for item in read_json(report)["install"]}
     assert {"vtx-edge", "onnx", "polygraphy", "tokenizers"} <= packages
     assert not any(name.startswith(("cuda", "nvidia", "onnxruntime")) for name in packages)

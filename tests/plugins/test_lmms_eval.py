@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import random
 import re
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.gated import WAIT
+from tests.support.json_files import read_json
 from tests.support.lmms_prompts import CASES
 from tests.support.local_sets import LocalQuestion, answers_of, figures, local_sets
 from vtx.exporter.bundling.options import DEMO
@@ -108,7 +108,7 @@ def test_scores_of_the_suite_are_those_of_our_count(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     [file] = (tmp_path / "out").rglob("*results.json")
-    results = json.loads(file.read_text())["results"]
+    results = read_json(file)["results"]
     scores = []
     with load(bundle, device="cpu", threads=1) as model:
         for task, (_, _, names) in TASKS.items():

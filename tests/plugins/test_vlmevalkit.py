@@ -6,7 +6,6 @@ import base64
 import csv
 import importlib.util
 import io
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.gated import WAIT
+from tests.support.json_files import write_json
 from tests.support.local_sets import LocalQuestion, answers_of, figures, local_sets
 from vtx.exporter.bundling.options import DEMO
 from vtx.runtime.api.load import load
@@ -69,7 +69,7 @@ def test_scores_of_the_suite_are_those_of_our_count(tmp_path: Path) -> None:
     common = {"class": "Vtx", "bundle": str(bundle), "device": "cpu", "threads": 1, "max_new_tokens": 16}
     models = {"withdrawn": {**common, "k": 4}, "pruned": {**common, "k": "none", "reduce": REDUCE}}
     named = {name: {"class": kind, "dataset": name} for name, kind in SETS.values()}
-    (tmp_path / "run.json").write_text(json.dumps({"model": models, "data": named}))
+    write_json(tmp_path / "run.json", {"model": models, "data": named})
     (tmp_path / "run.py").write_text(RUN)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{PLUGIN}", "LMUData": str(data)}
     done = subprocess.run(

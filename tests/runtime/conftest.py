@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundles.export_all(tiny_checkpoint(), tmp_path_factory.mktemp("whole") / "bundle").folder
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.support.json_files import read_json
 from tests.support.store import new_folder, publish, verified
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import write_safetensors
@@ -66,7 +67,7 @@ def reads_documents(checkpoint: Path) -> bool:
     from vtx.exporter.checkpoint.families.registry import FAMILIES
 
     config = checkpoint / "config.json"
-    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    kind = read_json(config).get("model_type") if config.is_file() else None
     return kind in {family.model_type for family in FAMILIES if family.reader}
 
 
@@ -119,7 +120,7 @@ def copy(bundle: Path, target: Path) -> Path:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((folder / "vtx.json").read_text(encoding="utf-8"))
+    value: dict[str, Any] = read_json(folder / "vtx.json")
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ GQA = Tiny(layers=6)
 QUESTIONS = ("what is there?", "which shape is red?", "how many circles?", "describe the left square", "what colour?")
 ALL = CalibrationOptions(k_from=2, max_new_tokens=6, batch=2)
 KS = (None, 2, 3, 4, 5, 6)
-Checkpoints = Callable[..., Path]
 
 
 def questions(images: int = 1, count: int = 5) -> Data:

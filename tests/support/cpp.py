@@ -42,6 +42,8 @@ def _openvino_obstacle() -> str:
 
 
 needs_openvino = pytest.mark.skipif(bool(_openvino_obstacle()), reason=_openvino_obstacle())
+ENGINES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
+DEVICES = pytest.mark.parametrize("device", ENGINES)
 
 
 def onnxruntime() -> str:
@@ -100,7 +102,7 @@ def assert_prepared_equal(model: Model, pictures: Sequence[Path]) -> None:
     """libvtx gives each picture the tokens and the pixels of Python."""
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
     for path, line in zip(pictures, lines, strict=True):
-        want = model.loaded.prepare(path)
+        want = model.loaded.images.prepare(path)
         assert line == f"{want.tokens} {want.key.split()[0]}", path.name
 
 
@@ -112,6 +114,19 @@ def expected(answer: dict[str, Any]) -> dict[str, Any]:
     for decision in facts.get("gate", []):
         decision.pop("ms")
     return facts
+
+
+def assert_budgets_equal(model: Model, paths: Sequence[Path], budgets: Sequence[int]) -> None:
+    """With each budget of image tokens libvtx sees the pixels of Python in every picture, and answers alike."""
+    bundle = model.bundle.folder
+    for tokens in budgets:
+        lines = output("probe", "layout", bundle, f"tokens={tokens}", *paths).decode().splitlines()
+        for path, line in zip(paths, lines, strict=True):
+            image = model.loaded.images.prepare(path, image_tokens=tokens)
+            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
+        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(tokens), "--max-new-tokens", "3")
+        with model.open(paths[0], image_tokens=tokens) as conversation:
+            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
 
 
 def assert_asked_equal(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from tests.support.bundles import copy
 from tests.support.cpp import BUILD, needs_cpp, run
 from tests.support.gpu_standin import build_all
+from tests.support.json_files import read_json
 from tests.support.tiny import random_image
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
@@ -56,7 +56,7 @@ def machine_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setenv("LD_LIBRARY_PATH", os.fspath(libraries))
         monkeypatch.setenv("VTX_STANDIN_CAPABILITY", RELEASES[release][1])
         monkeypatch.setenv("VTX_STANDIN_REPORT", os.fspath(report))
-        return lambda: dict[str, int](json.loads(report.read_text()))
+        return lambda: dict[str, int](read_json(report))
 
     return become
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import pytest
 from tests.support import gpu_standin
 from tests.support.gpu_standin import Gpu, build_all
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.tensorrt import backend, batch, cache
+from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.backends import device_lanes
+from vtx.runtime.backends.slots import LANES
+from vtx.runtime.backends.tensorrt import backend
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import write_sealed
 from vtx.runtime.host import gpu
+from vtx.runtime.scheduler.batching import Batching
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 ORIN = gpu.Gpu("Orin", (8, 7), 8 << 30, (12, 6))
@@ -30,8 +35,7 @@ def on_standin(patch: pytest.MonkeyPatch, card: gpu.Gpu = CARD, version: str = g
     """The stand-in for the GPU and for TensorRT, found wherever the backend looks for them."""
     found = Gpu()
     patch.setattr(backend, "load_driver", lambda: found)
-    for module in (cache, batch):
-        patch.setattr(module, "GROWTH", SMALL_GROWTH)
+    patch.setattr(device_lanes, "GROWTH", SMALL_GROWTH)
     patch.setattr(backend, "load_flavour", lambda flavour: gpu_standin.module(found, version, flavour))
     patch.setattr(backend, "find_gpu", lambda *_: card)
     return found
@@ -69,3 +73,25 @@ def shorten(folder: Path, target: str, tokens: int) -> None:
         )  # fmt: skip
         engines[graph] = replace(engines[graph], profiles=profiles)
     rewrite(folder, target, engines=engines)
+
+
+def read_together(model: Model, streams: Sequence[AnswerStream]) -> list[list[int]]:
+    """The ids of answers of one length, whose tokens but the first are decoded together."""
+    batching = Batching(model, LANES, LANES)
+    assert batching.obstacle is None
+    running = [*streams]
+    while running:
+        batching.decode(running)
+        running = [stream for stream in running if stepped(stream)]
+    ids = [stream.answer.token_ids for stream in streams]
+    assert batching.tokens == sum(len(of_answer) - 1 for of_answer in ids)
+    return ids
+
+
+def stepped(stream: AnswerStream) -> bool:
+    """Step an answer; False if it has ended."""
+    try:
+        stream.step()
+    except StopIteration:
+        return False
+    return True

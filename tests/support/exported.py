@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.bundles import export_anew, reads_documents, shared
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.policies.base import Policy
 from vtx.runtime.policies.methods.withdraw import Full, Withdraw
@@ -25,7 +26,6 @@ from vtx.runtime.session.session import PrefillResult, Prompt, Session
 THREADS = 1  # tests run side by side
 KS = (2, 3, 5, 8)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?")
-Checkpoints = Callable[..., Path]
 DEVICES = [name for name, module in (("cpu", "onnxruntime"), ("openvino", "openvino")) if find_spec(module)]
 
 
@@ -74,7 +74,7 @@ class Greedy(NamedTuple):
 
 def prompt(model: Model, messages: Sequence[Message], images: Sequence[Picture]) -> Prompt:
     """The prompt as a session takes it, pixels and all."""
-    pictures = model.loaded.prepare_all(images, messages=messages)
+    pictures = model.loaded.images.prepare_all(images, messages=messages)
     ids = model.loaded.text.prompt(messages, [picture.in_prompt for picture in pictures])
     encoders = tuple((p.key, lambda p=p: p.encode(model.backend)) for p in pictures)
     return Prompt(ids, ids == model.manifest.text.image_token_id, encoders)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import BundleError
 from vtx.runtime.report.golden import check_golden
-
-Make = Callable[..., Path]
 
 
 @functools.cache

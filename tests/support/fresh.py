@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.loaded import Picture
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 

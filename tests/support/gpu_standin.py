@@ -26,6 +26,7 @@ import pytest
 
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
+from tests.support.json_files import write_json
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.tools.tensorrt import build as engines
@@ -91,6 +92,7 @@ class Gpu:
 
     def __init__(self, total: int = 1 << 32, number: int = 0) -> None:
         self.total, self.number = total, number
+        self.driver = 580
         self.page_cache = 0  # bytes of it in the memory that an integrated GPU shares with the host
         self.current = number  # the device that the next call is for, -1: none
         self.refused: str | None = None  # a call that fails while work is recorded
@@ -274,7 +276,7 @@ def void(_: Any) -> None: ...
 def write_engine(request: BuildRequest, watch: Any) -> BuiltEngine:
     """In place of the builder: an engine that names its graph and its profiles."""
     content = {"graph": os.fspath(request.graph.resolve()), "profiles": request.profiles}
-    request.engine.write_text(json.dumps(content))
+    write_json(request.engine, content)
     return BuiltEngine(request.engine.stat().st_size, sha256(request.engine), 0.0, 0)
 
 
@@ -329,18 +331,19 @@ class Kernels:
     """TensorRT-RTX's cache of compiled kernels: names of graphs."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu, self.compiled = gpu, set[str]()
+        self._machine, self.compiled = [gpu.number, gpu.driver], set[str]()
 
     def deserialize(self, content: bytes) -> bool:
         try:
             found = json.loads(content)
         except ValueError:
             return False
-        self.compiled |= set(found["compiled"]) if found["card"] == self._gpu.number else set()
-        return bool(found["card"] == self._gpu.number)
+        same = found["machine"] == self._machine
+        self.compiled |= set(found["compiled"]) if same else set()
+        return bool(same)
 
     def serialize(self) -> bytes:
-        return json.dumps({"card": self._gpu.number, "compiled": sorted(self.compiled)}).encode()
+        return json.dumps({"machine": self._machine, "compiled": sorted(self.compiled)}).encode()
 
 
 class RuntimeConfig:

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from tests.support.exported import answer, greedy, policy, prompt
+from tests.support.near import assert_near
 from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
 from vtx.runtime.backends.slots import RECENT
@@ -44,7 +45,7 @@ def assert_later_equal_fresh(
             alone = fresh.ask(question, k, options)
         assert told.token_ids == alone.token_ids
         assert told.logprobs is not None
-        np.testing.assert_allclose(told.logprobs, alone.logprobs, atol=tolerance, rtol=0)
+        assert_near(told.logprobs, alone.logprobs, tolerance)
     assert [told.stats.reused_image for told in later] == [number > 0 for number in range(len(questions))]
 
 
@@ -70,7 +71,7 @@ def assert_every_k(
         found = greedy(model, asked, k, steps)
         wanted = judge.greedy(inputs, k, steps, guess=found.ids)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert_near(found.logits, wanted.logits, tolerance)
         assert found.done.k == k
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
         whole = k - 1 if k else layers
@@ -78,7 +79,7 @@ def assert_every_k(
         answers.append(wanted.logits)
     ids, logits = judge.generate_hf(inputs, steps)
     assert answers[0].argmax(-1).tolist() == ids
-    np.testing.assert_allclose(answers[0].numpy(), logits.numpy(), atol=tolerance, rtol=0)
+    assert_near(answers[0].numpy(), logits.numpy(), tolerance)
     changes = [float((a - b).abs().max()) for n, a in enumerate(answers) for b in answers[:n]]
     assert (max if alike else min)(changes) > 100 * tolerance, "two K that mean the same"
 
@@ -97,7 +98,7 @@ def assert_chat_as_reference(
             assert list(found.token_ids) == wanted.ids or wanted.margin < 2 * tolerance
             if list(found.token_ids) == wanted.ids:
                 chosen = [float(row[id]) for row, id in zip(wanted.logits.log_softmax(-1), wanted.ids, strict=True)]
-                np.testing.assert_allclose(found.logprobs or (), chosen, atol=2 * tolerance, rtol=0)
+                assert_near(found.logprobs or (), chosen, 2 * tolerance)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": found.text}]})
 
 
@@ -109,7 +110,7 @@ def assert_near_reference(
     for k in (None, 3):
         wanted = judge.greedy(judge.inputs(messages, images), k, STEPS)
         found = greedy(model, prompt(model, messages, images), k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=most, rtol=0)
+        assert_near(found.logits, wanted.logits, most)
 
 
 def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt, tolerance: float = TOLERANCE) -> None:
@@ -120,11 +121,11 @@ def assert_parity(model: Model, judge: Reference, inputs: Any, asked: Prompt, to
         wanted = judge.greedy(inputs, k, STEPS, guess=found.ids)
         assert wanted.margin > 2 * tolerance, "this prompt proves nothing: two tokens are too close"
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert_near(found.logits, wanted.logits, tolerance)
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
         if k is None:
             assert found.ids == ids
-            np.testing.assert_allclose(found.logits, logits.numpy(), atol=tolerance, rtol=0)
+            assert_near(found.logits, logits.numpy(), tolerance)
 
 
 def assert_rejected_tokens_leave_states(model: Model, asked: Prompt, k: int | None, right: int) -> None:
@@ -140,7 +141,7 @@ def assert_rejected_tokens_leave_states(model: Model, asked: Prompt, k: int | No
     assert len(found) == 1 + right
     session.try_tokens([5, 6, 7] * MAX_DRAFT)
     found += [session.decode(ids[number]) for number in range(len(found), len(found) + 2)]
-    np.testing.assert_allclose(found, wanted[1 : 1 + len(found)], atol=1e-4, rtol=0)
+    assert_near(found, wanted[1 : 1 + len(found)], 1e-4)
 
 
 def assert_changed_turns_go_back(model: Model, asked: Prompt, back: int) -> None:
@@ -156,7 +157,7 @@ def assert_changed_turns_go_back(model: Model, asked: Prompt, back: int) -> None
     longer = replace(asked, ids=np.concatenate([asked.ids, changed]), is_vision=is_vision)
     found = session.prefill(longer, policy(3), after=done.selection)
     alone = Session(model.backend, model.manifest).prefill(longer, policy(3))
-    np.testing.assert_allclose(found.logits, alone.logits, atol=1e-4, rtol=0)
+    assert_near(found.logits, alone.logits, 1e-4)
     assert (found.reused_tokens > len(asked.ids)) == (back <= RECENT)
 
 
@@ -201,6 +202,6 @@ def assert_same_on_openvino(
         for k in ks:
             ours, theirs = (each.open(pictures).ask(question, k, options) for each in (model, other))
             assert ours.token_ids == theirs.token_ids
-            np.testing.assert_allclose(ours.logprobs or (), theirs.logprobs or (), atol=2e-4, rtol=0)
+            assert_near(ours.logprobs or (), theirs.logprobs or (), 2e-4)
             assert ours.stats.kv_slots == theirs.stats.kv_slots
             assert ours.stats.vision_tokens == theirs.stats.vision_tokens > 0

@@ -21,9 +21,9 @@ from tests.support.sequences import (
     same_answer,
 )
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Settings
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.batching import Batching
@@ -96,14 +96,14 @@ class PoolSequences:
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self._prepared = [self.model.loaded.prepare_all(list(images)) for images in self.images]
+        self._prepared = [self.model.loaded.images.prepare_all(list(images)) for images in self.images]
         self.batching = Batching(self.model, BESIDE, BESIDE + KEPT)
         assert self.batching.obstacle is None
 
     def check(self, sequence: Sequence[Request]) -> None:
         """Put the requests to a new pool; raise AssertionError where an answer is not a fresh one's."""
         pool = ConversationPool(self.model.loaded, 1 << 30, KEPT)
-        self.model.loaded.image_cache = ImageCache(IMAGE_BYTES)
+        self.model.loaded.caches.images = ImageCache(IMAGE_BYTES)
         opened = set[Conversation]()
         try:
             with noted(), patch("vtx.runtime.api.turns.monotonic", lambda: self._now):
@@ -135,7 +135,7 @@ class PoolSequences:
     def _begin(self, pool: ConversationPool, request: Request, asked: tuple[int, ...]) -> Running:
         images, setting = self._prepared[request.images], self.settings[request.setting]
         messages, sampling = self._messages(request.images, request.setting, asked), NotedSampling()
-        ids = self.model.loaded.prompt_ids(messages, images)
+        ids = self.model.loaded.prompts.ids(messages, images)
         former = () if request.instead_of is None else self._prepared[request.instead_of]
         conversation = pool.lease(images, ids, instead_of=former) if request.reuse else pool.lease_unshared(images)
         stream = conversation.stream_messages(

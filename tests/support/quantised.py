@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.json_files import read_json, write_json
+
 FILE = "model.safetensors"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the row that each 4 bits of a word hold, from the lowest on
 NF4 = (
@@ -63,12 +65,12 @@ def make_quantised(
     for kind, tensors in (("quantised", packed), ("plain", plain)):
         shutil.copytree(source, folder / kind)
         save_file(tensors, folder / kind / FILE, {"format": "pt"})
-    settings = json.loads((source / "config.json").read_text())
+    settings = read_json(source / "config.json")
     if how.file is None:
         settings["quantization_config"] = how.settings
-        (folder / "quantised/config.json").write_text(json.dumps(settings))
+        write_json(folder / "quantised/config.json", settings)
     else:
-        (folder / "quantised" / how.file).write_text(json.dumps(how.settings))
+        write_json(folder / "quantised" / how.file, how.settings)
     return folder / "quantised", folder / "plain"
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.support.exported import prompt
+from tests.support.near import assert_near
 from tests.support.reference import Inputs, Reference
 from tests.support.statement import Method, Outcome, Statement
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
@@ -125,12 +126,12 @@ class Talk:
 
     def _prompt(self, messages: Sequence[Message], images: Sequence[Image.Image], policy: Policy) -> Prompt:
         model = self._model
-        pictures = model.loaded.prepare_all(images)
+        pictures = model.loaded.images.prepare_all(images)
         token, counts = model.manifest.text.image_token_id, [picture.tokens for picture in pictures]
         plain = model.loaded.text.prompt(messages, counts)
         question = self._question(plain, token)
         if policy.needs.text_tower:
-            question = replace(question, embeddings=model.loaded.embed_question(messages))
+            question = replace(question, embeddings=model.loaded.prompts.embed_question(messages))
         encoded = [self._encode(picture, policy, question) for picture in pictures]
         ids: list[int] = []
         left, sizes, at = iter(encoded), iter(counts), 0
@@ -164,7 +165,7 @@ def assert_prompt_as_stated(model: Model, judge: Reference, inputs: Inputs, aske
     chosen = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
     done = session.prefill(asked, chosen)
     logits = [done.logits, *(session.decode(id) for id in wanted.ids[:-1])]
-    np.testing.assert_allclose(np.stack(logits), wanted.logits, atol=TOLERANCE, rtol=0)
+    assert_near(np.stack(logits), wanted.logits, TOLERANCE)
     kept = {cut.layer - 1: np.flatnonzero(cut.kept).tolist() for cut in done.cuts}
     assert {layer: left for layer, left in kept.items() if left} == wanted.kept
 
@@ -236,7 +237,7 @@ def some_merged(case: Case, seed: int = 4) -> float:
 def assert_equal(found: Found, wanted: Outcome) -> None:
     assert wanted.margin > 2 * TOLERANCE, "two tokens are too close to prove anything"
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(found.logits, wanted.logits, TOLERANCE)
     assert list(found.done.slots) == wanted.slots
     assert [image.indices.tolist() for image in found.done.images] == [image.places for image in wanted.images]
     assert [image.merged.tolist() for image in found.done.images] == [image.merged for image in wanted.images]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from tests.support.families.lfm2_vl import PillowProcessor, with_common_names
 from tests.support.families.lfm3_vl import lfm3_mask
 from tests.support.families.minicpm import processor_of, video_inputs
 from tests.support.families.pixtral import processor_of as pixtral_processor
+from tests.support.json_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -74,7 +74,7 @@ class Reference:
 
         torch.set_num_threads(1)
         self.answers: dict[Any, Any] = {}
-        self.kind = kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        self.kind = kind = read_json(folder / "config.json")["model_type"]
         self.model: Any = (
             load_fast_vlm(folder)
             if kind == "fast_vlm"
@@ -137,7 +137,7 @@ class Reference:
                 def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
                     return None
 
-            settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+            settings = read_json(folder / "preprocessor_config.json")
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
             return OnPillow(PillowProcessor(settings), tokenizer, chat_template=template)

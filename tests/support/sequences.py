@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.support.near import assert_near
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Chat, Conversation
 from vtx.runtime.api.model import Model
@@ -243,7 +244,7 @@ def same_answer(
     assert answer.stats.kv_slots == wanted.stats.kv_slots
     assert answer.stats.reduced == wanted.stats.reduced
     assert (answer.stats.k, answer.stats.rest) == (wanted.stats.k, wanted.stats.rest)
-    np.testing.assert_allclose(logits, wanted_logits, atol=tolerance, rtol=0)
+    assert_near(logits, wanted_logits, tolerance)
 
 
 def _interrupt() -> None:

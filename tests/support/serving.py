@@ -19,7 +19,7 @@ from unittest.mock import patch
 from PIL import Image
 
 from vtx.runtime.api.load import load
-from vtx.runtime.server.engines import Engines
+from vtx.runtime.server.engines import Engines, Serving
 from vtx.runtime.server.limits import Limits
 
 WAIT = 60.0  # seconds for anything that should happen at once, on a busy machine
@@ -80,6 +80,10 @@ class Served:
         lines = self.request("GET", "/metrics").body.decode().splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
+    def until_active(self, count: int, what: str) -> None:
+        """Wait until this many requests are computed."""
+        until(lambda: self.metrics()["vtx_requests_active"] == count, what)
+
     def open_chat(self, body: Any, **headers: str) -> socket.socket:
         """A connection on which a request has been sent and nothing read."""
         content = json.dumps(body).encode()
@@ -110,10 +114,8 @@ def serving(
     from vtx.runtime.server.settings import AppSettings
 
     limits = limits or Limits()
-    engines = Engines(
-        bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, choosers=choosers,
-        verify=verify, aliases=aliases,
-    )  # fmt: skip
+    serving = Serving(choosers=choosers or {}, verify=verify, aliases=aliases or {})
+    engines = Engines(bundles, lambda folder: load(folder, device=device, threads=1), limits, memory, serving)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(engines, limits, AppSettings(**options)), log_level="error", ws="none", http=BoundedProtocol,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import UserDict
 from pathlib import Path
 from typing import Any
+
+from tests.support.json_files import read_json, write_json
 
 
 class Shared(UserDict[str, Any]):
@@ -20,11 +21,11 @@ class Shared(UserDict[str, Any]):
         return key in self.data or (self._folder / str(key)).exists()
 
     def __missing__(self, key: str) -> Any:
-        self.data[key] = json.loads((self._folder / key).read_text(encoding="utf-8"))
+        self.data[key] = read_json(self._folder / key)
         return self.data[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.data[key] = value
         whole = self._folder / f"{key}.{os.getpid()}"
-        whole.write_text(json.dumps(value), encoding="utf-8")
+        write_json(whole, value)
         whole.replace(self._folder / key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tests.support.json_files import write_json
 from vtx.exporter.checkpoint.resolving import control_tokens
 from vtx.exporter.checkpoint.text import LIMITS, TextOptions, read_text
 from vtx.runtime.bundle.spec.text_settings import TextSettings
@@ -194,10 +194,6 @@ def write_checkpoint(folder: Path, kind: str = "first", template: str | None = V
     top = {"model_type": "llava", "image_token_index": tokenizer.token_to_id("<image>")}
     write_json(folder / "config.json", top)
     return top
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
 
 
 def read(

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import DEFAULT, K, Options, Settings, combined
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.bundle.bundle import sha256
 from vtx.runtime.bundle.files import replacing
 from vtx.runtime.checks import check_text
@@ -197,7 +197,7 @@ def _asked(
                 raise RequestError(line.reason)
             if line.request is None:
                 if pictures != pictures_of(line):  # else they are those of the line before
-                    images = loaded.prepare_all([*line.images, *map(video, line.videos)])
+                    images = loaded.images.prepare_all([*line.images, *map(video, line.videos)])
                     pictures = pictures_of(line)
                 check_text("the question", line.question)
                 messages: list[Message] = [{"role": "user", "content": opening_parts(images, line.question)}]
@@ -205,7 +205,7 @@ def _asked(
                 if (system := own.pop("system", None)) is not None:
                     check_text("system", system)
                     messages.insert(0, {"role": "system", "content": system})
-                    loaded.check_system(messages)
+                    loaded.prompts.check_system(messages)
                 k = own.pop("k")
                 reduce = own.pop("reduce")
                 settings = Settings(k, combined(asking.options, own), reduce)
@@ -214,9 +214,9 @@ def _asked(
             chat = read_request(line.request, limits, translate=ENDPOINTS[line.url].translate)
             chat = named_images(chat, SentImages(0), "")  # each line has its own
             sources = [image for image in chat.images if not isinstance(image, RemoteImage | NamedImage)]
-            seen = loaded.prepare_all(sources, messages=chat.messages)
-            loaded.check_system(chat.messages)
-            loaded.check_thinking(chat.messages, chat.options)
+            seen = loaded.images.prepare_all(sources, messages=chat.messages)
+            loaded.prompts.check_system(chat.messages)
+            loaded.prompts.check_thinking(chat.messages, chat.options)
             k = asking.k if chat.k == DEFAULT else chat.k
             reduce = chat.reduce
             chat = replace(chat, images=(), k=k, reduce=asking.reduce if reduce == DEFAULT else reduce)

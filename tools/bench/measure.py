@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from vtx.runtime.api.answer import Stats
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.errors import ContextError, RequestError
 from vtx.runtime.units import Progress
 from vtx.runtime.vision.image import ImageSource
@@ -94,7 +94,7 @@ class Bench:
         self.model = Model(model.bundle, backend, model.loaded.load_ms)
         self.options = options
         self.ks = tuple(ks)
-        (self._image,) = self.model.loaded.prepare_all([options.image])
+        (self._image,) = self.model.loaded.images.prepare_all([options.image])
         self.result = BenchResult(self._question(), description, loaded, {})
         self.counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         with self.model.open(options.image) as conversation:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EngineCost
+from vtx.runtime.backends.engines import ENGINES, TENSORRT_COSTS, EngineCost
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.precision import PRECISIONS
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.estimate.weights import precisions_by_name
 
 SHOWN = ("fp16", *(row.name for row in PRECISIONS.values() if row.bits))
 WORK = (64, 256)  # text tokens in addition to one image, and tokens of the answer
@@ -48,7 +49,7 @@ class Fits:
         return {"place": self.device, "usable_bytes": self.usable, "models": models}
 
 
-def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = ENGINES["tensorrt"].costs["trt"]) -> list[Fits]:
+def fits_here(device: Device, cpu_device: str | None, gpu: EngineCost = TENSORRT_COSTS["tensorrt"]) -> list[Fits]:
     """The models that fit into the memory of this machine's GPU with that engine, and of its CPU if it can answer.
 
     A Jetson's memory is shared, so it counts once, with the engines of its GPU.
@@ -87,7 +88,7 @@ def what_fits(
         work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:
-            plan = make_plan(model, work, ks, [precision], profile, engine=engine)
+            plan = make_plan(model, work, ks, precisions_by_name(model, [precision]), profile, engine=engine)
             fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
             fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
         fits_of[name] = tuple(fits)

@@ -126,17 +126,29 @@ class Phase:
 IDEAL = EngineCost()
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt: `views` of images, the tokens in each layer, and `again`, FLOPs of layers that run some twice.
+
+    `new_tokens`: those of its answer; `batch`: conversations that a GPU decodes together.
+    """
+
+    views: int
+    schedule: Sequence[int]
+    again: int = 0
+    new_tokens: int = 0
+    batch: int = 1
+
+
 def latency(
     model: ModelSize,
-    views: int,
-    schedule: Sequence[int],
+    prompt: PlannedPrompt,
     precisions: Precisions,
     profile: Profile,
     engine: EngineCost = IDEAL,
     read: int | None = None,
-    again: int = 0,
 ) -> dict[str, Phase]:
-    """Roofline estimate of each phase: `vision`, `prefill`, which has `again` FLOPs more, and `decode_per_token`.
+    """Roofline estimate of each phase: `vision`, `prefill` and `decode_per_token`.
 
     Of a model that acts `expert` is the last one, all of its steps.
 
@@ -144,16 +156,22 @@ def latency(
     the prompt, which reads `read` bytes of K/V [default: those of the schedule].
     """
     size = model.decoder
+    views = prompt.views
+    schedule = prompt.schedule
+    again = prompt.again
     wide = engine.floats == EXPANDED
     exact = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     peak = profile.fp32 if exact or profile.fp16 is None else profile.fp16
-    matrices = weights.token_bytes(model, precisions, wide)
-    prompt = weights.token_bytes(model, precisions, wide, max(schedule)) if size.mixture else matrices
+    matrices = weights.token_bytes(model, precisions, wide, int8=engine.int8)
+    prompt_bytes = matrices
+    if size.mixture:
+        prompt_bytes = weights.token_bytes(model, precisions, wide, max(schedule), engine.int8)
     cache = sum(flops.kv_bytes(size, schedule, KV_DTYPES[precisions.kv_dtype].bytes))
     tower = weights.vision_weights(model.vision) if model.vision is not None and views else ()
+    vision_bytes = weights.stored_bytes(tower, precisions, wide=wide, int8=engine.int8)
     work = {
-        "vision": (flops.encode_flops(model.vision, views), weights.stored_bytes(tower, precisions, wide=wide)),
-        "prefill": (flops.prefill_flops(size, schedule) + again, prompt + cache),
+        "vision": (flops.encode_flops(model.vision, views), vision_bytes),
+        "prefill": (flops.prefill_flops(size, schedule) + again, prompt_bytes + cache),
         "decode_per_token": (flops.decode_flops(size, schedule), matrices + (cache if read is None else read)),
     }
     if model.action is not None:  # no token follows; the expert reads its weights, and K and V, in each of its steps
@@ -178,12 +196,16 @@ def latency(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question: `text`, `vision` and the answer's tokens; `views`: passes of the tower, None: of whole images."""
+    """A question: `text`, `vision` and the answer's tokens; `views`: passes of the tower, None: of whole images.
+
+    `batch`: conversations that a GPU decodes together.
+    """
 
     text: int
     vision: int
     new_tokens: int
     views: int | None = None
+    batch: int = 1
 
     def __post_init__(self) -> None:
         if self.text < 1 or self.vision < 0 or self.new_tokens < 0 or self.slots > flops.MAX_TOKENS:
@@ -292,6 +314,7 @@ class CostPlan:
             "vision_views": self.vision_views,
             "reduced": None if self.reduced is None else asdict(self.reduced),
             "max_new_tokens": self.workload.new_tokens,
+            "batch": self.workload.batch,
             "parameters": self.model.parameters,
             "parts": {name: _precisions(p) for name, p in self.parts.items()},
             "weights_bytes": dict(self.weights_bytes),
@@ -303,10 +326,14 @@ class CostPlan:
 
 
 def _precisions(parts: Precisions) -> dict[str, Any]:
-    """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's."""
+    """The precision of each part; a plan is of parts that an export quantises, not of a quantised checkpoint's.
+
+    `int8`: the matrices of an int4 decoder that are wider, if there are any.
+    """
     fields = asdict(parts)
-    del fields["own"], fields["wider"]
-    return fields
+    del fields["own"]
+    wider = sorted(fields.pop("wider"))
+    return {**fields, "int8": wider} if wider else fields
 
 
 def spread_ks(layers: int) -> tuple[int | None, ...]:
@@ -319,10 +346,8 @@ def make_plan(
     model: ModelSize,
     workload: Workload,
     ks: Sequence[int | None] = (),
-    precisions: Sequence[str] = tuple(PRECISIONS),
+    parts: Mapping[str, Precisions] | None = None,
     profile: Profile | None = None,
-    vision_precision: str | None = None,
-    head_precision: str | None = None,
     *,
     engine: EngineCost | None = None,
     reductions: Sequence[Reduction] = (),
@@ -330,7 +355,7 @@ def make_plan(
 ) -> CostPlan:
     """The cost of `model`. `ks` empty: no withdrawal and a spread of K; `rest`: image tokens that stay from K on.
 
-    `precisions` are the decoder's; by default tower and head have those of vtx-export for each. `engine` [default:
+    `parts` [default: all of the decoder's, with the tower's and the head's of vtx-export for each]. `engine` [default:
     onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
     """
     engine = engine or _usual_engine(profile)
@@ -338,7 +363,7 @@ def make_plan(
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
     reduced = reduce_counts(reductions, model, workload.vision, views)
-    parts = {p: weights.precisions_of(model, p, vision_precision, head_precision) for p in precisions}
+    parts = parts or weights.precisions_by_name(model)
     size = model.decoder
     depths = list[DepthCost]()
     full = flops.with_exit(size, flops.full_schedule(size.layers, text=workload.text, vision=workload.vision))
@@ -353,6 +378,7 @@ def make_plan(
         slots = flops.with_exit(size, present)
         again = flops.ahead_flops(size, vision, reduced.ahead, text=workload.text)
         total = flops.total_flops(size, slots, model.vision, views) + again
+        prompt = PlannedPrompt(views, slots, again, workload.new_tokens, workload.batch)
         depths.append(
             DepthCost(
                 k=k,
@@ -363,10 +389,7 @@ def make_plan(
                 total_flops=total,
                 total_ratio=total / whole,
                 kv_slots=tuple(count * (size.source(n) == n) for n, count in enumerate(slots, 1)),
-                precisions={
-                    p: _cost(model, workload, views, slots, c, profile, engine, again, largest)
-                    for p, c in parts.items()
-                },
+                precisions={p: _cost(model, prompt, c, profile, engine, largest) for p, c in parts.items()},
             )
         )
     return CostPlan(
@@ -420,42 +443,51 @@ def largest_view(model: ModelSize, reserved: int) -> VisionSize | None:
 
 def _cost(
     model: ModelSize,
-    work: Workload,
-    views: int,
-    slots: Sequence[int],
+    prompt: PlannedPrompt,
     precisions: Precisions,
     profile: Profile | None,
     engine: EngineCost,
-    again: int,
     largest: VisionSize | None,
 ) -> PrecisionCost:
     """The memory of one precision; `largest`: the tower for which the engine takes memory at load, if that is fixed."""
+    slots = prompt.schedule
     element = KV_DTYPES[precisions.kv_dtype].bytes
     cache = tuple(flops.kv_bytes(model.decoder, slots, element))
     step = GROWTH if engine.blocks else 1
-    used = [-(-(count + work.new_tokens) // step) * step for count in slots]
-    kv = sum(flops.kv_bytes(model.decoder, used, element))
+    used = [-(-(count + prompt.new_tokens) // step) * step for count in slots]
+    kv = _batch_bytes(model.decoder, prompt.batch, sum(flops.kv_bytes(model.decoder, used, element)))
     read = engine.passes * sum(cache)
     if engine.floats is None:
-        held = weights.bundle_bytes(model, precisions)
+        held = weights.bundle_bytes(model, precisions, engine.int8)
     else:
         held = weights.resident(model, precisions, engine.floats)
     wide = engine.wide or PRECISIONS[precisions.decoder].arithmetic == "float32"
     each = 4 if wide else 2
     if engine.apart:
-        activations = summed_activation_bytes(model, slots, views, each)
+        activations = summed_activation_bytes(model, slots, prompt.views, each)
     else:
-        activations = largest_activation_bytes(model, slots, views, each, largest)
+        activations = largest_activation_bytes(model, slots, prompt.views, each, largest)
     packing = weights.packed_twice(model, precisions, engine.floats) if engine.packing and engine.floats else 0
     peak = held + max(kv + activations, packing) + engine.base
     if profile is None:
         return PrecisionCost(cache, kv, held, activations, peak)
-    phases = latency(model, views, slots, precisions, profile, engine, read, again)
+    phases = latency(model, prompt, precisions, profile, engine, read)
     ms = sum(phase.ms for phase in phases.values())
     if model.action_tokens:  # the prompt gives the first of them
         ms += (model.action_tokens - 2) * phases["decode_per_token"].ms
     hertz = 1000 / ms if model.action is not None or model.action_tokens else None
     return PrecisionCost(cache, kv, held, activations, peak, profile.usable_bytes - peak, phases, hertz)
+
+
+def _batch_bytes(size: Decoder, batch: int, kv: int) -> int:
+    """Bytes of conversations that decode together, each of `kv`: lanes, and the memory in which the next prompt runs.
+
+    For a token of each also states before and after it, hidden states and logits.
+    """
+    if batch == 1:
+        return kv
+    states = 2 * size.state_numbers * len(size.conv_layers)
+    return (batch + 1) * kv + 4 * batch * (states + 2 * size.hidden + size.vocab)
 
 
 def largest_activation_bytes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.bundle import Bundle
 
 KEYS_AND_VALUES = ("k_proj.weight", "v_proj.weight")
+_TEXT_TOKEN = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|\n+| ?\w+| ")
+_SPAN = "\0"  # in place of image tokens
 CAMERAS = 3  # of a robot, where a model does not name them: pi0 was trained with up to three
 
 
@@ -132,6 +135,12 @@ class ModelSize:
         if self.layout is None:
             return self.vision.image_tokens, self.vision.views
         return self.layout.count(width, height), self.layout.passes(width, height)
+
+    def marks(self, width: int, height: int) -> int:
+        """Text tokens among those of an image of this size: each mark or word is one, and so are line breaks."""
+        if self.layout is None or self.action is not None:
+            return 0
+        return len(_TEXT_TOKEN.findall(self.layout.prompt_image(width, height).text(_SPAN)))
 
     def seeing(self, vision_tokens: int) -> ModelSize:
         return replace(self, vision=self.vision and self.vision.seeing(vision_tokens))

@@ -10,12 +10,13 @@ from math import prod
 from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.memory import resident_bytes
 from vtx.runtime.bundle.safetensors import DTYPES
-from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions, Scheme, tied_head
+from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, HEADS, Precisions, Scheme, tied_head
+from vtx.runtime.precision import PRECISIONS
 from vtx.tools.estimate.sizes import ActionSize, ModelSize
 from vtx.tools.estimate.vision import VisionSize
 from vtx.tools.model.decoder import PER_LAYER, Decoder
+from vtx.tools.model.mixed import head_rows, widened
 
-SCALE_BYTES = 2
 PLANS = 64  # whose sums over thousands of tensors are kept: a plan asks for the same ones at every K
 SOURCE = "F16"  # of the checkpoint; bfloat16 has the same size
 
@@ -29,13 +30,36 @@ class WeightGroup:
     count: int = 1
 
 
-def precisions_of(model: ModelSize, decoder: str, vision: str | None = None, head: str | None = None) -> Precisions:
-    """The precisions that an export of `model` stores, with the defaults of vtx-export. Raises RequestError."""
-    precisions = Precisions.choose(decoder, vision, head, None)
-    if not model.decoder.tied:
+def precisions_of(
+    model: ModelSize,
+    decoder: str,
+    vision: str | None = None,
+    head: str | None = None,
+    blocks: Mapping[str, int] | None = None,
+    bits: float | None = None,
+) -> Precisions:
+    """The precisions that an export of `model` stores, with the defaults of vtx-export. Raises RequestError.
+
+    `blocks`: the most weights to a scale, by precision; `bits`: the mean of a decoder with wider matrices.
+    """
+    precisions = Precisions.choose(decoder, vision, head, None, blocks)
+    table = (model.decoder.vocab, model.decoder.hidden)
+    if model.decoder.tied:
+        precisions = tied_head(precisions, head, table, "BF16" if head == "bf16" else SOURCE)
+    if bits is None:
         return precisions
-    source = "BF16" if head == "bf16" else SOURCE
-    return tied_head(precisions, head, (model.decoder.vocab, model.decoder.hidden), source)
+    shapes = {group.name: group.shape for group in all_weights(model, precisions)}
+    if head is None and HEAD in shapes:
+        shapes |= {name: (len(rows), table[1]) for name, rows in head_rows(table[0]).items()}
+        precisions = replace(precisions, head=precisions.decoder)
+    return widened(precisions, shapes.items(), bits)
+
+
+def precisions_by_name(
+    model: ModelSize, names: Iterable[str] = PRECISIONS, vision: str | None = None, head: str | None = None
+) -> dict[str, Precisions]:
+    """`precisions_of` each of the decoder's precisions named."""
+    return {name: precisions_of(model, name, vision, head) for name in names}
 
 
 def all_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGroup]:
@@ -83,9 +107,12 @@ def head_is_table(model: ModelSize, precisions: Precisions) -> bool:
 
 
 def head_weights(model: ModelSize, precisions: Precisions) -> Iterator[WeightGroup]:
-    """The output matrix, which may be the embedding table."""
+    """The output matrix, which may be the embedding table, or have rows of several precisions."""
     size = model.decoder
-    yield WeightGroup(EMBEDDING if head_is_table(model, precisions) else HEAD, (size.vocab, size.hidden))
+    if precisions.wider.isdisjoint({*HEADS} - {HEAD}):
+        yield WeightGroup(EMBEDDING if head_is_table(model, precisions) else HEAD, (size.vocab, size.hidden))
+    else:
+        yield from (WeightGroup(name, (len(rows), size.hidden)) for name, rows in head_rows(size.vocab).items())
 
 
 def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
@@ -93,30 +120,34 @@ def vision_weights(size: VisionSize) -> Iterator[WeightGroup]:
     yield from (WeightGroup("vision.weight", shape, count) for shape, count in size.weights().items())
 
 
-def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False) -> int:
-    """Bytes in a bundle's files, scales included; `wide`: as onnxruntime's CPU provider reads them, floats in fp32."""
+def stored_bytes(weights: Iterable[WeightGroup], precisions: Precisions, *, wide: bool = False, int8: int = 1) -> int:
+    """Bytes in a bundle's files, with scales and zero points.
+
+    `wide`: as onnxruntime's CPU provider reads them, floats in fp32; `int8`: bytes of an int8 weight in an engine's
+    memory.
+    """
     total = 0
     for group in weights:
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         if scheme is None:
             total += group.count * prod(group.shape) * (4 if wide else DTYPES[dtype][0] // 8)
         else:
-            rows, width = group.shape
-            total += group.count * (rows * scheme.nbytes(width) + SCALE_BYTES * _scales(group, scheme))
+            bits = scheme.bits_of_a_weight + (8 * (int8 - 1) if scheme.bits == 8 else 0)
+            total += group.count * round(prod(group.shape) * bits / 8)
     return total
 
 
 @lru_cache(PLANS)
-def bundle_bytes(model: ModelSize, precisions: Precisions) -> int:
-    """Bytes of all weights in a bundle's files."""
-    return stored_bytes(all_weights(model, precisions), precisions)
+def bundle_bytes(model: ModelSize, precisions: Precisions, int8: int = 1) -> int:
+    """Bytes of all weights in a bundle's files; `int8` as for `stored_bytes`."""
+    return stored_bytes(all_weights(model, precisions), precisions, int8=int8)
 
 
 @lru_cache(PLANS)
-def token_bytes(model: ModelSize, precisions: Precisions, wide: bool, tokens: int = 1) -> int:
+def token_bytes(model: ModelSize, precisions: Precisions, wide: bool, tokens: int = 1, int8: int = 1) -> int:
     """Bytes of the matrices that a run of `tokens` reads: those of all layers, and the output matrix."""
     groups = [*read_weights(model.decoder, tokens), *head_weights(model, precisions)]
-    return stored_bytes(groups, precisions, wide=wide)
+    return stored_bytes(groups, precisions, wide=wide, int8=int8)
 
 
 def resident(model: ModelSize, precisions: Precisions, floats: Mapping[str, int] = EXPANDED) -> int:
@@ -137,7 +168,8 @@ def _resident(model: ModelSize, precisions: Precisions, floats: tuple[tuple[str,
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         scales = _scales(group, scheme) if scheme else 0
-        total += group.count * resident_bytes(dtype, group.shape, scales, bytes_by_type)
+        zeros = scales if scheme and scheme.zeroed else 0
+        total += group.count * (resident_bytes(dtype, group.shape, scales, bytes_by_type) + zeros)
     return total
 
 

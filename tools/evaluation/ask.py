@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
-from vtx.runtime.api.loaded import opening_parts
+from vtx.runtime.api.images import ImageOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.runtime.errors import ImageError, RequestError, TemplateError
 from vtx.runtime.policies import parse, to_spec
@@ -88,7 +89,7 @@ class Evaluated:
             model.bundle,
             model.backend.device,
             model.backend.compute,
-            model.loaded.fit,
+            model.loaded.images.options.fit,
             lambda options: SideBySide(model, options, parallel).answers,
             lambda options: Asker(model, options),
         )
@@ -273,7 +274,9 @@ class Asker:
 
     def __init__(self, model: Model, options: Options) -> None:
         backend, self._calls = timed(model.backend)
-        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._model = Model(
+            model.bundle, backend, model.loaded.load_ms, images=ImageOptions(model.loaded.images.options.fit)
+        )
         self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
 
@@ -281,7 +284,7 @@ class Asker:
         """The methods take turns at being first, so that none of them always runs with cold caches."""
         if not methods:  # the question is in the data twice
             return {}
-        images = self._model.loaded.prepare_all([*question.images, *map(video, question.videos)])
+        images = self._model.loaded.images.prepare_all([*question.images, *map(video, question.videos)])
         first = number % len(methods)
         replies = dict[Method, CostedAnswer]()
         for method in (*methods[first:], *methods[:first]):
@@ -303,7 +306,9 @@ class SideBySide:
 
     def __init__(self, model: Model, options: Options, parallel: int) -> None:
         backend, self._calls = timed(model.backend, caches=False)
-        self._model = Model(model.bundle, backend, model.loaded.load_ms, fit=model.loaded.fit)
+        self._model = Model(
+            model.bundle, backend, model.loaded.load_ms, images=ImageOptions(model.loaded.images.options.fit)
+        )
         self._options = options
         self._counter = WorkCounter(model.bundle, model.backend.compute, model.backend.kv_slot_bytes)
         self._capacity = Capacity(parallel, parallel, kept=parallel)
@@ -358,7 +363,9 @@ class SideBySide:
         for (pictures, videos), numbers in groups.items():
             prepared: tuple[PreparedImage, ...] | Exception
             try:
-                prepared = tuple(map(self._counted, self._model.loaded.prepare_all([*pictures, *map(video, videos)])))
+                prepared = tuple(
+                    map(self._counted, self._model.loaded.images.prepare_all([*pictures, *map(video, videos)]))
+                )
             except BAD as e:
                 prepared = e
             tags = [(n, method) for n in numbers for method in wanted[n]]

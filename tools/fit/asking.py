@@ -19,6 +19,7 @@ from typing import Any
 from PIL import Image
 
 from vtx.runtime.api.conversation import Conversation
+from vtx.runtime.api.images import ImageOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.devices import DeviceChoice, open_backend
@@ -163,7 +164,7 @@ class KeptAnswers:
         item = self.questions.data.items[number]
         replies = dict[str, dict[str, Any]]()
         models = {setting.limit: self._load(on, setting.limit) for setting in settings}
-        images = {limit: model.loaded.prepare_all(item.images) for limit, model in models.items()}
+        images = {limit: model.loaded.images.prepare_all(item.images) for limit, model in models.items()}
         first = number % len(settings)  # so that none always runs with cold caches
         for setting in (*settings[first:], *settings[:first]):
             start = time.perf_counter()
@@ -197,7 +198,7 @@ class KeptAnswers:
         if limit not in self._models:
             backend = self._models[NO_LIMIT].backend
             tiles, pixels = limit
-            self._models[limit] = Model(on.bundle, backend, 0.0, max_tiles=tiles, max_pixels=pixels)
+            self._models[limit] = Model(on.bundle, backend, 0.0, images=ImageOptions(None, tiles, pixels))
         self.loading_s += time.monotonic() - start
         return self._models[limit]
 

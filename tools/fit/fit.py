@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from math import ceil, floor, inf, log2
 from typing import Any
@@ -188,20 +189,21 @@ def measure_turns(
     return range(len(turns)), False
 
 
+def _times(by_turn: Sequence[Sequence[float]], *, planned: bool) -> Times:
+    values = [ms for turn in by_turn for ms in turn]
+    ends = [np.quantile(turn, LATE) for turn in by_turn if turn]
+    upper = None if planned else quantile_upper(values, LATE)
+    widened = None if upper is None else round(upper * float(max(ends) / min(ends)), 3)
+    middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))
+    return Times(middle, late, len(values), widened)
+
+
 def evidence_of(setting: Setting, losses: ImageLosses | None, turns: Sequence[Sequence[TimedAnswer]]) -> Evidence:
     """`losses` of None are those of the reference, which changes nothing by definition.
 
     Upper ends of times grow with what the 99th percentiles of `turns` differ by: another turn may be as much slower.
     """
-
-    def times(by_turn: Sequence[Sequence[float]]) -> Times:
-        values = [ms for turn in by_turn for ms in turn]
-        ends = [np.quantile(turn, LATE) for turn in by_turn if turn]
-        upper = None if setting.on.planned else quantile_upper(values, LATE)
-        widened = None if upper is None else round(upper * float(max(ends) / min(ends)), 3)
-        middle, late = (round(float(ms), 3) for ms in np.quantile(values, [0.5, LATE]))
-        return Times(middle, late, len(values), widened)
-
+    times = partial(_times, planned=setting.on.planned is not None)
     decoded = [[reply.per_token_ms for reply in turn if reply.per_token_ms is not None] for turn in turns]
     return Evidence(
         bundle=setting.on.name,

@@ -14,7 +14,7 @@ from vtx.runtime.policies import parse
 from vtx.runtime.precision import KV_DTYPES
 from vtx.tools.bench.methods import NONE
 from vtx.tools.estimate import flops
-from vtx.tools.estimate.plan import Workload, latency, make_plan
+from vtx.tools.estimate.plan import PlannedPrompt, Workload, latency, make_plan
 from vtx.tools.estimate.sizes import ModelSize, bundle_size
 from vtx.tools.estimate.weights import precisions_of
 from vtx.tools.tensorrt.support import EngineSupport, choose_engine, engines_on
@@ -58,10 +58,8 @@ class PlannedEngine:
             size,
             work,
             [None],
-            [manifest.precision],
+            {manifest.precision: parts},
             profile,
-            manifest.vision_precision,
-            manifest.head_precision,
             engine=engine.cost,
         )
         return cls(profile, engine, size, parts, cost.depths[0].precisions[manifest.precision].peak_bytes)
@@ -85,5 +83,6 @@ class PlannedEngine:
         again = flops.ahead_flops(size.decoder, [count - text for count in stats.kv_slots], layers_ahead, text=text)
         cache = sum(flops.kv_bytes(size.decoder, stats.kv_slots, KV_DTYPES[self.precisions.kv_dtype].bytes))
         kv_bytes = self.engine.cost.passes * cache
-        phases = latency(size, views, stats.kv_slots, self.precisions, self.profile, self.engine.cost, kv_bytes, again)
+        prompt = PlannedPrompt(views, stats.kv_slots, again)
+        phases = latency(size, prompt, self.precisions, self.profile, self.engine.cost, kv_bytes)
         return phases["vision"].ms + phases["prefill"].ms, phases["decode_per_token"].ms

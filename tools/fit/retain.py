@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from vtx.runtime.api.load import load
+from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.errors import RequestError
@@ -43,59 +44,73 @@ class Retain:
             raise RequestError(f"--retain is {self.tokens}; it must be a number of vision tokens above 0")
 
 
-def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
-    """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
+class Trials:
+    """Specs with other thresholds of the bundle's first reduction, tried one by one on the questions of `retain`."""
 
-    They are the given ones times a factor, found by bisection on its logarithm; the mean falls as the factor grows.
-    Raises RequestError.
-    """
-    model = load(folder)
-    items = retain.data.items
-    target = retain.tokens
-    tried = 0
-    manifest = model.manifest
-    parts = parse(model.manifest.reductions[0])
-    part = next(part for part in parts if part.thresholds)
-    starts: dict[str, float] = {name: getattr(part, name) for name in part.thresholds}
+    def __init__(self, model: Model, retain: Retain, report: Progress) -> None:
+        self._model = model
+        self._items = retain.data.items
+        self._report = report
+        self._parts = parse(model.manifest.reductions[0])
+        self._part = next(part for part in self._parts if part.thresholds)
+        self.name = self._part.name
+        self.starts: dict[str, float] = {name: getattr(self._part, name) for name in self._part.thresholds}
+        self.count = 0
 
-    def attempt(thresholds: Mapping[str, float]) -> tuple[str, float]:
+    def attempt(self, thresholds: Mapping[str, float]) -> tuple[str, float]:
         """The spec with these thresholds, and its image tokens, mean over layers after pruning and over questions."""
-        nonlocal tried
-        changed = dataclasses.replace(cast(Any, part), **thresholds)
+        changed = dataclasses.replace(cast(Any, self._part), **thresholds)
+        spec = to_spec([changed if other is self._part else other for other in self._parts])
         total = 0.0
-        spec = to_spec([changed if other is part else other for other in parts])
-        for number, item in enumerate(items):
-            report("thresholds", tried * len(items) + number, (STEPS + 2) * len(items))
-            with model.open(list(item.images)) as images:
+        for number, item in enumerate(self._items):
+            self._report("thresholds", self.count * len(self._items) + number, (STEPS + 2) * len(self._items))
+            with self._model.open(list(item.images)) as images:
                 reduced = images.ask(item.question, None, Options(max_new_tokens=1), reduce=spec).stats.reduced
             assert reduced is not None
             total += reduced.vision_tokens_mean
-        tried += 1
-        return spec, total / len(items)
+        self.count += 1
+        return spec, total / len(self._items)
 
-    def scaled(factor: float) -> _Attempt:
-        return _Attempt(factor, *attempt({n: float(f"{start * factor:.{DIGITS}g}") for n, start in starts.items()}))
+    def scaled(self, factor: float) -> _Attempt:
+        """The spec with the given thresholds times a factor, and its image tokens."""
+        thresholds = {name: float(f"{start * factor:.{DIGITS}g}") for name, start in self.starts.items()}
+        return _Attempt(factor, *self.attempt(thresholds))
 
-    most, least = (attempt(dict.fromkeys(starts, limit))[1] for limit in (OPEN, SHUT))
+    def nearest(self, target: float) -> _Attempt:
+        """The spec found by bisection on the logarithm of the factor; the mean falls as the factor grows."""
+        best = trial = self.scaled(1.0)
+        # Two factors, of which the first keeps more tokens than the target and the second no more.
+        lowest = 1e-6
+        highest = SHUT / min(self.starts.values())
+        too_many = best.tokens > target
+        last = 1.0
+        while (trial.tokens > target) == too_many and lowest < trial.factor < highest:
+            last = trial.factor
+            trial = self.scaled(min(last * 4, highest) if too_many else max(last / 4, lowest))
+        low, high = (last, trial.factor) if too_many else (trial.factor, last)
+        while self.count < STEPS and abs(best.tokens - target) > CLOSE and high / low > 1.001:
+            middle = self.scaled(math.sqrt(low * high))
+            low, high = (middle.factor, high) if middle.tokens > target else (low, middle.factor)
+            best = min(best, middle, key=lambda trial: abs(trial.tokens - target))
+        return best
+
+
+def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
+    """Find the thresholds with the bundle in `folder` and write the spec with them into its manifest.
+
+    They are the given ones times a factor. Raises RequestError.
+    """
+    model = load(folder)
+    target = retain.tokens
+    manifest = model.manifest
+    trials = Trials(model, retain, report)
+    most, least = (trials.attempt(dict.fromkeys(trials.starts, limit))[1] for limit in (OPEN, SHUT))
     if not least <= target <= most:
         raise RequestError(
-            f"--retain {target:g} cannot be reached: on {retain.data.source} the thresholds of {part.name} keep from "
+            f"--retain {target:g} cannot be reached: on {retain.data.source} the thresholds of {trials.name} keep from "
             f"{least:.1f} to {most:.1f} vision tokens; name a number in that range, or change key=, layers= or tau="
         )
-    best = trial = scaled(1.0)
-    # Two factors, of which the first keeps more tokens than the target and the second no more.
-    lowest = 1e-6
-    highest = SHUT / min(starts.values())
-    too_many = best.tokens > target
-    last = 1.0
-    while (trial.tokens > target) == too_many and lowest < trial.factor < highest:
-        last = trial.factor
-        trial = scaled(min(last * 4, highest) if too_many else max(last / 4, lowest))
-    low, high = (last, trial.factor) if too_many else (trial.factor, last)
-    while tried < STEPS and abs(best.tokens - target) > CLOSE and high / low > 1.001:
-        middle = scaled(math.sqrt(low * high))
-        low, high = (middle.factor, high) if middle.tokens > target else (low, middle.factor)
-        best = min(best, middle, key=lambda trial: abs(trial.tokens - target))
+    best = trials.nearest(target)
     report("thresholds", 1, 1)
     record = {
         "asked": target,
@@ -103,7 +118,7 @@ def fit_thresholds(folder: Path, retain: Retain, report: Progress) -> None:
         "factor": best.factor,
         "start": manifest.reductions[0],
         "data": retain.data.source,
-        "questions": len(items),
+        "questions": len(retain.data.items),
     }
     reductions = (best.spec, *manifest.reductions[1:])
     recorded = {**manifest.record, "retain": record}

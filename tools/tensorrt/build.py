@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.fingerprint import EngineRecord, EngineSet, Range
 from vtx.runtime.bundle.seal import SigningKey, write_sealed
+from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.bundle.tensors import float16_overflow
 from vtx.runtime.errors import BundleError, ExportError
@@ -24,13 +25,14 @@ from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.lint import dialect_graphs, lint
 from vtx.tools.tensorrt.memory import build_memory
-from vtx.tools.tensorrt.profiles import batches, graph_profiles, input_shapes
-from vtx.tools.tensorrt.releases import RTX, Release
+from vtx.tools.tensorrt.profiles import graph_profiles, input_shapes
+from vtx.tools.tensorrt.releases import Release
 from vtx.tools.tensorrt.targets import Target
 
 LARGEST_ENGINE = 1.3  # times its weights: beyond that they are stored twice, or wider than in the bundle
 JETSON_LANES = 2  # conversations of a run: the memory of more is that of many weights there
-KERNELS = 16 << 20  # bytes of an engine that are no weights, at most
+KERNELS = 16 << 20  # bytes of an engine that are no weights, at most,
+KERNELS_OF_A_NODE = 48 << 10  # and for each node of its graph: each layer has kernels of its own, of any width
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +55,25 @@ class EngineJob:
     def excess(self, engine: EngineRecord) -> float | None:
         """Times the graph's weights that its engine has, where that is more than kernels explain."""
         times = engine.bytes / max(1, self.graph.weights)
-        return times if times > LARGEST_ENGINE and engine.bytes - self.graph.weights > KERNELS else None
+        kernels = KERNELS + KERNELS_OF_A_NODE * len(self.graph.nodes)
+        return times if times > LARGEST_ENGINE and engine.bytes - self.graph.weights > kernels else None
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines of one dialect for one target, and the release of TensorRT that builds them."""
+    """The engines of one dialect for one target, and the release of TensorRT that builds them.
+
+    `workspace`: bytes of device memory for the builder; `key` signs the record of the engines.
+    """
 
     bundle: Bundle
     target: Target
     release: Release
     version: str
     dialect: str
-    workspace: int | None
-    timing_cache: Path | None
     jobs: tuple[EngineJob, ...]
+    workspace: int | None = None
+    timing_cache: Path | None = None
     key: SigningKey | None = None
 
     @property
@@ -109,12 +115,9 @@ def plan_engines(
     version: str,
     dialect: str,
     *,
-    workspace: int | None = None,
-    timing_cache: Path | None = None,
     batch: int | None = None,
-    key: SigningKey | None = None,
 ) -> EnginePlan:
-    """The engines to build, checked as far as possible before a builder runs; `key` signs their record.
+    """The engines to build, checked as far as possible before a builder runs.
 
     `batch`: conversations that one run decodes; 1: a stage has one profile for all its runs.
     """
@@ -126,9 +129,7 @@ def plan_engines(
     if findings:
         remark = f" (and {len(findings) - 1} more: vtx-build --check lists them)" if len(findings) > 1 else ""
         raise BundleError(f"{findings[0]}{remark}")
-    if batch is None:
-        batch = JETSON_LANES if target.is_jetson else LANES
-    decoding = _decoding(m, release, batch)
+    decoding = _decoding(graphs, target, batch)
     jobs = list[EngineJob]()
     for graph in graphs:
         named = {dim for name in graph.inputs for dim in graph.shapes.get(name, ())}
@@ -144,24 +145,23 @@ def plan_engines(
         release=release,
         version=version,
         dialect=dialect,
-        workspace=workspace,
-        timing_cache=timing_cache,
         jobs=tuple(jobs),
-        key=key,
     )
 
 
-def _decoding(m: Manifest, release: Release, batch: int) -> int | None:
+def _decoding(graphs: Sequence[SeenGraph], target: Target, batch: int | None) -> int | None:
     """The conversations of a stage's profile for single tokens; None: there is one profile for all runs.
 
-    TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones there in
-    kernels of their own; not for a profile of one token of each of several conversations.
+    TensorRT-RTX stores fp16 weights a second time for a profile of one token alone, and dequantises int8 ones in
+    kernels of their own there; not for a profile of one token of each of several conversations. Raises BundleError.
     """
+    if batch is None:
+        batch = JETSON_LANES if target.is_jetson else LANES
     if batch == 1:
         return None
-    if batches(m.model):
-        return batch
-    return 1 if release.flavour != RTX or m.precision == "int4" else None
+    if any(isinstance(graph.shapes.get(names.STATE, ("", ""))[1], int) for graph in graphs):
+        raise BundleError("the graphs keep the state of one conversation; export the bundle again, or use --batch 1")
+    return batch
 
 
 def _sources(graph: SeenGraph, manifest: Manifest) -> dict[str, str]:

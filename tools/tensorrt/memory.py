@@ -21,11 +21,14 @@ def build_memory(weights: int, profiles: int) -> int:
     return BUILDER_MEMORY + int((MEMORY_PER_BYTE + MEMORY_PER_PROFILE * (profiles - 1)) * weights)
 
 
-def buildable_layers(model: ModelSize, precisions: Precisions, usable: int) -> int:
-    """The most decoder layers of a graph that can be built in `usable` bytes; 0: not even one."""
+def buildable_layers(model: ModelSize, precisions: Precisions, usable: int, int8: int = 1) -> int:
+    """The most decoder layers of a graph that can be built in `usable` bytes; 0: not even one.
+
+    `int8`: bytes that the engine holds an int8 weight in.
+    """
     decoder = model.decoder
     sizes = [
-        stored_bytes([WeightGroup(name, shape) for name, shape in decoder.layer_tensors(layer)], precisions)
+        stored_bytes([WeightGroup(name, shape) for name, shape in decoder.layer_tensors(layer)], precisions, int8=int8)
         for layer in decoder.every
     ]
     layers = range(1, decoder.layers + 1)

@@ -25,7 +25,6 @@ from vtx.runtime.backends.slots import HeldStates
 from vtx.runtime.bundle.fingerprint import Profile, Range
 from vtx.runtime.bundle.spec import graphs as graph_sizes
 from vtx.runtime.bundle.spec.manifest import Manifest
-from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import BundleError
 from vtx.tools.tensorrt.graph import SeenGraph
 
@@ -72,12 +71,8 @@ def stage_profiles(m: Manifest, decoding: int | None) -> tuple[Profile, ...]:
 def _run_sizes(table: Profile, batch: Range, each: Range, slots: Range) -> Profile:
     """The profile of runs of conversations and of tokens of each, of which one is 1."""
     tokens = each if batch == ONE else batch
-    return {**table, TOKENS: tokens, graph_sizes.BATCH: batch, graph_sizes.EACH: each, SLOTS: slots}
-
-
-def batches(model: ModelSpec) -> bool:
-    """True if several conversations decode in one run: unless layers keep a state, or read K and V of others."""
-    return not model.conv_layers and model.shared is None
+    conversations = dict.fromkeys((graph_sizes.BATCH, graph_sizes.CONVERSATIONS), batch)
+    return {**table, **conversations, TOKENS: tokens, graph_sizes.EACH: each, SLOTS: slots}
 
 
 def graph_profiles(m: Manifest, dialect: str, graph: str, decoding: int | None) -> tuple[Profile, ...]:

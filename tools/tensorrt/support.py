@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtx.runtime.backends.engines import ENGINES, EngineCost
+from vtx.runtime.backends.engines import ENGINES, TENSORRT_COSTS, EngineCost
 from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES
 from vtx.runtime.bundle.spec.stored import Precisions
@@ -15,18 +15,22 @@ from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.sizes import ModelSize
 from vtx.tools.model.mixture import ON_CPU
-from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSupport:
-    """One engine on a device (of --device); `obstacles`: by precision the reason why it does not answer, or None."""
+    """One engine on a device (of --device); `obstacles`: by precision the reason why it does not answer, or None.
+
+    `cost`: its use of memory.
+    """
 
     device: str
     software: str
     dialect: str | None
     obstacles: Mapping[str, str | None]
+    cost: EngineCost
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -40,11 +44,6 @@ class EngineSupport:
     @property
     def answered(self) -> list[str]:
         return [name for name, obstacle in self.obstacles.items() if obstacle is None]
-
-    @property
-    def cost(self) -> EngineCost:
-        """Its use of memory; of an engine that answers."""
-        return ENGINES[self.device].costs[self.dialect or ""]
 
     @property
     def refusals(self) -> dict[str, str]:
@@ -75,7 +74,7 @@ def _on_tensorrt(profile: Profile, model: ModelSize, parts: Mapping[str, Precisi
         try:
             release = parse_release(TENSORRT, jetpack.tensorrt)
         except RequestError as e:
-            yield EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)))
+            yield EngineSupport("tensorrt", software, None, dict.fromkeys(parts, str(e)), TENSORRT_COSTS[TENSORRT])
         else:
             yield _tensorrt(software, release, model, parts)
     capability = tuple(map(int, (profile.compute_capability or "0.0").split(".")))
@@ -94,16 +93,13 @@ def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
                 name: (reason if spec.gpu else None) or refusal(p.kv_dtype, jetson=profile.kind == "jetson")
                 for name, p in parts.items()
             }
-            yield EngineSupport(device, spec.title, spec.dialect, refusals)
+            yield EngineSupport(device, spec.title, spec.dialect, refusals, spec.costs[spec.dialect])
 
 
 def gpu_cost(device: Device) -> EngineCost:
-    """TensorRT's use of memory on this machine: of a Jetson's release, if vtx supports it, else of the newest ones."""
-    try:
-        dialect = parse_release(TENSORRT, (device.jetson and device.jetson.tensorrt) or "").dialect
-    except RequestError:  # none, or one too old: what fits after an upgrade
-        dialect = ENGINES["tensorrt"].dialect
-    return ENGINES["tensorrt"].costs[dialect]
+    """The use of memory on this machine of TensorRT-RTX, if it is for its first GPU, else of TensorRT."""
+    portable = {target.capability for target in TARGETS.values() if target.portable}
+    return TENSORRT_COSTS[RTX if device.gpus and device.gpus[0].capability in portable else TENSORRT]
 
 
 def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack: str | None) -> EngineSupport:
@@ -134,4 +130,5 @@ def _experts(model: ModelSize) -> str | None:
 
 def _tensorrt(software: str, release: Release, model: ModelSize, parts: Iterable[str]) -> EngineSupport:
     reason = NO_FRAMES if model.vision is not None and model.vision.towers > 1 else _experts(model)
-    return EngineSupport("tensorrt", software, release.dialect, dict.fromkeys(parts, reason))
+    refusals = dict.fromkeys(parts, reason)
+    return EngineSupport("tensorrt", software, release.dialect, refusals, TENSORRT_COSTS[release.flavour])

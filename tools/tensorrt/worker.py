@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 from vtx.runtime.backends.tensorrt.engine import LOG
 from vtx.runtime.bundle.bundle import sha256
+from vtx.tools.common import memory
 
 _INTERVAL = 0.1  # seconds between two reports of progress
 _RTX = "tensorrt_rtx"
@@ -48,9 +48,8 @@ def main() -> None:
     if error := _build(request, send, stopped):
         send(error=error)
         return
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = time.monotonic() - started
-    send(seconds=seconds, memory=peak, bytes=engine.stat().st_size, sha256=sha256(engine))
+    send(seconds=seconds, memory=memory.peak() or 0, bytes=engine.stat().st_size, sha256=sha256(engine))
 
 
 class BuildProgress:

@@ -100,6 +100,14 @@ class Newest:
         return self._frame is not None
 
 
+def _opened(av: Any, config: SourceConfig) -> Any:
+    """The container of a camera or a stream."""
+    if config.camera is None:
+        return av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
+    size = {} if config.size is None else {"video_size": config.size}
+    return av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
+
+
 class FrameSource:
     """A source that is read in a thread of its own until `close`, or the end of a video.
 
@@ -230,11 +238,7 @@ class FrameSource:
         config = self.config
         bad = 0
         converting = threading.Lock()
-        if config.camera is not None:
-            size = {} if config.size is None else {"video_size": config.size}
-            opened = av.open(config.camera, format="v4l2", options=size, timeout=(OPEN_SECONDS, READ_SECONDS))
-        else:
-            opened = av.open(str(config.stream), options=STREAM, timeout=(OPEN_SECONDS, READ_SECONDS))
+        opened = _opened(av, config)
         if config.camera is None and opened.format.name in SNAPSHOTS:
             opened.close()
             return self._snapshots(av)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.loaded import LoadedBundle, opening_messages
+from vtx.runtime.api.loaded import LoadedBundle
+from vtx.runtime.api.prompts import opening_messages
 from vtx.runtime.errors import BundleError, ContextError, RequestError, VtxError
 from vtx.runtime.prompt.messages import Message, Part, with_tools
 from vtx.runtime.scheduler.engine import AnswerRequest, Capacity, Engine, StandsError
@@ -42,7 +43,7 @@ def capacity(loaded: LoadedBundle, parallel: int, tiles: int = 0) -> Capacity:
 
     `tiles`: bytes of encoded tiles that are kept.
     """
-    image = 4 * loaded.layout.max_tokens * loaded.manifest.model.hidden  # bytes
+    image = 4 * loaded.images.layout.max_tokens * loaded.manifest.model.hidden  # bytes
     return Capacity(parallel, parallel, 2 * parallel, image_tokens=min(256 << 20, 4 * parallel * image), tiles=tiles)
 
 
@@ -198,13 +199,13 @@ class Watcher:
         now = self._clock()
         self._looks = watched.looks = self._looks + 1
         try:
-            image = load_image(frame.read(), self._loaded.image_formats)
+            image = load_image(frame.read(), self._loaded.images.options.formats)
             cells = Cells.of(image) if watched.compares else None
             due = [standing for standing in watched.standing.values() if standing.due(now, cells)]
             if not due:
                 return
             tokens = watched.config.image_tokens
-            prepared = self._loaded.prepare(image, of_images=len(watched.references) + 1, image_tokens=tokens)
+            prepared = self._loaded.images.prepare(image, of_images=len(watched.references) + 1, image_tokens=tokens)
             watched.look = Look(frame, (*watched.references, prepared), cells, deque(due))
             watched.source.error = ""
         except (VtxError, OSError) as e:  # also of a picture that is still being written
@@ -397,7 +398,7 @@ def _device(config: SourceConfig) -> list[Any]:
 def references(loaded: LoadedBundle, config: SourceConfig) -> tuple[PreparedImage, ...]:
     """The images that stand before each frame. Raises ImageError for one that cannot be read."""
     images = [part.image for part in config.reference if part.image is not None]
-    return tuple(loaded.prepare(image, of_images=len(images) + 1) for image in images)
+    return tuple(loaded.images.prepare(image, of_images=len(images) + 1) for image in images)
 
 
 def parts(config: SourceConfig) -> list[Part]:
@@ -432,7 +433,7 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
     for source in config.source:
         references(loaded, source)
         try:
-            check_image_tokens(loaded.layout, source.image_tokens)
+            check_image_tokens(loaded.images.layout, source.image_tokens)
         except RequestError as e:
             raise RequestError(f"source {source.name}: {e}") from e
         if source.prefix_file is not None and loaded.bundle.key is not None:
@@ -445,11 +446,11 @@ def check_questions(loaded: LoadedBundle, config: WatchConfig) -> None:
             try:
                 loaded.policy(settings.k, settings.options, settings.reduce)
                 if settings.options.guide is not None:
-                    loaded.guided(settings.options.guide)
+                    loaded.prompts.guided(settings.options.guide)
                 messages = _messages(source, question)
-                loaded.check_system(messages)
-                loaded.check_thinking(messages, settings.options)
-                if len(loaded.prompt_ids(messages)) >= (room := loaded.manifest.max_context):
+                loaded.prompts.check_system(messages)
+                loaded.prompts.check_thinking(messages, settings.options)
+                if len(loaded.prompts.ids(messages)) >= (room := loaded.manifest.max_context):
                     raise ContextError(f"its text alone fills the context of {room} tokens; shorten it")
             except RequestError as e:
                 raise RequestError(f"source {source.name}, question {question.name}: {e}") from e

@@ -17,6 +17,8 @@ from vtx.runtime.modules import modules_of
 FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in modules_of(package) if hasattr(module, "FAMILY"))
 # Known, and not exported: the missing part, by model_type or architecture.
 REFUSED: Mapping[str, str] = {
+    "gemma3n": "its tower is a MobileNetV5 and its decoder keeps several hidden states of each token, which vtx does "
+    "not build; use Gemma 4 E2B or E4B",
     "gemma4_unified": "it has no vision tower, and the tokens of an image see each other only in layers with a "
     "window; use Gemma 4 E2B or E4B",
     "lfm2-vl": "this is LFM2-VL's first form, with code of its own; use its current revision, of model_type lfm2_vl",
@@ -52,12 +54,14 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 def _refusal(kind: Any, names: Sequence[str]) -> UnsupportedModelError:
     """The error of a model that no family exports."""
-    reason = "".join(f": {REFUSED[name]}" for name in (kind, *names) if isinstance(name, str) and name in REFUSED)
+    subject = f"model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'})"
+    for name in (kind, *names):
+        if isinstance(name, str) and name in REFUSED:
+            return UnsupportedModelError(f"{subject} is not supported: {REFUSED[name]}")
     original = kind == "llava_llama" or any(re.match(r"Llava\w*(Llama|Mistral|Mpt|Qwen)", name) for name in names)
     hint = ". It has the original LLaVA layout with an unsupported decoder; use the -hf checkpoint" * original
     return UnsupportedModelError(
-        f"the checkpoint is model_type {shown(str(kind))} ({shown(', '.join(names))[1:-1] or 'no architecture'}); "
-        f"vtx exports {', '.join(family.architecture for family in FAMILIES)}{reason}{hint}"
+        f"the checkpoint is {subject}; vtx exports {', '.join(family.architecture for family in FAMILIES)}{hint}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from vtx.runtime.bundle.files import POINTER, Folder, Identity, check_fetched, reason
 from vtx.runtime.bundle.safetensors import MAX_TENSORS, TensorInfo, nbytes_of
 from vtx.runtime.errors import CheckpointError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 from vtx.runtime.installing import pip_install
 
 PICKLE = "pytorch_model.bin"
@@ -59,13 +59,9 @@ def tensors_of(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
     if not head.startswith(_ZIP):
         raise CheckpointError(f"{path.name} is not a file of torch.save (since PyTorch 1.6), or is damaged; {_FIX}")
     rows = confine(
-        "vtx.exporter.checkpoint.original.saved_child:tensors",
-        path.name,
-        subject=path.name,
-        limits=LIMITS,
-        libraries=("torch",),
+        ChildTask("vtx.exporter.checkpoint.original.saved_child:tensors", path.name, LIMITS, ("torch",)),
+        Subject(path.name, cure=f"it is damaged or holds more than tensors; {_FIX}"),
         data=file,
-        cure=f"it is damaged or holds more than tensors; {_FIX}",
     )
     return located(rows, path, status)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import floats_in_memory, merit_on_cpu
+from vtx.runtime.backends.engines import floats_in_memory
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -144,10 +144,6 @@ class OpenvinoBackend(HostBackend):
         loads += [partial(self._load_stage, *stage) for stage in m.stage_files(DIALECT)]
         sizes = [m.model.layers, *(spec.layers for spec in m.stages)]  # the head may be as large as many layers
         return load_each(loads, threads, sizes)
-
-    @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str]:
-        return merit_on_cpu(bundle.manifest, openvino=True)
 
     @staticmethod
     def obstacle(_: Bundle, __: int = 0) -> str | None:

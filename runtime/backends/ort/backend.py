@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import EXPANDED, merit_on_cpu
+from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -81,10 +81,6 @@ class OrtBackend(HostBackend):
         self._stages = [self._new_stage(context, graph, spec) for graph, spec in zip(stages, m.stages, strict=True)]
 
     @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        return merit_on_cpu(bundle.manifest, openvino=False)
-
-    @staticmethod
     def obstacle(_: Bundle, __: int = 0) -> str | None:
         return None
 
@@ -127,11 +123,14 @@ class OrtBackend(HostBackend):
     def _new_batches(self, lanes: int, capacity: int) -> list[OrtStageBatch | OrtReadingBatch]:
         from vtx.runtime.backends.ort.batch import OrtReadingBatch, OrtStageBatch
 
-        if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
-            raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
+        self._check_batches()
         return [
             OrtStageBatch(stage, lanes, capacity) if stage.spec.keeps else OrtReadingBatch() for stage in self._stages
         ]
+
+    def _check_batches(self) -> None:
+        if not all(stage.graph.is_free(names.POSITIONS, 0) for stage in self._stages):
+            raise DeviceError("this bundle's graphs take one conversation at a time; export it again")
 
     def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> OrtStageCache:
         try:

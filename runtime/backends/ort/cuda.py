@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
-from vtx.runtime.backends.backend import NOTHING, DeviceState, Step
+from vtx.runtime.backends.backend import NOTHING, DeviceState, StageCache, Step
 from vtx.runtime.backends.cuda import ALIGNMENT, Cuda, MemoryPool
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.failures import reason_of
 from vtx.runtime.backends.ort.backend import OrtBackend
 from vtx.runtime.backends.ort.cache import OrtCacheContext
+from vtx.runtime.backends.ort.cuda_batch import OrtCudaStageBatch
 from vtx.runtime.backends.ort.cuda_cache import OrtCudaCache, OrtCudaStage
 from vtx.runtime.backends.ort.cuda_step import OrtCudaSteps
 from vtx.runtime.backends.ort.graph import OrtGraph
@@ -34,7 +35,7 @@ from vtx.runtime.host.gpu import find_gpu
 from vtx.runtime.host.machine import version
 from vtx.runtime.installing import install
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.vision.tokens import HiddenStates
+from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 PROVIDER = "CUDAExecutionProvider"
 WINDOWS = "sliding windows are not built for onnxruntime's CUDA provider"
@@ -117,6 +118,7 @@ class OrtCudaBackend(OrtBackend):
 
     device, dialect = "cuda", "ort-cuda"
     loads_in_parallel = False  # `is_roomy` looks at the host's memory
+    _batches: Sequence[OrtCudaStageBatch]  # type: ignore[assignment]
 
     def __init__(self, bundle: Bundle, threads: int | None = None, compute: str = "f16", number: int = 0) -> None:
         self.cuda = cuda = Cuda(load_driver(), number)
@@ -127,11 +129,6 @@ class OrtCudaBackend(OrtBackend):
         self._steps: OrtCudaSteps | None = None  # once a token was decoded
         self.compute = "f32" if PRECISIONS[bundle.manifest.precision].arithmetic == "float32" else "f16"
         super().__init__(bundle, threads, compute)
-
-    @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        possible = find_gpu() is not None and OrtCudaBackend.obstacle(bundle) is None
-        return (3, "there is a GPU") if possible else None
 
     @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
@@ -165,7 +162,19 @@ class OrtCudaBackend(OrtBackend):
         return DeviceState.on_gpu("cuda", f"onnxruntime-gpu {number}", machine)
 
     def share_caches(self, conversations: int) -> None:
-        raise DeviceError("cuda computes one conversation at a time")
+        self._check_batches()
+        longest = self._manifest.max_context
+        self._batches = [OrtCudaStageBatch(cast(OrtCudaStage, stage), longest) for stage in self._stages]
+
+    def reaches(self, caches: Sequence[StageCache]) -> bool:
+        return bool(self._batches)
+
+    def append_each(
+        self, index: int, caches: Sequence[Any], tokens: TokenStates, positions: Ids, counts: Sequence[int]
+    ) -> HiddenStates:
+        assert max(counts) == 1, "a run is of one token of each"
+        with self.cuda:
+            return self._batches[index].append_parts(caches, tokens, positions)
 
     def stage(self, index: int, capacity: int, sources: Mapping[int, Any] = NOTHING) -> OrtCudaCache:
         assert not sources, "refused for this engine"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, SavedSlots, aligned, runs
 from vtx.runtime.backends.device_history import DeviceStateHistory, StatesAt
+from vtx.runtime.backends.device_lanes import DeviceCache
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, StatesPool
 from vtx.runtime.backends.ort.cache import OrtCacheContext, OrtStage, OrtStageCache
 from vtx.runtime.backends.ort.graph import OrtGraph
-from vtx.runtime.backends.slots import GROWTH
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
@@ -39,8 +39,19 @@ class OrtCudaStage(OrtStage):
         self.slot_bytes = context.model.head_dim * self.kv_type.itemsize  # of one slot of one head, K or V
         self.unsynchronised = options
 
-    def shape(self, slots: int) -> tuple[int, int, int, int]:
-        return 1, self.context.model.kv_heads, slots, self.context.model.head_dim
+    def shape(self, slots: int, lanes: int = 1) -> tuple[int, int, int, int]:
+        return lanes, self.context.model.kv_heads, slots, self.context.model.head_dim
+
+    def copy_heads(self, to: Region, source: Region, slots: int) -> None:
+        """Queue a copy of some slots of every head."""
+        unit = self.slot_bytes
+        heads = self.context.model.kv_heads
+        self.cuda.copy_rows(to.address, to.slots * unit, source.address, source.slots * unit, slots * unit, heads)
+
+    def copy_slots(self, to: Sequence[Region], source: Sequence[Region], slots: int) -> None:
+        """Queue a copy of the first slots of every layer's K and V."""
+        for into, out_of in zip(to, source, strict=True):
+            self.copy_heads(into, out_of, slots)
 
     def new_states(self) -> DeviceStateHistory | None:
         return DeviceStateHistory(self.spec, self.context.model, self.cuda, self.pool) if self.spec.stateful else None
@@ -62,25 +73,40 @@ class OrtCudaStage(OrtStage):
                 bind(name, *self.context.memory, FLOAT, x.shape, x.address)
 
     def bind_kv(self, binding: Any, kv: Sequence[OrtDeviceSlots]) -> None:
-        (memory,) = kv
-        place = (*self.context.memory, self.kv_type, self.shape(memory.capacity))
-        for number, (past, present) in enumerate(self.kv_names):
-            address = memory.address(number)
-            binding.bind_input(past, *place, address)
-            binding.bind_output(present, *place, address)
+        for memory in kv:
+            self.bind_lanes(binding, memory.regions, 1)
+
+    def bind_lanes(self, binding: Any, regions: Sequence[Region], lanes: int) -> None:
+        """Bind K and V that begin there of one conversation, or of several behind one another."""
+        for (past, present), region in zip(self.kv_names, regions, strict=True):
+            place = (*self.context.memory, self.kv_type, self.shape(region.slots, lanes), region.address)
+            binding.bind_input(past, *place)
+            binding.bind_output(present, *place)
+
+
+class Region(NamedTuple):
+    """A layer's K or V [kv_heads, slots, head_dim] of a conversation."""
+
+    address: int
+    slots: int
+
+    def at(self, slot: int, slot_bytes: int) -> Region:
+        """The same from a slot on."""
+        return Region(self.address + slot * slot_bytes, self.slots)
 
 
 class OrtDeviceSlots:
-    """K and V of a stage for `capacity` slots, each [kv_heads, capacity, head_dim], and one token's run over them."""
+    """K and V of a stage for `capacity` slots, in the order of `OrtStage.kv_names`, and one token's run over them."""
 
     def __init__(self, stage: OrtCudaStage, row: Mapping[str, NDArray[Any]], capacity: int) -> None:
         cuda = stage.cuda
         memory = stage.context.memory
         self.stage = stage
         self.capacity = capacity
-        self.part = aligned(stage.context.model.kv_heads * capacity * stage.slot_bytes)
+        part = aligned(stage.context.model.kv_heads * capacity * stage.slot_bytes)
         purpose = f"the KV cache of layers {stage.spec.first} to {stage.spec.last}"
-        self.kv = Buffer(cuda, max(1, self.part * len(stage.kv_names)), purpose)
+        self.kv = Buffer(cuda, max(1, part * len(stage.kv_names)), purpose)
+        self.regions = [Region(self.kv.address + n * part, capacity) for n in range(len(stage.kv_names))]
         self.row = {name: Buffer(cuda, array.nbytes, "one token") for name, array in row.items()}
         self.total = np.zeros(1, np.int32)  # stays in the host's memory, where the operator reads it
         self.binding = stage.bind({names.TOTAL_SLOTS: self.total}, {}, [self])
@@ -91,16 +117,16 @@ class OrtDeviceSlots:
             cuda.copy_in(self.row[names.STATE_ENDS].address, row[names.STATE_ENDS])
         self.clear()
 
-    def address(self, part: int) -> int:
-        """The address of a layer's K or V, in the order of `OrtStage.kv_names`."""
-        return self.kv.address + part * self.part
-
     def clear(self) -> None:
         self.stage.cuda.zero(self.kv)  # masked slots must still be numbers
         self.stage.cuda.wait()
 
+    def take_over(self, regions: Sequence[Region], length: int) -> None:
+        self.stage.copy_slots(self.regions, regions, length)
+        self.stage.cuda.wait()
 
-class OrtCudaCache(OrtStageCache):
+
+class OrtCudaCache(OrtStageCache, DeviceCache[OrtDeviceSlots]):
     """`StageCache` in the GPU's memory, for the slots that the conversation needs; longer memory takes its place.
 
     Hidden states stay in that memory from stage to stage, positions and further inputs of a prompt are arrays of the
@@ -114,27 +140,15 @@ class OrtCudaCache(OrtStageCache):
         super().__init__(stage, capacity)
         self._given: dict[str, NDArray[Any]] = {**self._row, names.POSITIONS: self._row_position, **self._row_seen}
         self._given[names.LAST_SLOT] = self._last
-        self._held: list[OrtDeviceSlots] = []
-        stage.pool.give_back_with(self, stage.spec.first, self._held)
+        self.use(stage.pool, stage.spec.first)
+        self.buffers = self._held
 
     def buffers_at(self, number: int | None) -> tuple[list[NDArray[Any]], list[Any], Any]:
         return [], [], None  # a conversation has none before its first token
 
-    def make_room(self, slots: int) -> None:
-        """Have memory for `slots` slots. If there is not enough, the cache stays as it is."""
-        stage = self.stage
-        if self._held and self._held[0].capacity >= slots:
-            return
-        capacity = min(self.capacity, -(-slots // GROWTH) * GROWTH)
+    def _make(self, capacity: int) -> OrtDeviceSlots:
         row = {**self._given, **self._row_ends, names.HIDDEN_OUT: self._row_out}
-        longer = stage.pool.borrow(stage.spec.first, capacity, lambda count: OrtDeviceSlots(stage, row, count))
-        if self._held and self.length:
-            for part in range(len(stage.kv_names)):
-                to, source = ((memory.address(part), memory.capacity) for memory in (longer, self._held[0]))
-                self._copy_heads(to, source, self.length)
-            stage.cuda.wait()
-        self._held[:] = self.buffers[:] = [longer]
-        self._resident = longer.capacity
+        return OrtDeviceSlots(self.stage, row, capacity)
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
@@ -172,7 +186,7 @@ class OrtCudaCache(OrtStageCache):
         `given` are addresses of its hidden state and of token inputs; others are zeros.
         """
         cuda = self.stage.cuda
-        memory = self._held[0]
+        memory = self.memory
         self._row_position[:] = position
         for row_counts in self._row_seen.values():
             row_counts[:] = self.length + 1
@@ -198,19 +212,18 @@ class OrtCudaCache(OrtStageCache):
         return memory.row[names.HIDDEN_OUT].address
 
     def _bind_keys(self, binding: Any) -> None:
-        memory = self._held[0]
+        memory = self.memory
         stage = self.stage
         place = (*stage.context.memory, stage.kv_type, stage.shape(memory.capacity))
-        binding.bind_input(names.KEY, *place, memory.address(len(stage.kv_names) - 2))
+        binding.bind_input(names.KEY, *place, memory.regions[-2].address)
 
     def keys(self) -> NDArray[np.float32]:
         stage = self.stage
-        memory = self._held[0]
+        memory = self.memory
         keys = np.empty(stage.shape(self.length)[1:], stage.kv_type)
         with stage.cuda:
             packed = Buffer(stage.cuda, max(1, keys.nbytes), "keys")
-            key = (memory.address(len(stage.kv_names) - 2), memory.capacity)
-            self._copy_heads((packed.address, self.length), key, self.length)
+            stage.copy_heads(Region(packed.address, self.length), memory.regions[-2], self.length)
             stage.cuda.copy_out(keys, packed.address)
             stage.cuda.wait()
         return keys.astype(np.float32)
@@ -233,22 +246,17 @@ class OrtCudaCache(OrtStageCache):
     def _move(self, slots: Ids, kept: SavedSlots, *, out: bool) -> None:
         """Copy runs of neighbouring slots between the cache and a packed buffer of `kept.count` slots."""
         stage = self.stage
-        memory = self._held[0]
+        memory = self.memory
         unit = stage.slot_bytes
         packed = stage.context.model.kv_heads * kept.count * stage.slot_bytes
         for start, first, count in runs(slots):
-            for part in range(len(stage.kv_names)):
-                saved = (kept.buffer.address + part * packed + start * unit, kept.count)
-                cache = (memory.address(part) + first * unit, memory.capacity)
-                self._copy_heads(*((saved, cache) if out else (cache, saved)), count)
+            for number, region in enumerate(memory.regions):
+                saved = Region(kept.buffer.address + number * packed, kept.count)
+                ends = saved.at(start, unit), region.at(first, unit)
+                to, source = ends if out else reversed(ends)
+                stage.copy_heads(to, source, count)
         stage.cuda.wait()
 
     def _copy(self, other: OrtStageCache, length: int) -> None:
         slots = np.arange(length)  # K and V are not on the host
         self.write(slots, other.read(slots), length=length)
-
-    def _copy_heads(self, to: tuple[int, int], source: tuple[int, int], slots: int) -> None:
-        """Queue a copy of some slots of every head; each end is an address and the slots from one head to the next."""
-        unit = self.stage.slot_bytes
-        heads = self.stage.context.model.kv_heads
-        self.stage.cuda.copy_rows(to[0], to[1] * unit, source[0], source[1] * unit, slots * unit, heads)

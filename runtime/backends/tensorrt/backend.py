@@ -10,8 +10,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from vtx.runtime.backends.device_states import StatesPool
 from vtx.runtime.backends.driver import load_driver
 from vtx.runtime.backends.memory import QUESTION_ROWS
 from vtx.runtime.backends.slots import HeldStates
-from vtx.runtime.backends.tensorrt.batch import TensorrtStageBatch
+from vtx.runtime.backends.tensorrt.batch import TensorrtReadingBatch, TensorrtStageBatch
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines, TensorrtCacheContext, vision_shapes
 from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
@@ -59,7 +58,12 @@ def check_driver(flavour: str, gpu: Gpu | None) -> None:
     package = flavour.replace("_", "-")
     driver = next((release for release in DRIVERS if version(f"{package}-cu{release}")), None)
     if gpu is not None and driver is not None and gpu.cuda[0] < driver:
-        other = "" if flavour == fingerprint.RTX else f'; or {pip_install()} "{package}-cu{gpu.cuda[0]}" instead'
+        wheels = " and ".join(f"{package}-cu{release}" for release in DRIVERS)  # which write the same files
+        other = (
+            ""
+            if flavour == fingerprint.RTX
+            else f"; or remove {wheels}, then {pip_install()} {package}-cu{gpu.cuda[0]}"
+        )
         raise DeviceError(
             f"this {title} is for CUDA {driver}, NVIDIA's driver here supports CUDA {gpu.cuda[0]}.{gpu.cuda[1]}; "
             f"install driver {DRIVERS[driver]} or newer{other}"
@@ -152,11 +156,7 @@ class TensorrtBackend:
             turned=turned,
         )
         self._steps: TokenSteps | None = None  # once a token was decoded
-        self._batches: Sequence[TensorrtStageBatch] = []
-
-    @staticmethod
-    def merit(bundle: Bundle) -> tuple[int, str] | None:
-        return (4, "there are engines for this GPU") if fingerprint.targets(bundle) else None
+        self._batches: Sequence[TensorrtStageBatch | TensorrtReadingBatch] = []
 
     @staticmethod
     def obstacle(bundle: Bundle, number: int = 0) -> str | None:
@@ -273,10 +273,22 @@ class TensorrtBackend:
         lanes = min(self.engines.lanes(graph) for _, graph in stages)
         if lanes < 2:
             raise DeviceError(
-                "these engines take one conversation at a time; export the bundle again and build with --batch 8, if "
-                "no layer of the model keeps a state or reads K and V of others"
+                f"these engines take one conversation at a time; {fingerprint.build_command(self._bundle, 'this')} "
+                "--batch 8"
             )
-        self._batches = [TensorrtStageBatch(self._caches, spec, graph, lanes) for spec, graph in stages]
+        with self.cuda:
+            self.engines.share_states(lanes)
+        of_layers = dict[int, TensorrtStageBatch]()
+        batches = list[TensorrtStageBatch | TensorrtReadingBatch]()
+        for spec, graph in stages:
+            if spec.keeps:
+                batch = TensorrtStageBatch(self._caches, spec, graph, lanes)
+                of_layers |= dict.fromkeys(spec.cached, batch)
+                batches.append(batch)
+            else:
+                sources = {layer: of_layers[layer] for layer in self._manifest.model.sources(spec.first, spec.last)}
+                batches.append(TensorrtReadingBatch(self._caches, spec, graph, sources))
+        self._batches = batches
 
     def reaches(self, caches: Sequence[StageCache]) -> bool:
         return bool(self._batches)
@@ -285,14 +297,8 @@ class TensorrtBackend:
         self, index: int, caches: Sequence[StageCache], tokens: TokenStates, positions: Ids, counts: Sequence[int]
     ) -> HiddenStates:
         assert max(counts) == 1, "a run is of one token of each"
-        batch = self._batches[index]
-        several = cast(Sequence[TensorrtStageCache], caches)
         with self.cuda:
-            parts = [
-                batch.append_each(several[first:end], tokens.part(first, end), positions[first:end])
-                for first, end in pairwise([*range(0, len(caches), batch.lanes), len(caches)])
-            ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return self._batches[index].append_parts(caches, tokens, positions)
 
     def close(self) -> None:
         with suppress(DeviceError), self.cuda:  # the device may be gone

@@ -1,49 +1,92 @@
 """One token of each of several conversations in one run of a stage, which reads its weights once.
 
 Conversations that decode together have lanes: K and V of all of them in one buffer, [lanes, capacity, kv_heads,
-head_dim] of each layer. A run takes the first lanes. A cache moves into one with its first token in a batch, and back
-into memory of its own when something else needs its slots: a prompt, a token alone, or another conversation its lane.
+head_dim] of each layer. States of layers go there and back for a run, from where each conversation holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-from weakref import WeakValueDictionary
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import Buffer, Graph
-from vtx.runtime.backends.device_states import put
-from vtx.runtime.backends.slots import GROWTH, Lane
-from vtx.runtime.backends.tensorrt.binding import DECODE, kv_bindings, token_bindings
+from vtx.runtime.backends.device_history import ONE
+from vtx.runtime.backends.device_lanes import BatchedRuns, DeviceLanes, order_of
+from vtx.runtime.backends.device_states import FLOAT, DeviceStates, put
+from vtx.runtime.backends.tensorrt.binding import DECODE, Bindings, kv_bindings, next_number, token_bindings
 from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.backends.tensorrt.engine import Context
-from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots
-from vtx.runtime.backends.tensorrt.regions import Region, copy_slots
+from vtx.runtime.backends.tensorrt.loaded import LANE_STATES, TensorrtCacheContext, new_slots
+from vtx.runtime.backends.tensorrt.reading import TensorrtReadingCache
+from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
+from vtx.runtime.backends.tensorrt.step import RECORDINGS
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.vision.tokens import HiddenStates, Ids, TokenStates
 
 
-class LaneMemory:
-    """K and V of `lanes` conversations of `capacity` slots each, and the runs over the first lanes, by their number.
+class LaneRuns(ABC):
+    """The runs of a stage over the first lanes, by their number.
 
     A run is queued once, then recorded, and launched from then on, as of one token.
     """
 
-    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, lanes: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str) -> None:
         self._shared = shared
         self._spec = spec
         self._graph = graph
+        self._contexts = dict[int, Context]()
+        self._recordings = dict[int, Graph | Literal[False] | None]()
+
+    def launch(self, inputs: Mapping[str, Any], count: int) -> None:
+        """Queue the run of one token of each of the first `count` lanes."""
+        shared = self._shared
+        for name, array in inputs.items():
+            put(shared.cuda, shared.engines.address(name), array)
+        if count not in self._contexts:
+            context = shared.engines.new_context(self._graph, DECODE, captures=True)
+            context.bind(*self._bindings(count))
+            self._contexts[count] = context
+        context = self._contexts[count]
+        recorded = self._recordings.get(count)
+        if count in self._recordings and recorded is None and context.records:
+            recorded = (context.capturable and shared.cuda.record(context.enqueue)) or False
+        self._recordings[count] = recorded
+        if recorded:
+            recorded.launch()
+        else:
+            context.enqueue()
+
+    def outputs(self, count: int) -> DeviceStates:
+        """A copy of the hidden states that a run gave."""
+        shared = self._shared
+        out = shared.states.empty(count)
+        nbytes = count * shared.states.row_bytes
+        shared.cuda.copy_rows(out.row(0), nbytes, shared.engines.address(names.HIDDEN_OUT), nbytes, nbytes, 1)
+        return out
+
+    @abstractmethod
+    def _bindings(self, count: int) -> Bindings:
+        """Shapes and addresses of a run."""
+
+
+class TensorrtLanes(LaneRuns):
+    """K and V of `lanes` conversations of `capacity` slots each. `readers` are stages that read them too."""
+
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, lanes: int, capacity: int) -> None:
+        super().__init__(shared, spec, graph)
+        self.capacity = capacity
+        self.number = next_number()
+        self.readers = dict[tuple[int, ...], ReadingLanes]()
         self._layout = shared.layout(spec)
         slots = lanes * capacity
         purpose = f"the KV caches of layers {spec.first} to {spec.last} of {lanes} conversations"
-        self._kv = Buffer(shared.cuda, self._layout.nbytes(slots), purpose)
+        self._kv = Buffer(shared.cuda, max(1, self._layout.nbytes(slots)), purpose)
         self._regions = self._layout.regions(self._kv.address, slots)
-        self._contexts = dict[int, Context]()
-        self._recordings = dict[int, Graph | Literal[False] | None]()
         self.clear()
 
     def clear(self) -> None:
@@ -53,121 +96,143 @@ class LaneMemory:
         """The parts of a lane from a slot on."""
         return [region.at(lane * self.capacity + slot) for region in self._regions]
 
-    def new_slots(self, count: int) -> list[Region]:
-        """The parts of the buffer for the new K and V of `count` tokens."""
-        return self._layout.regions(self._shared.engines.address(new_slots(self._spec)), count)
+    def put(self, lane: int, regions: Sequence[Region], length: int) -> None:
+        copy_slots(self._shared.cuda, self.at(lane), regions, length)
 
-    def run(self, count: int) -> None:
-        """Queue the run of one token of each of the first `count` lanes, whose inputs are in place."""
-        cuda = self._shared.cuda
-        if count not in self._contexts:
-            self._contexts[count] = self._bound(count)
-        context = self._contexts[count]
-        recorded = self._recordings.get(count)
-        if count in self._recordings and recorded is None and context.records:
-            recorded = (context.capturable and cuda.record(context.enqueue)) or False
-        self._recordings[count] = recorded
-        if recorded:
-            recorded.launch()
-        else:
-            context.enqueue()
-
-    def _bound(self, count: int) -> Context:
+    def run(self, caches: Sequence[TensorrtStageCache], tokens: TokenStates, positions: Ids) -> DeviceStates:
         shared = self._shared
-        shapes, addresses = token_bindings(shared, self._spec, (count, 1))
-        sizes = count, self.capacity
-        kv_shapes, kv_addresses = kv_bindings(shared.model, self._regions, self.new_slots(count), sizes)
-        context = shared.engines.new_context(self._graph, DECODE, captures=True)
-        context.bind(shapes | kv_shapes, addresses | kv_addresses)
-        return context
-
-
-class TensorrtStageBatch:
-    """The lanes of one stage. All lanes have the slots of the longest conversation of a run, or up to twice as many."""
-
-    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, lanes: int) -> None:
-        self.lanes = lanes
-        self._shared = shared
-        self._spec = spec
-        self._graph = graph
-        self._memory: LaneMemory | None = None
-        self._caches = WeakValueDictionary[int, TensorrtStageCache]()  # by lane
-
-    def regions(self, lane: Lane) -> list[Region]:
-        assert self._memory is not None
-        return self._memory.at(lane.number)
-
-    def free(self, lane: Lane) -> None:
-        """Free a lane, whose cache has its slots elsewhere now."""
-        del self._caches[lane.number]
-
-    def append_each(self, caches: Sequence[TensorrtStageCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
-        """Run one of the tokens [n] into each cache, at its position [n]. Returns their hidden states [n, hidden]."""
-        memory = self._gather(caches)
-        shared = self._shared
-        address = shared.engines.address
         count = len(caches)
-        lanes = [cache.lane.number for cache in caches if cache.lane is not None]
-        order = np.argsort(lanes)
-        filled = np.array([caches[number].length + 1 for number in order], np.int32)
-        inputs = shared.inputs_of(self._spec, tokens.take(order), positions[order])
+        filled = np.array([cache.length + 1 for cache in caches], np.int32)
+        inputs = shared.inputs_of(self._spec, tokens, positions)
         inputs[names.TOTAL_SLOTS] = filled
         if shared.model.two_way is not None:
             inputs[names.SEEN_SLOTS] = filled.astype(np.int64)
         if shared.model.sliding is not None:
             for cache, position in zip(caches, positions, strict=True):
                 cache.place(np.array([position]))
-            firsts = [caches[n].first_slots(positions[n : n + 1], caches[n].length + 1) for n in order]
-            inputs[names.FIRST_SLOT] = np.concatenate(firsts)
-        for name, array in inputs.items():
-            put(shared.cuda, address(name), array)
-        memory.run(count)
-        new = memory.new_slots(count)
-        for lane, number in enumerate(order):
-            cache = caches[number]
-            copy_slots(shared.cuda, memory.at(lane, cache.length), [region.at(lane) for region in new], 1)
-            cache.fill(cache.length + 1)
-        out = shared.states.empty(count)
-        nbytes = count * shared.states.row_bytes
-        shared.cuda.copy_rows(out.row(0), nbytes, address(names.HIDDEN_OUT), nbytes, nbytes, 1)
-        states: HiddenStates = out[np.argsort(order)]
+            inputs[names.FIRST_SLOT] = first_slots(caches, positions, filled)
+        if self._spec.stateful:
+            inputs[names.STATE_ENDS] = ONE
+        row = FLOAT.itemsize * shared.model.state_numbers
+        states = [(number, cache.states) for number, cache in enumerate(caches) if cache.states is not None]
+        for number, history in states:
+            place = shared.engines.address(LANE_STATES[0]) + number * row
+            history.copy_to(caches[number].length, place, count * row)
+        self.launch(inputs, count)
+        new = self._new_slots(count)
+        for number, cache in enumerate(caches):
+            one = [region.at(number) for region in new]
+            copy_slots(shared.cuda, self.at(number, cache.length), one, 1)
+        for number, history in states:
+            place = shared.engines.address(LANE_STATES[1]) + number * row
+            history.put_from(caches[number].length, place, count * row)
+        return self.outputs(count)
+
+    def _new_slots(self, count: int) -> list[Region]:
+        """The parts of the buffer for the new K and V of `count` tokens, none if no layer has any."""
+        if not self._spec.cached:
+            return []
+        return self._layout.regions(self._shared.engines.address(new_slots(self._spec)), count)
+
+    def _bindings(self, count: int) -> Bindings:
+        shared = self._shared
+        model = shared.model
+        shapes, addresses = token_bindings(shared, self._spec, (count, 1))
+        kv = kv_bindings(model, self._regions, self._new_slots(count), (count, self.capacity))
+        shapes |= kv[0]
+        addresses |= kv[1]
+        if self._spec.stateful:
+            shapes |= {names.STATE: (len(self._spec.stateful), count, model.state_numbers), names.STATE_ENDS: (1,)}
+            buffers = {names.STATE: LANE_STATES[0], names.STATE_OUT: LANE_STATES[1], names.STATE_ENDS: names.STATE_ENDS}
+            addresses |= {name: shared.engines.address(buffer) for name, buffer in buffers.items()}
+        return shapes, addresses
+
+
+class TensorrtStageBatch(DeviceLanes[TensorrtLanes]):
+    """The lanes of one stage."""
+
+    def __init__(self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, lanes: int) -> None:
+        super().__init__(shared.pool, spec.first, lanes, shared.max_context)
+        self._shared = shared
+        self._spec = spec
+        self._graph = graph
+
+    def _make(self, capacity: int) -> TensorrtLanes:
+        return TensorrtLanes(self._shared, self._spec, self._graph, self.lanes, capacity)
+
+
+class ReadingLanes(LaneRuns):
+    """The runs of a stage over lanes of earlier ones, by the layers that are read. It keeps addresses, not memory."""
+
+    def __init__(
+        self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, sources: Mapping[int, TensorrtLanes]
+    ) -> None:
+        super().__init__(shared, spec, graph)
+        self._capacities = {layer: lanes.capacity for layer, lanes in sources.items()}
+        self._addresses = {
+            name(layer): part(lanes.at(0), layer, half)
+            for layer, lanes in sources.items()
+            for half, name in enumerate((names.past_key, names.past_value))
+        }
+
+    def _bindings(self, count: int) -> Bindings:
+        model = self._shared.model
+        slots = map(names.source_slot, self._capacities)
+        shapes, addresses = token_bindings(self._shared, self._spec, (count, 1), slots)
+        for layer, capacity in self._capacities.items():
+            shape = (count, capacity, model.kv_heads, model.heads_of(layer))
+            shapes |= {names.past_key(layer): shape, names.past_value(layer): shape}
+        return shapes, addresses | self._addresses
+
+
+class TensorrtReadingBatch(BatchedRuns):
+    """The same of a stage whose layers have no K and V of their own, over the lanes of `sources` by layer."""
+
+    def __init__(
+        self, shared: TensorrtCacheContext, spec: StageSpec, graph: str, sources: Mapping[int, TensorrtStageBatch]
+    ) -> None:
+        super().__init__(min(batch.lanes for batch in sources.values()))
+        self._shared = shared
+        self._spec = spec
+        self._graph = graph
+        self._sources = sources
+
+    def append_each(self, caches: Sequence[TensorrtReadingCache], tokens: TokenStates, positions: Ids) -> HiddenStates:
+        read = {layer: [cache.sources[layer] for cache in caches] for layer in self._sources}
+        runs = self._runs(self._gather(read))
+        order = order_of(next(iter(read.values())))
+        ordered = [caches[number] for number in order]
+        inputs = self._shared.inputs_of(self._spec, tokens.take(order), positions[order])
+        for layer, sources in read.items():
+            inputs[names.source_slot(layer)] = np.array([sources[n].length - 1 for n in order], np.int32)
+        if self._shared.model.sliding is not None:
+            placed = [cache.placed for cache in ordered]
+            inputs[names.FIRST_SLOT] = first_slots(placed, positions[order], [cache.length for cache in placed])
+        runs.launch(inputs, len(caches))
+        states: HiddenStates = runs.outputs(len(caches))[np.argsort(order)]
         return states
 
-    def _gather(self, caches: Sequence[TensorrtStageCache]) -> LaneMemory:
-        """Bring caches into the first lanes, which have room for one more token of each."""
-        slots = max(cache.length for cache in caches) + 1
-        capacity = min(self._shared.max_context, -(-slots // GROWTH) * GROWTH)
-        if self._memory is None or not slots <= self._memory.capacity <= 2 * capacity:
-            self._memory = self._replace(capacity)
-        count = len(caches)
-        together = {id(cache) for cache in caches}
-        vacant = [number for number in range(count) if id(self._caches.get(number)) not in together]
-        for cache in caches:
-            if cache.lane is None or cache.lane.number >= count:
-                self._enter(cache, vacant.pop(), self._memory)
-        return self._memory
+    def _gather(self, read: Mapping[int, Sequence[TensorrtStageCache]]) -> dict[int, TensorrtLanes]:
+        """Bring the sources into the first lanes, in which a conversation has one number in all stages."""
+        for leaving in (False, True):
+            for cache in (cache for caches in read.values() for cache in caches if leaving):
+                cache.leave_lane()
+            lanes = {layer: self._sources[layer].gather(c, max(x.length for x in c)) for layer, c in read.items()}
+            if len({tuple(order_of(caches)) for caches in read.values()}) == 1:
+                break
+        return lanes
 
-    def _enter(self, cache: TensorrtStageCache, number: int, memory: LaneMemory) -> None:
-        """Move a cache to a lane of `memory`; one that is there, and not in this run, leaves it."""
-        if number in self._caches:
-            self._caches[number].leave_lane()
-        if cache.length:
-            copy_slots(self._shared.cuda, memory.at(number), cache.regions(), cache.length)
-        if cache.lane is not None:
-            self.free(cache.lane)
-        cache.enter_lane(self, Lane(number))
-        self._caches[number] = cache
+    def _runs(self, sources: Mapping[int, TensorrtLanes]) -> ReadingLanes:
+        """The runs over these lanes, of which the last ones hold them."""
+        readers = [*sources.values()][-1].readers
+        key = (self._spec.first, *(lanes.number for lanes in sources.values()))
+        if key not in readers:
+            if len(readers) == RECORDINGS:
+                readers.clear()
+            readers[key] = ReadingLanes(self._shared, self._spec, self._graph, sources)
+        return readers[key]
 
-    def _replace(self, capacity: int) -> LaneMemory:
-        """Lanes of that capacity, once all caches have left those that there are."""
-        pool = self._shared.pool
-        key = "lanes", self._spec.first
-        for cache in [*self._caches.values()]:
-            cache.leave_lane()
-        if self._memory is not None:
-            pool.give_back(key, self._memory)
-            self._memory = None
-        return pool.borrow(key, capacity, self._make)
 
-    def _make(self, capacity: int) -> LaneMemory:
-        return LaneMemory(self._shared, self._spec, self._graph, self.lanes, capacity)
+def first_slots(caches: Sequence[TensorrtStageCache], positions: Ids, filled: Sequence[int] | NDArray[np.int32]) -> Ids:
+    """The first slot within the window of a token of each cache, which has the last of its `filled` slots."""
+    return np.concatenate([cache.first_slots(positions[n : n + 1], int(filled[n])) for n, cache in enumerate(caches)])

@@ -17,10 +17,16 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.spec.model_spec import ModelSpec
 
+Bindings = tuple[dict[str, Shape], dict[str, int]]  # shapes and addresses
 _numbers = itertools.count()
 PAST_AND_PRESENT = ((names.past_key, names.present_key), (names.past_value, names.present_value))
 DECODE = 0  # of an engine's profiles, which may be one and the same
 PREFILL = -1
+
+
+def next_number() -> int:
+    """A number that no other memory has."""
+    return next(_numbers)
 
 
 class BoundStates(NamedTuple):
@@ -43,7 +49,7 @@ class BoundStage:
         cuda = shared.cuda
         self._shared = shared
         self._spec = spec
-        self.number = next(_numbers)
+        self.number = next_number()
         self.slots = [*slots]
         self.recordings = dict[tuple[int, ...], Graph | Literal[False] | None]()
         self.told: dict[str, NDArray[Any]] = {
@@ -59,9 +65,7 @@ class BoundStage:
     def turn(self) -> None:
         """Queue what makes the memory ready for the token after the one whose run is queued, at the same addresses."""
 
-    def bind_tokens(
-        self, tokens: int, queries: int | None = None, *, turned: bool = False
-    ) -> tuple[dict[str, Shape], dict[str, int]]:
+    def bind_tokens(self, tokens: int, queries: int | None = None, *, turned: bool = False) -> Bindings:
         """Shapes and addresses of all but K and V for `tokens` tokens; `turned`: rotary tables have a row for each."""
         shapes, addresses = token_bindings(self._shared, self._spec, (1, tokens), self.slots, turned=turned)
         if queries is not None:
@@ -76,7 +80,7 @@ def token_bindings(
     slots: Iterable[str] = (names.TOTAL_SLOTS,),
     *,
     turned: bool = False,
-) -> tuple[dict[str, Shape], dict[str, int]]:
+) -> Bindings:
     """Shapes and addresses of what a stage takes and gives of tokens: `sizes` conversations and tokens of each.
 
     `slots`: its inputs of a number of each conversation. `turned`: rotary tables have a row for each token.
@@ -92,9 +96,7 @@ def token_bindings(
     return shapes, addresses
 
 
-def kv_bindings(
-    model: ModelSpec, regions: Sequence[Region], new: Sequence[Region], sizes: tuple[int, int]
-) -> tuple[dict[str, Shape], dict[str, int]]:
+def kv_bindings(model: ModelSpec, regions: Sequence[Region], new: Sequence[Region], sizes: tuple[int, int]) -> Bindings:
     """Shapes and addresses of K and V: `sizes` conversations and slots of each in `regions`, and what goes to `new`."""
     shapes = dict[str, Shape]()
     addresses = dict[str, int]()

@@ -15,15 +15,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.cuda import Buffer, SavedSlots, aligned, runs
-from vtx.runtime.backends.device_history import DeviceStateHistory
+from vtx.runtime.backends.device_history import ONE, DeviceStateHistory
+from vtx.runtime.backends.device_lanes import DeviceCache
 from vtx.runtime.backends.device_states import FLOAT, put
-from vtx.runtime.backends.slots import GROWTH, Lane, SlotCounter, part_ends, seen_slots
+from vtx.runtime.backends.slots import part_ends, seen_slots
 from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage, BoundStates, kv_bindings
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, written_in_place
@@ -33,18 +34,6 @@ from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import rope_at
 from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
-
-ONE = np.ones(1, np.int64)  # the numbers of a run's tokens whose states are given out, if it is of one token
-
-
-class StageLanes(Protocol):
-    """The lanes of a stage, as a cache in one of them needs them."""
-
-    def regions(self, lane: Lane) -> list[Region]:
-        """The parts of a lane."""
-
-    def free(self, lane: Lane) -> None:
-        """Have the lane for other caches."""
 
 
 class DeviceSlots(BoundStage):
@@ -81,25 +70,21 @@ class DeviceSlots(BoundStage):
         """Have the state after `length` tokens for the next one."""
         assert self.state is not None
         if self.version != states.version(length):
-            self._copy_state(self.state.address, states.before(length).address)
+            states.copy_to(length, self.state.address)
         self.version = 0  # until the token has run
 
     def turn(self) -> None:
         """Queue the copy of the state that a token's run gave out to the place of the one that it took."""
         if self.state is not None:
-            self._copy_state(self.state.address, self._shared.engines.address(names.STATE_OUT))
+            nbytes = self.state_bytes
+            made = self._shared.engines.address(names.STATE_OUT)
+            self._shared.cuda.copy_rows(self.state.address, nbytes, made, nbytes, nbytes, 1)
 
     def save(self, states: DeviceStateHistory, length: int) -> None:
         """Copy the state after the token that ran behind `length` others to the history."""
         assert self.state is not None
-        room = states.room(1)
-        self._copy_state(room.address, self.state.address)
-        states.put(length, ONE, room)
+        states.put_from(length, self.state.address)
         self.version = states.version(length + 1)
-
-    def _copy_state(self, to: int, source: int) -> None:
-        nbytes = self.state_bytes
-        self._shared.cuda.copy_rows(to, nbytes, source, nbytes, nbytes, 1)
 
     def clear(self) -> None:
         self.version = 0
@@ -145,11 +130,12 @@ class DeviceSlots(BoundStage):
         addresses |= kv_addresses
         if states is not None:
             addresses |= {names.STATE: states.given, names.STATE_OUT: states.made, names.STATE_ENDS: states.ends}
+            shapes[names.STATE] = (len(self._spec.stateful), 1, self._shared.model.state_numbers)
             shapes[names.STATE_ENDS] = (states.number,)
         to.bind(shapes, addresses)
 
 
-class TensorrtStageCache(SlotCounter):
+class TensorrtStageCache(DeviceCache[DeviceSlots]):
     """`StageCache` over engines that read filled slots and write new ones behind them."""
 
     reads = False
@@ -162,34 +148,7 @@ class TensorrtStageCache(SlotCounter):
         self._spec = spec
         self._graph = graph
         self._layout = context.layout(spec)
-        self._held: list[DeviceSlots] = []  # its memory, once it has any and while it is in no lane
-        self._batch: StageLanes | None = None  # that its lane is of
-        context.pool.give_back_with(self, spec.first, self._held)
-
-    @property
-    def memory(self) -> DeviceSlots:
-        self.leave_lane()
-        return self._held[0]
-
-    def leave_lane(self) -> None:
-        """Have its slots in memory of its own."""
-        if self.lane is not None:
-            self.make_room(self.length)
-
-    def regions(self) -> list[Region]:
-        """The parts of its K and V, in memory of its own or in its lane; none if it has no slots."""
-        if self.lane is not None:
-            assert self._batch is not None
-            return self._batch.regions(self.lane)
-        return self._held[0].regions if self._held else []
-
-    def enter_lane(self, batch: StageLanes, lane: Lane) -> None:
-        """Its slots are in this lane from now on; its own memory goes to the next conversation."""
-        self._batch = batch
-        self.lane = lane
-        for memory in self._held:
-            self._context.pool.give_back(self._spec.first, memory)
-        self._held.clear()
+        self.use(context.pool, spec.first)
 
     def _make(self, capacity: int) -> DeviceSlots:
         return DeviceSlots(self._context, self._spec, self._graph, capacity)
@@ -199,21 +158,6 @@ class TensorrtStageCache(SlotCounter):
         model = self._context.model
         layer = self._spec.cached[-1]
         return part(self.memory.regions, layer, 0), (1, self.length, model.kv_heads, model.heads_of(layer))
-
-    def make_room(self, slots: int) -> None:
-        """Have memory of its own for `slots` slots. If there is not enough, the cache stays as it is."""
-        if self._held and self._held[0].capacity >= slots:
-            return
-        capacity = min(self.capacity, -(-max(1, slots) // GROWTH) * GROWTH)
-        longer = self._context.pool.borrow(self._spec.first, capacity, self._make)
-        if self.length:
-            longer.take_over(self.regions(), self.length)
-        self._held[:] = [longer]
-        if self.lane is not None:
-            assert self._batch is not None
-            self._batch.free(self.lane)
-            self.lane = None
-        self._resident = longer.capacity
 
     def _run(self, tokens: TokenStates, positions: Ids, *, query: bool) -> HiddenStates:
         shared = self._context

@@ -26,6 +26,7 @@ from vtx.runtime.bundle.spec.model_spec import ModelSpec
 from vtx.runtime.errors import ContextError
 from vtx.runtime.vision.tokens import Ids, TokenStates
 
+LANE_STATES = ("states of lanes", "new states of lanes")
 WHOLE: dict[str, Any] = {names.PATCH_INDEX: np.int64, names.MERGED: np.int64}  # outputs that are not float32
 
 
@@ -66,6 +67,18 @@ class LoadedEngines:
     def lanes(self, graph: str) -> int:
         """The most conversations that a run of a stage is of."""
         return max(profile.get(graphs.BATCH, (1, 1, 1))[2] for profile in self._set.engines[graph].profiles)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of the states of one conversation in the stage that has the most."""
+        m = self._bundle.manifest
+        return 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
+
+    def share_states(self, lanes: int) -> None:
+        """Have buffers for states that runs of that many conversations take and give, if there are any."""
+        for name in LANE_STATES if self._state_bytes else ():
+            purpose = f"the states of layers of {lanes} conversations"
+            self.buffers[name] = Buffer(self._cuda, lanes * self._state_bytes, purpose)
 
     @property
     def longest_side(self) -> int:
@@ -129,7 +142,7 @@ class LoadedEngines:
             names.HIDDEN_OUT: 4 * m.model.hidden * most,
             names.TOTAL_SLOTS: 4 * LANES,
             **dict.fromkeys((names.POSITIONS, *sight_of(m.model)), 8 * most),
-            **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4),
+            **dict.fromkeys(map(names.source_slot, m.model.sources(m.model.shared or 1, m.model.layers)), 4 * LANES),
             names.PIXELS: 4 * 3 * pixels,
             names.LOGITS: 4 * m.model.vocab * longest[files.head],
             names.BEST: 4 * longest[files.head],
@@ -144,7 +157,7 @@ class LoadedEngines:
             sizes |= {name: 4 * m.max_context for name in (names.ATTENTION_SUM, names.ATTENTION_MAX)}
         if m.model.conv_layers:  # of one token; more are written where they are held
             sizes[names.STATE_ENDS] = 8 * HeldStates(m.model).ends
-            sizes[names.STATE_OUT] = 4 * m.model.state_numbers * max(len(stage.stateful) for stage in m.stages)
+            sizes[names.STATE_OUT] = self._state_bytes
         kv_type = np.dtype(names.kv_type(self._set.dialect, m.kv_dtype))
         for stage in m.stages:
             if stage.cached:

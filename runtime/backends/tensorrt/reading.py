@@ -45,7 +45,10 @@ class ReadingStage(BoundStage):
 
 
 class TensorrtReadingCache(ReadingCounter):
-    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer."""
+    """The cache of a stage whose layers keep nothing: they read K and V of `sources`, caches by layer.
+
+    `placed` is the one whose slots are within a window.
+    """
 
     reads = True
 
@@ -56,15 +59,15 @@ class TensorrtReadingCache(ReadingCounter):
         self._context = context
         self._spec = spec
         self._graph = graph
-        self._sources = sources
+        self.sources = sources
         slides = context.model.slides
         sliding = [cache for layer, cache in sources.items() if slides(layer)]
-        self._placed = (sliding or [*sources.values()])[0]  # none may slide: then the graph does not use first slots
+        self.placed = (sliding or [*sources.values()])[0]  # none may slide: then the graph does not use first slots
 
     @property
     def memory(self) -> ReadingStage:
         """All that is bound to the sources' memory, which the last of them holds for the next conversation over it."""
-        memories = {layer: cache.memory for layer, cache in self._sources.items()}
+        memories = {layer: cache.memory for layer, cache in self.sources.items()}
         readers: dict[tuple[int, ...], Any] = [*memories.values()][-1].readers
         key = (self._spec.first, *(memory.number for memory in memories.values()))
         if key not in readers:
@@ -83,9 +86,9 @@ class TensorrtReadingCache(ReadingCounter):
     def begin_token(self, position: int) -> None:
         """Have what a token at that position is told, which is to fill the next slot of each source."""
         values = {names.POSITIONS: position}
-        values |= {names.source_slot(layer): cache.length for layer, cache in self._sources.items()}
-        if self._placed.window is not None:
-            values[names.FIRST_SLOT] = int(self._placed.first_slots(np.array([position]), self._placed.length + 1)[0])
+        values |= {names.source_slot(layer): cache.length for layer, cache in self.sources.items()}
+        if self.placed.window is not None:
+            values[names.FIRST_SLOT] = int(self.placed.first_slots(np.array([position]), self.placed.length + 1)[0])
         self.memory.tell(values)
 
     def end_token(self) -> None:
@@ -98,12 +101,12 @@ class TensorrtReadingCache(ReadingCounter):
         engines.check_tokens(self._graph, count)
         with shared.cuda:
             out = shared.states.empty(count)
-            filled = {layer: c.length for layer, c in self._sources.items()}
+            filled = {layer: c.length for layer, c in self.sources.items()}
             context = engines.context(self._graph, DECODE if count == 1 else PREFILL)
             self.memory.bind(context, count, filled)
             inputs = shared.inputs_of(self._spec, tokens, positions)
-            if self._placed.window is not None:
-                inputs[names.FIRST_SLOT] = self._placed.first_slots(positions, self._placed.length)
+            if self.placed.window is not None:
+                inputs[names.FIRST_SLOT] = self.placed.first_slots(positions, self.placed.length)
             for layer, slots in filled.items():
                 inputs[names.source_slot(layer)] = np.array([slots - 1], np.int32)
             for name, array in inputs.items():

@@ -21,6 +21,7 @@ HEIGHT = "height"
 WIDTH = "width"
 STATES = "states"  # tokens within the tower
 BATCH = "batch"  # conversations of a run of a stage
+CONVERSATIONS = "conversations"  # the same, of states
 EACH = "each"  # tokens of each of them
 ENDS = "ends"  # tokens of a run after which states are given out
 DELTA_RUN = 128  # tokens of a run at most, with the gated delta rule in TensorRT's dialects; a power of two
@@ -164,9 +165,9 @@ def stage(
     outputs = {names.HIDDEN_OUT: hidden(m)}
     outputs |= {name(LAYER): cache(m, dialect, present) for name in (names.present_key, names.present_value)}
     if stateful is not None:
-        inputs[names.STATE] = Tensor("float32", (stateful, "conversations", m.model.state_numbers))
+        inputs[names.STATE] = Tensor("float32", (stateful, CONVERSATIONS, m.model.state_numbers))
         inputs[names.STATE_ENDS] = Tensor("int64", (ENDS,))
-        outputs[names.STATE_OUT] = Tensor("float32", (stateful, "conversations", ENDS, m.model.state_numbers))
+        outputs[names.STATE_OUT] = Tensor("float32", (stateful, CONVERSATIONS, ENDS, m.model.state_numbers))
     if query:
         outputs[names.QUERY] = _query(m)
     return GraphIO(inputs, outputs)

@@ -301,6 +301,10 @@ class ModelSpec(ByLayer):
         require(self.heads % kv_heads == 0, f"{self.heads} heads cannot share {kv_heads} key/value heads evenly")
         fits = 2 * frequencies == self.head_dim
         require(fits, f"{frequencies} rotary frequencies do not fit heads of {self.head_dim}")
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Raise BundleError unless windows and shared K and V fit the layers."""
         sliding = self.sliding
         shared = self.shared
         windows = set() if sliding is None else {*sliding.layers}

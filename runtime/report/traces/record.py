@@ -104,8 +104,11 @@ def write_traces(model: Model, folder: Path, progress: Progress = lambda *_: Non
 def _write(model: Model, folder: Path, progress: Progress) -> files.Traces:
     pictures = images()
     with without_notes():
-        prepared = [model.loaded.prepare(picture) for picture in pictures]
-        sets = {q.images: model.loaded.prepare_all([pictures[n] for n in q.images]) for q in questions(model.manifest)}
+        prepared = [model.loaded.images.prepare(picture) for picture in pictures]
+        sets = {
+            q.images: model.loaded.images.prepare_all([pictures[n] for n in q.images])
+            for q in questions(model.manifest)
+        }
     for number, picture in enumerate(pictures):
         picture.save(folder / f"image-{number}.png")
     pixels = {f"pixels.{number}": golden_pixels(image.views) for number, image in enumerate(prepared)}
@@ -163,9 +166,11 @@ class _Recorder:
         k: int | str = int(self._case.k) if self._case.k.isdigit() else self._case.k
         policy = model.loaded.policy(k, Options(rest=self._case.rest), self._case.reduce)
         after = self._selection if question.continues else None
-        ids = model.loaded.prompt_ids(messages, prepared)
+        ids = model.loaded.prompts.ids(messages, prepared)
         token = model.manifest.text.image_token_id
-        text = selecting_text(model.backend, ids, token, policy, after, partial(model.loaded.embed_question, messages))
+        text = selecting_text(
+            model.backend, ids, token, policy, after, partial(model.loaded.prompts.embed_question, messages)
+        )
         images = EncodedImages(model.backend, tuple(prepared))
         expand = partial(model.loaded.text.prompt, messages)
         prompt = images.prompt(ids, token, policy, text, expand)

@@ -439,13 +439,7 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
     url = source if isinstance(source, str) else source.url
     local = url[:5].lower() == "data:"
     if isinstance(source, VideoUrl) or isinstance(part, VideoPart):
-        if not local:
-            raise RequestError(
-                f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no "
-                "videos and opens no files"
-            )
-        frames = source.frames if isinstance(source, VideoUrl) else None
-        return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
+        return _video(url, source.frames if isinstance(source, VideoUrl) else None)
     image: Any = url
     if hosts and not local:
         image = remote_image(url, hosts)
@@ -457,6 +451,15 @@ def _part(part: TextPart | ImagePart | VideoPart, hosts: Collection[str]) -> dic
     elif isinstance(part, ImagePart) and part.uuid:
         image = NamedImage(part.uuid, url)
     return {"type": "image", "image": image} | _detail(source)
+
+
+def _video(url: str, frames: int | None) -> dict[str, Any]:
+    if url[:5].lower() != "data:":
+        raise RequestError(
+            f"a video must be a data URL, data:video/mp4;base64,...; got {url!r:.80}. This server fetches no videos "
+            "and opens no files"
+        )
+    return {"type": "video_url", "video_url": {"url": url, "frames": frames}}
 
 
 def _detail(source: ImageUrl | str) -> dict[str, Any]:

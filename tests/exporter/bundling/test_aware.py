@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import vtx
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.exporting import interrupted
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl import INTERNVL
@@ -30,6 +31,7 @@ from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2 as QWEN2_VL
 from tests.support.families.qwen import QWEN3, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -55,7 +57,6 @@ from vtx.runtime.errors import CheckpointError, RequestError
 from vtx.runtime.report.golden import check_golden
 from vtx.tools.data.items import Data, Item
 
-Make = Callable[..., Path]
 LAYERS = 3
 MHA = Tiny(layers=LAYERS, kv_heads=4, attention_bias=True, mlp_bias=True)
 GQA = Tiny(layers=LAYERS, attention_bias=True, mlp_bias=True)
@@ -144,7 +145,7 @@ FAMILIES = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", FAMILIES.values(), ids=FAMILIES)
-def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: Make, tiny: Tiny) -> None:
+def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: Checkpoints, tiny: Tiny) -> None:
     """Every group of channels takes factors from 0.05 to 20; a norm, gate or shared value between would show."""
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
     config, rng = read_config(checkpoint.config), np.random.default_rng(0)
@@ -165,7 +166,7 @@ def test_factors_without_rounding_leave_every_family_as_it_is(tiny_checkpoint: M
 
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=["gemma3", "gemma4"])
 def test_every_group_of_a_family_with_norms_around_its_halves_is_measured(
-    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny
 ) -> None:
     """Layers without keys and values of their own, and MLPs of two widths, included."""
     plan = plan_export(options(tiny_checkpoint(tiny), "int8"))
@@ -176,7 +177,7 @@ def test_every_group_of_a_family_with_norms_around_its_halves_is_measured(
     assert factors.keys() <= {group.source for group in groups}
 
 
-def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Make) -> None:
+def test_heads_that_read_the_same_values_share_factors(tiny_checkpoint: Checkpoints) -> None:
     config = read_config(open_checkpoint(str(tiny_checkpoint(GQA))).config).text
     group = list(channels(config, 1))[1]
     factors = np.arange(32, dtype=np.float32)
@@ -235,7 +236,7 @@ def stated_search(
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, GQA], ids=["mha", "gqa"])
 def test_the_search_finds_what_a_plain_statement_over_transformers_rows_finds(
-    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, precision: str
 ) -> None:
     folder = with_outliers(tiny_checkpoint(tiny), tmp_path / "ck")
     plan = plan_export(options(folder, precision))
@@ -320,7 +321,7 @@ def random_noise(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((1, 3, 56, 56)).astype(np.float32)
 
 
-def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = with_outliers(tiny_checkpoint(GQA), tmp_path / "ck")
     aware = options(folder, vision_precision="fp32", head_precision="fp32")
     plain = replace(aware, aware=None)
@@ -336,7 +337,7 @@ def test_where_a_few_channels_carry_most_it_loses_much_less(tiny_checkpoint: Mak
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 @pytest.mark.parametrize("tiny", [MHA, QWEN2, replace(GQA, ffn=100, dtype="bfloat16")], ids=["mha", "qwen2", "odd"])
 def test_a_bundle_computes_what_its_stored_weights_say_and_tells_how_they_came(
-    tiny_checkpoint: Make, tmp_path: Path, tiny: Tiny, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, precision: str
 ) -> None:
     made = bundles.export_with(options(tiny_checkpoint(tiny), precision), tmp_path / "b")
     assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
@@ -349,13 +350,13 @@ def test_a_bundle_computes_what_its_stored_weights_say_and_tells_how_they_came(
     assert "activation-aware: channels scaled by what 3 questions" in shown.output
 
 
-def test_without_it_nothing_is_said(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_without_it_nothing_is_said(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "b", (), "int4")
     assert "activation" not in CliRunner().invoke(cli.inspect, [str(made.folder)]).output
 
 
 def test_weights_in_small_pieces_are_scaled_alike(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_checkpoint(MHA)
     whole = bundles.export_with(options(folder), tmp_path / "a").manifest.files
@@ -366,7 +367,7 @@ def test_weights_in_small_pieces_are_scaled_alike(
     assert all(whole[name] == pieces[name] for name in weights)
 
 
-def test_a_file_with_a_scaled_tensor_is_written_anew(tiny_checkpoint: Make) -> None:
+def test_a_file_with_a_scaled_tensor_is_written_anew(tiny_checkpoint: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(Tiny(dtype="float16", shards=3))))
     needed = [(name, info.shape) for name, info in checkpoint.tensors.items()]
     name = "text.layers.0.input_layernorm.weight"
@@ -389,7 +390,7 @@ def stopped(plan: Plan, out: Path) -> None:
 
 
 def test_an_interrupted_export_goes_on_with_the_same_factors(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_export(options(tiny_checkpoint(GQA)))
     whole = run_export(plan, tmp_path / "whole", force=False, report=bundles.IGNORE).manifest
@@ -402,8 +403,25 @@ def test_an_interrupted_export_goes_on_with_the_same_factors(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "whole"]
 
 
+def test_an_export_interrupted_in_every_phase_has_the_bytes_of_one_that_was_not(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While activations are measured it begins anew; later it resumes with the factors it has."""
+    plan = plan_export(options(tiny_checkpoint(MHA), int4_block=32, bits=6.0))
+    whole = run_export(plan, tmp_path / "whole", force=False, report=bundles.IGNORE).manifest
+    interrupted(plan, tmp_path / "b", "activations", 0.6)
+    interrupted(plan, tmp_path / "b", "weights", 0.01)
+    monkeypatch.setattr(build, "measure_factors", None)
+    for phase, share in (("weights", 0.9), ("reference", 0.5), ("checksums", 0.5)):
+        interrupted(plan, tmp_path / "b", phase, share)
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE).manifest
+    assert made.files == whole.files
+    assert made.record["activation_aware"] == whole.record["activation_aware"]
+    assert not list((tmp_path / "b").glob(".*"))
+
+
 def test_sampled_inputs_are_on_the_disk_as_large_as_predicted(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (measuring, predict):
         monkeypatch.setattr(module, "TOKENS", 64)
@@ -417,7 +435,7 @@ def test_sampled_inputs_are_on_the_disk_as_large_as_predicted(
 
 
 @pytest.mark.parametrize("other", [None, Data("others", DATA.items[:2])], ids=["without", "other data"])
-def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: Path, other: Data | None) -> None:
+def test_other_questions_or_none_start_afresh(tiny_checkpoint: Checkpoints, tmp_path: Path, other: Data | None) -> None:
     folder = tiny_checkpoint(GQA)
     stopped(plan_export(options(folder)), tmp_path / "b")
     changed = replace(options(folder), aware=other if other else None)
@@ -430,7 +448,7 @@ def test_other_questions_or_none_start_afresh(tiny_checkpoint: Make, tmp_path: P
 # ---- odd and hostile -------------------------------------------------------------------------------------------------
 
 
-def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     def mute(name: str, values: np.ndarray) -> None:
         if name.endswith(("layernorm.weight", "up_proj.weight")):
             values[[0, 5]] = 0
@@ -446,7 +464,7 @@ def test_channels_that_carry_nothing_are_left_alone(tiny_checkpoint: Make, tmp_p
 
 
 def test_a_layer_of_zeros_and_a_huge_channel_are_exported(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def alter(name: str, values: np.ndarray) -> None:
         if name.startswith("text.layers.1.") and values.ndim == 2:
@@ -472,7 +490,9 @@ def test_a_layer_of_zeros_and_a_huge_channel_are_exported(
         ("text.embed_tokens.weight", r"inputs of text\.layers\.0\..* are NaN or infinite.*without"),
     ],
 )
-def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Path, name: str, message: str) -> None:
+def test_nan_is_refused_and_nothing_is_left(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, message: str
+) -> None:
     def spoil(tensor: str, values: np.ndarray) -> None:
         if tensor == name:
             values[:, 1] = np.nan
@@ -483,13 +503,28 @@ def test_nan_is_refused_and_nothing_is_left(tiny_checkpoint: Make, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
+@pytest.mark.parametrize(
+    "item",
+    [Item((), "red?"), Item((random_image(1),), "这张图片里有什么? كم دائرة")],
+    ids=["one word", "other languages"],
+)
+def test_a_single_question_in_any_language_is_enough(tiny_checkpoint: Checkpoints, tmp_path: Path, item: Item) -> None:
+    data = Data("one", (item,))
+    plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=data))
+    made = run_export(plan, tmp_path / "b", force=False, report=bundles.IGNORE)
+    assert made.manifest.record["activation_aware"]["items"] == 1
+    assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=THREADS)))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_weights_that_are_not_rounded_to_integers_are_refused(tiny_checkpoint: Make, precision: str) -> None:
+def test_weights_that_are_not_rounded_to_integers_are_refused(tiny_checkpoint: Checkpoints, precision: str) -> None:
     with pytest.raises(RequestError, match=rf"{precision} weights are not rounded.*--precision int4 or int8"):
         options(tiny_checkpoint(), precision)
 
 
-def test_questions_that_do_not_fit_are_counted_and_too_many_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_questions_that_do_not_fit_are_counted_and_too_many_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     long = Item((random_image(9),), "what " * 300)
     few = Data("mixed", (*DATA.items, DATA.items[0], DATA.items[1], long))
     plan = plan_export(options(tiny_checkpoint(Tiny(layers=3)), data=few))
@@ -505,8 +540,20 @@ def export(checkpoint: Path, out: Path, *arguments: str) -> Any:
     )
 
 
+@pytest.mark.parametrize("lines", ["", "\n\n", '{"question": ""}\n'], ids=["empty", "blank", "no words"])
+def test_data_without_a_question_is_refused_before_anything_is_written(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, lines: str
+) -> None:
+    data = tmp_path / "questions.jsonl"
+    data.write_text(lines)
+    done = export(tiny_checkpoint(), tmp_path / "b", "--calibration", str(data))
+    assert done.exit_code == 1
+    assert "questions.jsonl" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [data.name]
+
+
 def test_the_command_measures_a_file_of_questions_and_names_what_it_skips(
-    tiny_checkpoint: Make, tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -532,13 +579,13 @@ def test_the_command_measures_a_file_of_questions_and_names_what_it_skips(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "data"]
 
 
-def test_the_command_needs_data_for_a_model_of_the_user_s(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_command_needs_data_for_a_model_of_the_user_s(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     done = export(tiny_checkpoint(), tmp_path / "b")
     assert done.exit_code == 2
     assert "--calibration" in done.stderr
 
 
-def test_the_predicted_memory_counts_a_layer_and_the_tokens(tiny_checkpoint: Make) -> None:
+def test_the_predicted_memory_counts_a_layer_and_the_tokens(tiny_checkpoint: Checkpoints) -> None:
     aware = options(tiny_checkpoint(Tiny(hidden=256, ffn=4096)))
     measured, plain = (plan_export(each).prediction for each in (aware, replace(aware, aware=None)))
     layer = 4 * 256 * (3 * 4096 + 2 * 256)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import choices
 from vtx.exporter.bundling.options import ExportOptions
@@ -22,7 +21,7 @@ ONEVISION = Tiny(
 
 @pytest.mark.parametrize("tiny", [ONEVISION, replace(SMOLVLM, context=8192)], ids=lambda tiny: tiny.family)
 def test_the_largest_image_a_question_and_an_answer_fit(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tiny: Tiny
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
 ) -> None:
     """Of LLaVA-OneVision's published sizes an image takes up to 8,829 tokens, of Granite Vision's 8,289."""
     options = ExportOptions(str(tiny_checkpoint(tiny)))
@@ -34,5 +33,5 @@ def test_the_largest_image_a_question_and_an_answer_fit(
     assert plan_export(replace(options, max_context=largest + 2)).max_context == largest + 2
 
 
-def test_the_model_s_limit_ends_it(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_the_model_s_limit_ends_it(tiny_checkpoint: Checkpoints) -> None:
     assert plan_export(ExportOptions(str(tiny_checkpoint(Tiny(context=256))))).max_context == 256

@@ -10,7 +10,8 @@ import pytest
 
 import vtx
 from tests.support import bundles
-from tests.support.exporting import Make, interrupted, is_whole, names, plan, run
+from tests.support.exporting import interrupted, is_whole, names, plan, run
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx.exporter.bundling import build, predict
 from vtx.exporter.bundling.export import run_export
@@ -27,29 +28,29 @@ from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 
 
 @pytest.mark.parametrize("ks", [(1,), (0,), (-3,), (9,), (3, 99)])
-def test_a_k_out_of_range_is_refused_with_the_range(tiny_checkpoint: Make, ks: tuple[int, ...]) -> None:
+def test_a_k_out_of_range_is_refused_with_the_range(tiny_checkpoint: Checkpoints, ks: tuple[int, ...]) -> None:
     with pytest.raises(RequestError, match=r"outside 2\.\.8"):
         plan(tiny_checkpoint(), ks)
 
 
-def test_a_k_named_twice_is_refused(tiny_checkpoint: Make) -> None:
+def test_a_k_named_twice_is_refused(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(RequestError, match="twice"):
         plan(tiny_checkpoint(), (5, 3, 5))
 
 
-def test_the_first_k_is_the_default_and_the_depths_are_sorted(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_first_k_is_the_default_and_the_depths_are_sorted(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     manifest = run(plan(tiny_checkpoint(), (5, 3)), tmp_path / "b").manifest
     assert (manifest.variants, manifest.default_k) == ((3, 5), 5)
     assert [(s.first, s.last) for s in manifest.stages] == [(1, 2), (3, 4), (5, 8)]
 
 
 @pytest.mark.parametrize("ks", [(2,), (8,), tuple(range(2, 9))])
-def test_the_outermost_depths_can_be_cut(tiny_checkpoint: Make, tmp_path: Path, ks: tuple[int, ...]) -> None:
+def test_the_outermost_depths_can_be_cut(tiny_checkpoint: Checkpoints, tmp_path: Path, ks: tuple[int, ...]) -> None:
     assert is_whole(run(plan(tiny_checkpoint(), ks), tmp_path / "b").folder)
 
 
 @pytest.mark.parametrize(("context", "named"), [(257, "256"), (0, "at least 2"), (-1, "at least 2"), (17, "16 tokens")])
-def test_a_context_that_does_not_fit_is_refused(tiny_checkpoint: Make, context: int, named: str) -> None:
+def test_a_context_that_does_not_fit_is_refused(tiny_checkpoint: Checkpoints, context: int, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         plan(tiny_checkpoint(), max_context=context)
 
@@ -60,7 +61,7 @@ def test_an_unknown_precision_is_refused() -> None:
 
 
 def test_a_large_models_reference_gives_its_memory_back_and_computes_the_same(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export(name: str) -> bytes:
         return (run(plan(tiny_checkpoint(), (3,)), tmp_path / name).folder / GOLDEN).read_bytes()
@@ -74,7 +75,7 @@ def test_a_large_models_reference_gives_its_memory_back_and_computes_the_same(
     assert asked == ["held"]
 
 
-def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint()
     record = run(plan(folder, (5, 3), "fp16", max_context=100), tmp_path / "b").manifest.record
     assert record["source"]["model"] == folder.name
@@ -84,7 +85,9 @@ def test_the_record_says_how_the_bundle_was_made(tiny_checkpoint: Make, tmp_path
     assert {"python", "torch", "transformers", "onnx-ir"} <= set(record["versions"])
 
 
-def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figures(tiny_checkpoint: Make) -> None:
+def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figures(
+    tiny_checkpoint: Checkpoints,
+) -> None:
     prediction = plan(tiny_checkpoint()).prediction
     check_memory(prediction, prediction.export_memory)
     check_memory(prediction, None)
@@ -93,7 +96,7 @@ def test_an_export_that_needs_more_memory_than_allowed_is_refused_with_both_figu
 
 
 def test_a_pytorch_that_is_built_for_gpus_counts_with_its_libraries(
-    tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine without one, too: they are loaded all the same."""
     memory = []
@@ -103,7 +106,7 @@ def test_a_pytorch_that_is_built_for_gpus_counts_with_its_libraries(
     assert memory[1] - memory[0] == predict.GPU_LIBRARIES
 
 
-def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_writes_nothing(tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = names(tiny_checkpoint())
     plan(tiny_checkpoint())
@@ -111,19 +114,19 @@ def test_planning_writes_nothing(tiny_checkpoint: Make, tmp_path: Path, monkeypa
     assert names(tiny_checkpoint()) == before
 
 
-def test_two_exports_of_one_checkpoint_hold_the_same_files(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_two_exports_of_one_checkpoint_hold_the_same_files(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     whole = plan(tiny_checkpoint(), dialects=DIALECTS)
     first, second = (run(whole, tmp_path / name).manifest for name in "ab")
     assert first.files == second.files
 
 
-def test_a_model_whose_directory_has_no_unicode_name_is_exported(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_model_whose_directory_has_no_unicode_name_is_exported(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
     bundles.copy(tiny_checkpoint(), folder)
     assert Bundle.open(run(plan(folder), tmp_path / "b").folder).manifest.model.name == "m?"
 
 
-def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     run(plan(tiny_checkpoint()), tmp_path / "b", report=lambda p, d, t: seen.setdefault(p, []).append((d, t)))
     assert list(seen) == ["graphs", "weights", "reference", "checksums"]
@@ -136,7 +139,7 @@ def test_progress_never_runs_back_and_ends_at_its_total(tiny_checkpoint: Make, t
 # ---- existing files at --out ----------------------------------------------------------------------------------------
 
 
-def test_what_exists_is_not_replaced_without_force(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_what_exists_is_not_replaced_without_force(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     out = tmp_path / "b"
     run(plan(tiny_checkpoint()), out)
     before = (out / "vtx.json").read_bytes()
@@ -146,7 +149,7 @@ def test_what_exists_is_not_replaced_without_force(tiny_checkpoint: Make, tmp_pa
     assert names(tmp_path) == ["b"]
 
 
-def test_force_replaces_a_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_force_replaces_a_bundle(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     out = tmp_path / "b"
     run(plan(tiny_checkpoint(), (3,)), out)
     run(plan(tiny_checkpoint(), (5,)), out, force=True)
@@ -154,13 +157,13 @@ def test_force_replaces_a_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
     assert names(tmp_path) == ["b"]
 
 
-def test_force_fills_an_empty_directory(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_force_fills_an_empty_directory(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     assert is_whole(run(plan(tiny_checkpoint()), tmp_path / "b", force=True).folder)
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling"])
-def test_force_does_not_replace_what_is_no_bundle(tiny_checkpoint: Make, tmp_path: Path, kind: str) -> None:
+def test_force_does_not_replace_what_is_no_bundle(tiny_checkpoint: Checkpoints, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "b"
     run(plan(tiny_checkpoint()), tmp_path / "real")
     if kind == "directory":
@@ -177,13 +180,13 @@ def test_force_does_not_replace_what_is_no_bundle(tiny_checkpoint: Make, tmp_pat
         assert (out / "thesis.txt").read_text() == "years of work"
 
 
-def test_missing_parents_are_made(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_missing_parents_are_made(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     assert is_whole(run(plan(tiny_checkpoint()), tmp_path / "a/b/c").folder)
 
 
 @pytest.mark.parametrize("out", ["file/b", "file/a/b", "/proc/vtx/b", "a" * 300, "~nobody-of-this-name/b"])
 def test_a_place_that_cannot_be_written_is_refused_in_one_line(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("text")
@@ -193,7 +196,7 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(
     assert names(tmp_path) == ["file"]
 
 
-def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     other = tmp_path / ".ab.partial-12345678"
     other.mkdir()
     run(plan(tiny_checkpoint()), tmp_path / "a[b]*")
@@ -206,7 +209,7 @@ def test_a_name_with_wildcards_is_only_a_name(tiny_checkpoint: Make, tmp_path: P
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "config.json", "model.safetensors"])
 def test_a_checkpoint_that_lacks_a_file_is_refused_before_anything_is_written(
-    tiny_checkpoint: Make, tmp_path: Path, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str
 ) -> None:
     folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
     (folder / name).unlink()
@@ -215,7 +218,7 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_before_anything_is_written(
     assert names(tmp_path) == ["ck"]
 
 
-def test_an_exported_bundle_stands_alone(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_an_exported_bundle_stands_alone(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """The checkpoint may go, and the bundle may move."""
     folder = bundles.copy(tiny_checkpoint(), tmp_path / "ck")
     made = run(plan(folder), tmp_path / "b").folder
@@ -226,7 +229,7 @@ def test_an_exported_bundle_stands_alone(tiny_checkpoint: Make, tmp_path: Path) 
 
 
 def test_what_an_interrupted_export_left_needs_no_more_room(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_ = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "int8", dialects=("ort",)))
     interrupted(plan_, tmp_path / "b", "reference", 0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support import bundles
 from tests.support.faults import Disk, failing
+from tests.support.fixtures import Checkpoints
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
@@ -21,14 +21,13 @@ from vtx.runtime.errors import ExportError, VtxError
 from vtx.tools.common.files import write_json
 from vtx.tools.data.journal import ResultJournal
 
-Make = Callable[..., Path]
 KEY = SigningKey("key.pem", Ed25519PrivateKey.generate())
 POINTS = [("write", 0.0), ("write", 0.3), ("write", 0.6), ("write", 0.9), ("write", 1.0)]
 POINTS += [("fsync", 0.0), ("fsync", 0.5), ("fsync", 1.0), ("rename", 0.0), ("rename", 0.5), ("rename", 1.0)]
 
 
 @pytest.fixture(scope="module")
-def plan(tiny_checkpoint: Make) -> Plan:
+def plan(tiny_checkpoint: Checkpoints) -> Plan:
     return plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "fp16", dialects=("ort",)))
 
 
@@ -96,7 +95,7 @@ def test_a_report_stays_as_it_was(tmp_path: Path, operation: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])  # weights that are taken whole, or written anew
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9, 1.0])
 def test_a_checkpoint_that_cannot_be_read_is_named_and_nothing_is_left(
-    tiny_checkpoint: Make, tmp_path: Path, precision: str, share: float
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, share: float
 ) -> None:
     checkpoint = tiny_checkpoint()
 

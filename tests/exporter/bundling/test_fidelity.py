@@ -17,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.bundles import IGNORE, export
 from tests.support.commands import invoke
+from tests.support.fixtures import Checkpoints
+from tests.support.reference import Reference as Judge
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling import fidelity
 from vtx.exporter.bundling.export import run_export
@@ -34,6 +36,7 @@ from vtx.exporter.bundling.fidelity import (
 )
 from vtx.exporter.bundling.options import DEMO, ExportOptions, MeasuredArithmetic
 from vtx.exporter.bundling.prepare import Plan, plan_export
+from vtx.exporter.weights.tensors import BundleWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, default_compute
@@ -71,7 +74,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def peaky(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def peaky(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Path:
     """A checkpoint whose logits are so large that a small error of its states is a large one of its answers."""
 
     def change(tensors: dict[str, np.ndarray]) -> None:
@@ -93,9 +96,7 @@ def test_the_divergence_is_that_of_torch() -> None:
     assert divergence.tokens == 5
 
 
-def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """In float32 both give the same logits, about scenes and without a picture."""
     checkpoint = tiny_checkpoint(Tiny(layers=4))
     bundle = export(checkpoint, tmp_path / "b", (2,), "fp32")
@@ -107,9 +108,50 @@ def test_the_checkpoint_reads_the_same_tokens_as_the_bundle(
         for exchange, logits in answers:
             assert exchange.answer == tuple(logits.argmax(-1))
             np.testing.assert_allclose(read(model, exchange), logits, atol=1e-5)
-    wanted = checkpoint_logits(planned(checkpoint, "int4"), exchanges, lambda _: None)
+    plan = planned(checkpoint, "fp32")
+    wanted, largest = checkpoint_logits(plan, bundle.folder, exchanges, lambda _: None)
+    assert largest["moved"] < 1e-6
     for (_, logits), expected in zip(answers, wanted, strict=True):
         np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_the_layer_that_rounding_moves_most_is_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As transformers' layers say, each with its stored weights in its turn, from the states of the whole model."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        """Large weights leave 4 bits nothing for their neighbours."""
+        name = next(name for name in tensors if name.endswith("layers.2.mlp.down_proj.weight"))
+        tensors[name][:, ::16] *= 30
+
+    folder = altered(tiny_checkpoint(Tiny(layers=4)), tmp_path / "checkpoint", change)
+    plan = planned(folder, "int4", allow_changed_answers=True)
+    made = run_export(plan, tmp_path / "b", force=False, report=IGNORE)
+    named = made.manifest.record["arithmetic"]["f32"]
+    items = questions(MeasuredArithmetic())[:1]
+    with load(made.folder, device="cpu") as model:
+        exchange, _ = answer(model, items[0])
+    _, largest = checkpoint_logits(plan, made.folder, [exchange], lambda _: None)
+    assert largest["layer"] == named["layer"] == 3
+    whole = Judge(folder).model
+    layers = whole.model.language_model.layers
+    runs = list[Any]()
+    for layer in layers:
+        layer.register_forward_hook(lambda _, *run: runs.append(run), with_kwargs=True)
+    rounded = BundleWeights(made.folder, plan.weights.stored)
+    ids = np.append(exchange.ids, exchange.answer[:-1])
+    errors = list[float]()
+    with torch.inference_mode():
+        whole(input_ids=torch.from_numpy(ids)[None], use_cache=False)
+        for number, (layer, (inputs, more, output)) in enumerate(zip(layers, tuple(runs), strict=True)):
+            layer.load_state_dict({name: rounded.read(f"text.layers.{number}.{name}") for name in layer.state_dict()})
+            moved = (layer(*inputs, **more) - output).norm(dim=-1) / output.norm(dim=-1)
+            errors.append(float(moved.square().mean().sqrt()))
+    assert largest["moved"] == pytest.approx(max(errors), rel=0.01)
+    assert errors.index(max(errors)) == 2
+    line = f"largest error of a layer: {named['moved']:.2%} of its output, in layer 3"
+    assert line in fidelity_lines(made.manifest)
+    assert line in invoke("doctor", made.folder).stdout
+    assert line in invoke("inspect", made.folder).stdout
 
 
 @pytest.mark.lesser
@@ -159,9 +201,7 @@ def test_commands_say_what_the_weights_cost(demo: Bundle) -> None:
     assert quality in invoke("doctor", demo.folder).stdout
 
 
-def test_products_of_integers_are_not_named_as_a_default_of_int4(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_products_of_integers_are_not_named_as_a_default_of_int4(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     kinds = {kind: {"kl": 0.1, "same": 0.9} for kind in ("f32", "bf16", "int8")}
     exported = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), dialects=CPUS).manifest
     manifest = replace(exported, arithmetic=("bf16", "int8"), record={"arithmetic": kinds})
@@ -171,7 +211,7 @@ def test_products_of_integers_are_not_named_as_a_default_of_int4(
 
 
 def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_checkpoint(SMALL), "fp32")
     bundle = export(tiny_checkpoint(SMALL), tmp_path / "b", (2,), "fp32", dialects=CPUS)
@@ -210,7 +250,7 @@ def test_weights_that_lose_the_model_need_consent_and_the_work_is_kept(peaky: Pa
 @pytest.mark.lesser
 @pytest.mark.slow
 def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_int8_arithmetic(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, needs_arithmetic: Callable[[str], None]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, needs_arithmetic: Callable[[str], None]
 ) -> None:
     """One channel is 3,000 times the others: 8 bits of a whole token hold nothing else, 8 bits of bfloat16 do.
 
@@ -238,7 +278,7 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
 
 
 def test_time_memory_and_instructions_that_are_short_leave_it_out(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "candidates", lambda *_, **__: ("bf16",))
     plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic()), list[str]()
@@ -271,7 +311,7 @@ def test_time_memory_and_instructions_that_are_short_leave_it_out(
 
 
 def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = Data("pairs", (Item((random_image(1), random_image(2)), "alike?"),))
     plan, said = planned(tiny_checkpoint(SMALL), "int8", MeasuredArithmetic(pairs)), list[str]()
@@ -290,7 +330,7 @@ def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
 
 
 def test_one_engine_is_in_memory_at_a_time_and_one_that_fails_is_recorded(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(tiny_checkpoint(SMALL), "int8")
     made = run_export(replace(plan, options=replace(plan.options, arithmetic=None)), tmp_path / "b", force=False,

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.exporting import Make, is_whole, names, opens, plan, run
+from tests.support.exporting import is_whole, names, opens, plan, run
+from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.runtime.bundle.bundle import Bundle
@@ -25,7 +26,7 @@ from vtx.runtime.errors import ExportError
 
 @pytest.mark.parametrize("force", [False, True])
 def test_of_two_exports_to_one_place_the_result_is_one_whole_bundle(
-    tiny_checkpoint: Make, tmp_path: Path, force: bool
+    tiny_checkpoint: Checkpoints, tmp_path: Path, force: bool
 ) -> None:
     plans, meet = [plan(tiny_checkpoint(), (k,)) for k in (3, 5)], threading.Barrier(2, timeout=WAIT)
     won: list[int] = []
@@ -128,7 +129,7 @@ class Exporter:
 
 
 @pytest.fixture(scope="module")
-def exporter(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exporter(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Any:
     runner = Exporter(tiny_checkpoint(), tmp_path_factory.mktemp("home"))
     yield runner
     runner.close()
@@ -136,7 +137,7 @@ def exporter(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.slow
 def test_killed_at_random_moments_an_export_leaves_nothing_that_loads(
-    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
+    tiny_checkpoint: Checkpoints, tmp_path: Path, exporter: Exporter
 ) -> None:
     out = tmp_path / "b"
     checkpoint = tiny_checkpoint(Tiny(dtype="bfloat16", shards=3))
@@ -163,7 +164,7 @@ def test_killed_at_random_moments_an_export_leaves_nothing_that_loads(
 
 @pytest.mark.slow
 def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
-    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter
+    tiny_checkpoint: Checkpoints, tmp_path: Path, exporter: Exporter
 ) -> None:
     """From the first checksum on there are some hundred calls; what is hidden then is whole once it has a manifest."""
     out = tmp_path / "b"
@@ -185,7 +186,7 @@ def test_killed_in_its_last_moments_an_export_leaves_a_whole_bundle_old_or_new(
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_stops_an_export_and_leaves_at_most_a_hidden_folder_to_go_on_from(
-    tiny_checkpoint: Make, tmp_path: Path, exporter: Exporter, sent: int, status: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, exporter: Exporter, sent: int, status: int
 ) -> None:
     out = tmp_path / "b"
     words = ["--model", tiny_checkpoint(Tiny(dtype="bfloat16")), "--dialect", "ort", "--out", out]
@@ -202,7 +203,7 @@ def test_a_signal_stops_an_export_and_leaves_at_most_a_hidden_folder_to_go_on_fr
 
 
 def test_the_directory_of_a_running_export_is_not_taken_for_a_killed_one_s(
-    tiny_checkpoint: Make, tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     seen: list[list[str]] = []
 

@@ -6,13 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.options import ExportOptions
@@ -27,8 +28,8 @@ from vtx.tools.data.items import Item
 from vtx.tools.estimate.flops import kv_bytes
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
+from vtx.tools.estimate.weights import precisions_by_name
 
-Make = Callable[..., Path]
 PUBLISHED = {  # parameters that the model cards on the hub state
     "llava-1.5-7b": 7_063_427_072,
     "llava-1.5-13b": 13_350_839_296,
@@ -47,7 +48,7 @@ PUBLISHED = {  # parameters that the model cards on the hub state
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_take_two_bytes_each_of_the_published_number(name: str) -> None:
-    costs = make_plan(KNOWN[name], Workload(64, 576, 256), [None], ["fp16", "fp32"])
+    costs = make_plan(KNOWN[name], Workload(64, 576, 256), [None], precisions_by_name(KNOWN[name], ["fp16", "fp32"]))
     assert costs.weights_bytes["fp16"] == pytest.approx(2 * PUBLISHED[name], rel=0.005)  # without unused layers
     assert costs.weights_bytes["fp32"] == pytest.approx(4 * PUBLISHED[name], rel=0.005)
 
@@ -59,11 +60,11 @@ def test_a_context_of_4096_tokens_takes_two_gibibytes_of_a_7b_llama() -> None:
 
 
 @pytest.fixture(scope="module")
-def seven(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seven(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in the shape of LLaVA-1.5-7B whose weights are a hole in a file: they take no disk."""
     folder = tmp_path_factory.mktemp("seven") / "llava-7b"
     shutil.copytree(tiny_checkpoint(Tiny()), folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json")
     settings["text_config"] |= {
         "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096, "vocab_size": 32064,
@@ -72,11 +73,11 @@ def seven(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Pa
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
         "image_size": 336, "patch_size": 14,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(settings))
+    write_json(folder / "config.json", settings)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).exists():
             written = (folder / name).read_text()
-            side = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text())["vision_config"]["image_size"]
+            side = read_json(tiny_checkpoint(Tiny()) / "config.json")["vision_config"]["image_size"]
             (folder / name).write_text(written.replace(f": {side}", ": 336"))
     config = read_config(settings)
     header, end = {}, 0
@@ -106,6 +107,30 @@ def test_predictions_of_a_7b_export_match_its_measurements(
     assert predicted.kv_full == 524_288  # bytes of a slot
     if precision == "int4":
         assert predicted.run_memory == pytest.approx(5.79e9, rel=0.1)
+
+
+# Bytes beyond Python, PyTorch and the tokenizer at the peak of an int4 export on 32 questions of 64 tokens, of three
+# random layers (benchmarks/make_checkpoint.py, shapes 0.5b and 1b).
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [((896, 4864, 14, 2), 723e6 - 416e6), ((2048, 5504, 16, 16), 732e6 - 376e6)],
+    ids=["0.5b", "1b"],
+)
+def test_the_memory_of_an_activation_aware_export_matches_its_measurement(
+    seven: Path, shape: tuple[int, int, int, int], taken: float
+) -> None:
+    settings = json.loads((seven / "config.json").read_text())
+    hidden, ffn, heads, kv_heads = shape
+    settings["text_config"] |= {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+    }
+    predicted = predict.measuring_memory(read_config(settings).text, [64] * 32, "int4")
+    assert predicted == pytest.approx(taken, rel=0.2)
 
 
 SEEING = """

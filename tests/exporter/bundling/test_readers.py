@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.exported import Checkpoints
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export

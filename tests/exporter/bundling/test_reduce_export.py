@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from tests.support.bundles import IGNORE
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.qwen import QWEN2
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.cli import export as export_command
 from vtx.exporter.bundling.export import run_export
@@ -22,7 +23,6 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError, UnsupportedModelError, VtxError
 
-Checkpoints = Callable[..., Path]
 MUSTDROP = "mustdrop:gamma=0.001,alpha=0.001,tau=0.8,key=0.08,layers=2/5,positions=keep,order=raster,keys=used-block"
 
 

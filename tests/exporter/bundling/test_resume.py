@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support import bundles
-from tests.support.exporting import Make, interrupted, is_whole, names, opens, plan, run
+from tests.support.exporting import interrupted, is_whole, names, opens, plan, run
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import export as export_module
 from vtx.exporter.bundling import staging as place_module
@@ -34,7 +35,7 @@ from vtx.runtime.errors import BundleError, ExportError
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 @pytest.mark.parametrize("phase", ["weights", "reference", "checksums"])
 def test_what_stops_an_export_leaves_what_was_there_and_at_most_a_hidden_folder(
-    tiny_checkpoint: Make, tmp_path: Path, force: bool, error: type[BaseException], phase: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, force: bool, error: type[BaseException], phase: str
 ) -> None:
     """An error leaves nothing; an interruption leaves what the same export can go on with, and no bundle."""
     out = tmp_path / "b"
@@ -74,7 +75,7 @@ def quantised_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "share"), [("weights", 0.3), ("weights", 0.8), ("reference", 0.5), ("checksums", 0)])
 def test_the_same_export_goes_on_without_doing_a_finished_tensor_again(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, share: float
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, share: float
 ) -> None:
     plan_ = plan(tiny_checkpoint(Tiny(dtype="bfloat16", shards=3)), (3,), "int4")
     whole = run(plan_, tmp_path / "whole").manifest
@@ -91,7 +92,7 @@ def test_the_same_export_goes_on_without_doing_a_finished_tensor_again(
     assert is_whole(made.folder)
 
 
-def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     plan_ = plan(tiny_checkpoint(), (3,), "int4")
     whole = run(plan_, tmp_path / "whole").manifest
     interrupted(plan_, tmp_path / "b", "weights", 0.9)
@@ -118,7 +119,7 @@ def test_a_tensor_that_was_damaged_meanwhile_is_written_again(tiny_checkpoint: M
     ],
 )
 def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
-    tiny_checkpoint: Make, tmp_path: Path, change: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, change: str
 ) -> None:
     folder, said = bundles.copy(tiny_checkpoint(), tmp_path / "ck"), list[str]()
     gates = bundles.write_gate(folder, 1) if change == "gates" else None
@@ -159,7 +160,7 @@ def test_another_export_or_another_checkpoint_starts_afresh_and_says_so(
     assert is_whole(made.folder)
 
 
-def test_a_bundle_holds_no_journal(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_bundle_holds_no_journal(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = run(plan(tiny_checkpoint(), (3,), "int4"), tmp_path / "b")
     assert {path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file()} == {
         *made.manifest.files, "vtx.json", "vtx.json.sha256",
@@ -168,7 +169,7 @@ def test_a_bundle_holds_no_journal(tiny_checkpoint: Make, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
 def test_a_failure_between_the_two_renames_puts_the_old_bundle_back(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     out, real, left = tmp_path / "b", Path.rename, [error()]
     run(plan(tiny_checkpoint(), (5,)), out)
@@ -189,7 +190,7 @@ def test_a_failure_between_the_two_renames_puts_the_old_bundle_back(
     assert names(tmp_path) == ["b"]
 
 
-def test_a_bundle_set_aside_by_a_killed_export_comes_back(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_bundle_set_aside_by_a_killed_export_comes_back(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     aside = run(plan(tiny_checkpoint(), (5,)), tmp_path / ".b.replaced-12345678").folder
     with pytest.raises(ExportError, match="exists already"):
         run(plan(tiny_checkpoint()), tmp_path / "b")
@@ -199,7 +200,7 @@ def test_a_bundle_set_aside_by_a_killed_export_comes_back(tiny_checkpoint: Make,
 
 
 def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[str] = set()
     real = Path.rename
@@ -220,7 +221,9 @@ def test_every_file_is_on_the_disk_before_the_bundle_is_in_its_place(
     assert len(synced) > 10
 
 
-def test_the_manifest_is_written_last(tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_written_last(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then the hidden directory is no bundle, and with it it is a whole one."""
     real, seen = seal.write_durably, []
 

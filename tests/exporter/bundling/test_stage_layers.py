@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 
 from tests.support.bundles import ORT, export_with
 from tests.support.exported import THREADS, greedy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import RequestError
 
 
-def test_a_cut_that_no_k_asks_for_changes_no_answer(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cut_that_no_k_asks_for_changes_no_answer(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     options = ExportOptions(str(tiny_checkpoint(Tiny(layers=5))), (3,), "fp32", dialects=ORT)
     whole = export_with(options, tmp_path / "whole")
     cut = export_with(replace(options, stage_layers=2), tmp_path / "cut")
@@ -33,7 +33,7 @@ def test_a_cut_that_no_k_asks_for_changes_no_answer(tiny_checkpoint: Callable[..
 
 
 @pytest.mark.parametrize("most", range(1, 6))
-def test_parts_are_nearly_equal_and_none_is_larger(most: int, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_parts_are_nearly_equal_and_none_is_larger(most: int, tiny_checkpoint: Checkpoints) -> None:
     from vtx.exporter.bundling.prepare import plan_export
 
     options = ExportOptions(str(tiny_checkpoint(Tiny(layers=5))), (), "fp32", dialects=ORT, stage_layers=most)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,8 @@ from tests.support import bundles
 from tests.support.bundles import export_with
 from tests.support.clip import WIDTH, make_clip
 from tests.support.exported import THREADS
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.export import key_of
 from vtx.exporter.bundling.options import ExportOptions
@@ -33,12 +33,12 @@ SPEC = "cdpruner:keep=4,text=tower"
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory, reference: Callable[..., Reference]) -> Path:
+def clip(tmp_path_factory: pytest.TempPathFactory, reference: References) -> Path:
     return make_clip(tmp_path_factory.mktemp("clip") / "clip", reference())
 
 
 @pytest.fixture(scope="module")
-def options(tiny_checkpoint: Callable[..., Path], clip: Path) -> ExportOptions:
+def options(tiny_checkpoint: Checkpoints, clip: Path) -> ExportOptions:
     return ExportOptions(str(tiny_checkpoint()), (3,), "fp32", reductions=("none", SPEC), text_tower=str(clip))
 
 
@@ -56,7 +56,7 @@ def test_the_manifest_declares_tower_graph_and_tokenizer_in_every_dialect(bundle
     assert tower is not None
     assert (tower.layers, tower.hidden, tower.width, tower.max_tokens, tower.end_id) == (3, 24, WIDTH, 14, None)
     assert (bundle / tower.tokenizer).is_file()
-    declared = json.loads((bundle / "vtx.json").read_text())["interface"]["dialects"]
+    declared = read_json(bundle / "vtx.json")["interface"]["dialects"]
     for dialect, graphs in manifest.dialects.items():
         assert graphs.text_tower == f"text-tower.{dialect}.onnx"
         assert declared[dialect]["text_tower"]["outputs"] == {
@@ -83,11 +83,11 @@ def test_a_pickled_text_tower_is_read_where_the_user_allows_it(
         np.testing.assert_array_equal(read_tensor(found.checkpoint.tensors[name]), read_tensor(info))
 
 
-def test_without_the_option_a_bundle_has_no_trace_of_it(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_without_the_option_a_bundle_has_no_trace_of_it(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = bundles.export_all(tiny_checkpoint(), tmp_path / "b").folder
     assert Bundle.open(folder).manifest.text_tower is None
     assert not [path.name for path in folder.iterdir() if "text-tower" in path.name or "text_tower" in path.name]
-    declared = json.loads((folder / "vtx.json").read_text())["interface"]["dialects"]["ort"]
+    declared = read_json(folder / "vtx.json")["interface"]["dialects"]["ort"]
     assert "text_tower" not in declared
     assert "clip_patches" not in declared["vision"]["outputs"]
 
@@ -111,7 +111,7 @@ def test_int8_bundles_answer_by_it_as_well(options: ExportOptions, tmp_path: Pat
 
 
 def test_another_tower_at_the_same_path_is_another_export(
-    options: ExportOptions, clip: Path, tmp_path: Path, reference: Callable[..., Reference]
+    options: ExportOptions, clip: Path, tmp_path: Path, reference: References
 ) -> None:
     there, other = bundles.copy(clip, tmp_path / "clip"), make_clip(tmp_path / "other", reference(), seed=1)
     asked = replace(options, text_tower=str(there))
@@ -123,12 +123,12 @@ def test_another_tower_at_the_same_path_is_another_export(
 
 
 def test_the_command_that_makes_it_again_names_the_tower(bundle: Path, clip: Path) -> None:
-    manifest = json.loads((bundle / "vtx.json").read_text())
+    manifest = read_json(bundle / "vtx.json")
     assert f"--text-tower {clip}" in remake_advice(manifest, "b")
 
 
 def test_a_tower_that_was_trained_on_is_warned_of(
-    options: ExportOptions, tmp_path: Path, reference: Callable[..., Reference]
+    options: ExportOptions, tmp_path: Path, reference: References
 ) -> None:
     trained = make_clip(tmp_path / "trained", reference(Tiny(), 1))
     [warning] = plan_export(replace(options, text_tower=str(trained))).warnings
@@ -144,7 +144,7 @@ def test_the_form_is_refused_where_no_tower_is_given(options: ExportOptions) -> 
         plan_export(replace(options, text_tower=None))
 
 
-def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = bundles.export_all(tiny_checkpoint(), tmp_path / "b").folder
     with (
         load(folder, threads=THREADS) as model,
@@ -164,7 +164,7 @@ def test_a_bundle_without_it_says_what_to_use_instead(tiny_checkpoint: Callable[
     ids=["siglip", "two-feature-layers", "another-width"],
 )
 def test_a_llava_that_it_does_not_fit_is_refused(
-    tiny_checkpoint: Callable[..., Path], options: ExportOptions, tiny: Tiny, message: str
+    tiny_checkpoint: Checkpoints, options: ExportOptions, tiny: Tiny, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         plan_export(replace(options, model=str(tiny_checkpoint(tiny))))
@@ -173,11 +173,11 @@ def test_a_llava_that_it_does_not_fit_is_refused(
 def _config(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "config.json"
-        config = json.loads(path.read_text())
+        config = read_json(path)
         for key, value in changes.items():
             part, _, name = key.rpartition("__")
             (config[part] if part else config)[name] = value
-        path.write_text(json.dumps(config))
+        write_json(path, config)
 
     return change
 
@@ -185,7 +185,7 @@ def _config(**changes: Any) -> Callable[[Path], None]:
 def _tokenizer(**changes: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "tokenizer.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        write_json(path, {**read_json(path), **changes})
 
     return change
 

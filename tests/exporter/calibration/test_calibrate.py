@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tests.support.bundles import export
-from tests.support.calibrating import ALL, GQA, KS, Checkpoints, measure, questions
+from tests.support.calibrating import ALL, GQA, KS, measure, questions
 from tests.support.exported import DEVICES
 from tests.support.families.gemma import GEMMA3
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3
+from tests.support.fixtures import Checkpoints, References
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions, calibrate, predict_memory
@@ -34,7 +35,6 @@ from vtx.tools.data.items import Data, Item
 from vtx.tools.data.journal import as_line
 
 MHA = Tiny(kv_heads=4, layers=6)
-References = Callable[..., Reference]
 
 
 def stated(model: Reference, item: Item) -> tuple[Any, list[torch.Tensor]]:

@@ -12,7 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.bundles import ORT, export
-from tests.support.calibrating import GQA, KS, QUESTIONS, Checkpoints
+from tests.support.calibrating import GQA, KS, QUESTIONS
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny, random_image
 from vtx import cli
 from vtx.exporter.bundling.build import fill
@@ -72,7 +74,7 @@ def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints,
     assert [point["k"] for point in report["curve"]] == list(KS)
     assert len(report["samples"]) == 5
     assert report["data"]["skipped"][0].startswith("line 6")
-    assert report == json.loads((workplace / "found" / "report.json").read_text())
+    assert report == read_json(workplace / "found" / "report.json")
     keys = "format model data confidence k eta min_kept choices curve attention kinds samples"
     assert list(report) == keys.split()
     assert list(report["model"]) == ["name", "fingerprint", "layers"]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export
-from tests.support.calibrating import ALL, GQA, KS, QUESTIONS, Checkpoints, measure
+from tests.support.calibrating import ALL, GQA, KS, QUESTIONS, measure
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.sequences import NotedSampling, noted
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer

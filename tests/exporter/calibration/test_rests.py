@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.bundles import export
-from tests.support.calibrating import ALL, GQA, KS, Checkpoints, measure, questions
+from tests.support.calibrating import ALL, GQA, KS, measure, questions
 from tests.support.families.gemma import GEMMA3
 from tests.support.families.qwen import QWEN3
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
 from tests.support.rest import chosen_rest, rest_answer
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.exporter.calibration.calibrate import CalibrationOptions
@@ -34,7 +33,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiny", [GQA, QWEN3], ids=["gqa", "three-part positions and maps"])
 def test_every_k_is_measured_with_its_rest_as_plain_pytorch_states_it(
-    tiny_checkpoint: Checkpoints, reference: Callable[..., Reference], tmp_path: Path, tiny: Tiny
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, tiny: Tiny
 ) -> None:
     data, model = questions(count=3), reference(tiny)
     measured = measure(tiny_checkpoint(tiny), data, tmp_path, RESTED)

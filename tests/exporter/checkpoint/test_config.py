@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -15,24 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError, VtxError
 
-Make = Callable[..., Path]
 TEXTS = ("llama", "mistral", "qwen2", "qwen3")
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    value: dict[str, Any] = read_json(folder / "config.json")
     return value
 
 
 @pytest.fixture
-def configs(tiny_checkpoint: Make) -> Callable[..., dict[str, Any]]:
+def configs(tiny_checkpoint: Checkpoints) -> Callable[..., dict[str, Any]]:
     """`configs(text)`: the config.json of a sound checkpoint, to be changed."""
     return lambda text="llama": config_of(tiny_checkpoint(Tiny(text=text)))
 
@@ -60,7 +60,7 @@ def plan(folder: Path, **options: Any) -> Plan:
 
 
 @pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_layers"])
-def test_vipllava_s_layers_are_read_by_either_name(name: str, tiny_checkpoint: Make) -> None:
+def test_vipllava_s_layers_are_read_by_either_name(name: str, tiny_checkpoint: Checkpoints) -> None:
     """Each release of transformers knows one of them, and takes its default where the other one stands."""
     config = config_of(tiny_checkpoint(Tiny(family="vipllava", feature_layer=(-1, 2))))
     layers = config.pop("vision_feature_layers", None) or config.pop("vision_feature_layer")
@@ -165,7 +165,7 @@ def test_longrope_with_numbers_that_make_no_sense_is_refused(configs: Any, wrong
 
 
 def test_the_context_ends_where_longrope_changes_its_factors_in_transformers(
-    tiny_checkpoint: Make, configs: Any
+    tiny_checkpoint: Checkpoints, configs: Any
 ) -> None:
     folder = tiny_checkpoint(Tiny(rope="longrope"))
     assert plan(folder).max_context == 200
@@ -180,7 +180,7 @@ def test_the_context_ends_where_longrope_changes_its_factors_in_transformers(
     assert text.rope.scale == pytest.approx((1 + np.log(4) / np.log(64)) ** 0.5)
 
 
-def test_the_context_ends_where_mistral_s_sliding_window_does(tiny_checkpoint: Make) -> None:
+def test_the_context_ends_where_mistral_s_sliding_window_does(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(Tiny(text="mistral", sliding_window=64))
     assert plan(folder).max_context == 64
     with pytest.raises(RequestError, match="64"):
@@ -250,17 +250,19 @@ def test_a_tower_that_does_not_see_rgb_is_refused(configs: Any) -> None:
 @pytest.mark.parametrize(
     "way", [("projector_hidden_act",), ("text_config", "hidden_act"), ("vision_config", "hidden_act")]
 )
-def test_an_unknown_activation_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path, way: tuple[str, ...]) -> None:
+def test_an_unknown_activation_is_refused_by_name(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, way: tuple[str, ...]
+) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
-    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to="wobble")))
+    write_json(folder / "config.json", changed(config_of(folder), *way, to="wobble"))
     with pytest.raises(VtxError, match="wobble"):
         plan(folder)
 
 
-def test_quantisation_that_is_not_read_is_refused_by_name(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_quantisation_that_is_not_read_is_refused_by_name(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
     settings_ = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps({**config_of(folder), "quantization_config": settings_}))
+    write_json(folder / "config.json", {**config_of(folder), "quantization_config": settings_})
     with pytest.raises(UnsupportedModelError, match="bitsandbytes"):
         plan(folder)
 
@@ -270,12 +272,12 @@ def test_an_unknown_select_strategy_is_refused(configs: Any, strategy: Any) -> N
     assert "select_strategy" in refused(changed(configs(), "vision_feature_select_strategy", to=strategy))
 
 
-def test_an_image_processor_of_another_size_is_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_an_image_processor_of_another_size_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
     path = folder / "preprocessor_config.json"
-    processor = json.loads(path.read_text())
+    processor = read_json(path)
     processor |= {"size": {"shortest_edge": 70}, "crop_size": {"height": 70, "width": 70}}
-    path.write_text(json.dumps(processor))
+    write_json(path, processor)
     with pytest.raises(UnsupportedModelError, match=r"70 x 70.*56 x 56"):
         plan(folder)
 
@@ -373,10 +375,10 @@ def test_values_that_lie_are_named(configs: Any, way: tuple[str, ...], value: An
     ],
 )
 def test_a_config_that_promises_more_than_the_shards_hold_is_refused(
-    tiny_checkpoint: Make, tmp_path: Path, way: tuple[str, ...], value: Any, named: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, way: tuple[str, ...], value: Any, named: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "copy"))
-    (folder / "config.json").write_text(json.dumps(changed(config_of(folder), *way, to=value)))
+    write_json(folder / "config.json", changed(config_of(folder), *way, to=value))
     with pytest.raises(CheckpointError, match=named):
         plan(folder)
 
@@ -384,7 +386,7 @@ def test_a_config_that_promises_more_than_the_shards_hold_is_refused(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), value=SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.text(max_size=8), SCALARS))
 def test_one_value_replaced_gives_a_model_or_a_checkpoint_error(
-    tiny_checkpoint: Make, data: st.DataObject, value: Any
+    tiny_checkpoint: Checkpoints, data: st.DataObject, value: Any
 ) -> None:
     config = config_of(tiny_checkpoint())
     parts = [(), ("text_config",), ("vision_config",)]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.bundles import ORT, export_anew
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.errors import VtxError
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
-Make = Callable[..., Path]
 FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
@@ -70,7 +70,7 @@ def assert_refused(checkpoint: Path, folder: Path, message: str) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_leaves_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, name: str, damage: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, damage: str
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoint(Tiny(layers=2)), tmp_path / "checkpoint"))
     change, message = DAMAGES[damage]
@@ -81,10 +81,10 @@ def test_a_damaged_file_is_named_and_leaves_nothing(
 
 @pytest.mark.parametrize(("name", "change", "message"), VALUES)
 def test_a_value_of_another_type_is_named_and_leaves_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, name: str, change: dict[str, Any], message: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoint(Tiny(layers=2)), tmp_path / "checkpoint"))
     path = checkpoint / name
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps(settings | change), encoding="utf-8")
+    settings = read_json(path) if path.exists() else {}
+    write_json(path, settings | change)
     assert_refused(checkpoint, tmp_path, message)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.text import (
-    CHATML,
-    MISTRAL,
-    VICUNA,
-    make_settings,
-    make_tokenizer,
-    read,
-    write_checkpoint,
-    write_json,
-)
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
+from tests.support.text import CHATML, MISTRAL, VICUNA, make_settings, make_tokenizer, read, write_checkpoint
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -95,10 +86,10 @@ def test_sampling_that_a_request_would_have_to_ask_for_is_named(generation: dict
     assert f"{FILE} asks for {asked}" in warning
 
 
-def test_a_plan_warns_of_both(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_plan_warns_of_both(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(Tiny()), tmp_path / "checkpoint"))
     path = folder / FILE
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    old = read_json(path) if path.exists() else {}
     write_json(path, {**old, "eos_token_id": [5], "do_sample": True, "temperature": 0.6, "top_p": 0.9})
     warnings = plan_export(ExportOptions(str(folder))).warnings
     assert [warning for warning in warnings if "is not among eos_token_id" in warning]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_files import read_json, write_json
 from tests.support.text import VICUNA, read, write_checkpoint
 from vtx.runtime.errors import CheckpointError, TemplateError, VtxError
 from vtx.runtime.host.confined import ChildLimits
@@ -62,10 +62,10 @@ HOSTILE: dict[str, tuple[Callable[[Spec], None], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path)
-    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec = read_json(tmp_path / "tokenizer.json")
     change, message = HOSTILE[name]
     change(spec)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    write_json(tmp_path / "tokenizer.json", spec)
     with pytest.raises(CheckpointError, match=f"{message}.*use the tokenizer that belongs to the model") as error:
         read(tmp_path, top)
     assert "\n" not in str(error.value)
@@ -76,14 +76,14 @@ def test_hostile_tokenizers_are_refused_with_the_limit(name: str, tmp_path: Path
 def test_byte_tokens_that_are_special_are_refused_by_name(count: int, tmp_path: Path) -> None:
     """Export had refused its own trial question, for "the special token at character 14", or not seen them."""
     top = write_checkpoint(tmp_path, "normalizer")
-    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec = read_json(tmp_path / "tokenizer.json")
     names = ["<0x20>", *(f"<0x{byte:02X}>" for byte in range(256) if byte != 0x20)][:count]
     sound = spec["added_tokens"]
     marked = [{**sound[0], "id": spec["model"]["vocab"][name], "content": name} for name in names]
     more = "" if count == 1 else " and 255 more byte tokens"
     for tokens in (marked, [{**token, "special": False} for token in marked], []):
         spec["added_tokens"] = sorted([*sound, *tokens], key=lambda token: int(token["id"]))
-        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        write_json(tmp_path / "tokenizer.json", spec)
         if tokens is not marked:
             read(tmp_path, top)
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.families.original import write_tokenizer_model
-from tests.support.text import VICUNA, make_tokenizer, read, write_checkpoint, write_json
+from tests.support.json_files import read_json, write_json
+from tests.support.text import VICUNA, make_tokenizer, read, write_checkpoint
 from vtx.exporter.checkpoint.published_ids import token_settings
 from vtx.exporter.checkpoint.text import TextOptions, read_text
 from vtx.runtime.errors import BundleError, CheckpointError
@@ -130,14 +130,14 @@ def test_ids_beyond_the_models_table_are_refused_if_a_prompt_can_have_them(tmp_p
     top = write_checkpoint(tmp_path)
     image = top["image_token_index"]
     # the embedding of a placeholder is never read, and special tokens without a place in the template stay text
-    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    spec = read_json(tmp_path / "tokenizer.json")
     spec["added_tokens"].append({"id": image + 1, "content": "<pad>", **SPECIAL})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    write_json(tmp_path / "tokenizer.json", spec)
     assert read(tmp_path, top, vocab=image)[2].image_token_id == image
     with pytest.raises(BundleError, match=rf"the tokenizer gives token {image + 1} \('<pad>'\), the model has"):
         read(tmp_path, top, vocab=image, template="<pad>" + VICUNA)
     spec["added_tokens"][-1]["special"] = False
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    write_json(tmp_path / "tokenizer.json", spec)
     for vocab in (image, image + 1):
         message = rf"has the id {image + 1} \('<pad>'\), and the model has {vocab} tokens.*{FIX}"
         with pytest.raises(CheckpointError, match=message):

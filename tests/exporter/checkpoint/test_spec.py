@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny, make
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -27,7 +28,7 @@ VARIANTS = (
 
 
 def configured(folder: Path, tiny: Tiny = Tiny()) -> ModelConfig:  # noqa: B008 - frozen
-    return read_config(json.loads((make(folder, tiny) / "config.json").read_text(encoding="utf-8")))
+    return read_config(read_json(make(folder, tiny) / "config.json"))
 
 
 def declared(config: ModelConfig, spec: ModelSpec) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,8 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.families.openvla import TinyOpenVLA, config_of, processor_of, with_towers
 from tests.support.families.qwen import QWEN3
 from tests.support.families.smolvlm import IDEFICS, SMOLVLM
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.families.openvla import FAMILY as OPENVLA
 from vtx.exporter.checkpoint.families.qwen.qwen2_5_vl import FAMILY as QWEN2_5_VL
@@ -36,17 +35,17 @@ IGNORED: list[tuple[Tiny, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("tiny", "part", "values"), IGNORED, ids=lambda value: getattr(value, "family", str(value)))
 def test_a_value_that_transformers_ignores_changes_nothing(
-    tiny_checkpoint: Callable[..., Path], tiny: Tiny, part: str, values: dict[str, Any]
+    tiny_checkpoint: Checkpoints, tiny: Tiny, part: str, values: dict[str, Any]
 ) -> None:
-    config = json.loads((tiny_checkpoint(tiny) / "config.json").read_text(encoding="utf-8"))
+    config = read_json(tiny_checkpoint(tiny) / "config.json")
     wanted = read_config(config)
     (config[part] if part else config).update(values)
     assert read_config(config) == wanted
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_text", "qwen3"])
-def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Callable[..., Path], kind: str) -> None:
-    config = json.loads((tiny_checkpoint(QWEN3) / "config.json").read_text(encoding="utf-8"))
+def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Checkpoints, kind: str) -> None:
+    config = read_json(tiny_checkpoint(QWEN3) / "config.json")
     wanted, text = read_config(config), config["text_config"]
     text["model_type"] = kind
     for name in {"rope_scaling", "rope_parameters"} & text.keys():
@@ -56,9 +55,9 @@ def test_the_model_type_of_qwen_s_text_model_is_not_read(tiny_checkpoint: Callab
 
 @pytest.mark.parametrize("part", ["text_config", "vision_config"])
 def test_a_model_type_that_transformers_reads_is_refused_if_it_is_unknown(
-    tiny_checkpoint: Callable[..., Path], part: str
+    tiny_checkpoint: Checkpoints, part: str
 ) -> None:
-    config = json.loads((tiny_checkpoint(Tiny()) / "config.json").read_text(encoding="utf-8"))
+    config = read_json(tiny_checkpoint(Tiny()) / "config.json")
     config[part]["model_type"] = "dinov2"
     with pytest.raises(UnsupportedModelError, match="'dinov2' is not supported; vtx exports"):
         read_config(config)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, write_checkpoint, write_json
+from tests.support.json_files import read_json, write_json
+from tests.support.text import CHATML, CHATS, KINDS, ROWS, TEXTS, read, write_checkpoint
 from vtx.exporter.bundling.prepare import load_template
 from vtx.exporter.checkpoint.text import TextOptions, read_template, read_text
 from vtx.runtime.errors import CheckpointError, TemplateError
@@ -49,7 +49,7 @@ def test_exported_ids_equal_autotokenizer_s(
 
 def test_vocab_and_merges_are_converted(tmp_path: Path) -> None:
     top = write_checkpoint(tmp_path, "bytes", tokenizer_class="Qwen2Tokenizer")
-    model = json.loads((tmp_path / "tokenizer.json").read_text())
+    model = read_json(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").unlink()
     write_json(tmp_path / "vocab.json", model["model"]["vocab"])
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["model"]["merges"]]

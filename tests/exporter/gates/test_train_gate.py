@@ -18,6 +18,8 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.support.bundles import ORT, export
+from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx import cli
@@ -43,7 +45,6 @@ QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of
 QUIET: Callable[..., None] = lambda *_: None  # noqa: E731 - a constant
 MEASURE = MeasureOptions(max_new_tokens=TOKENS, batch=3)
 FIT = FitOptions(width=16, epochs=3)
-Make = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,7 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tiny_checkpoint: Make) -> OpenedModel:
+def source(tiny_checkpoint: Checkpoints) -> OpenedModel:
     return open_source(str(tiny_checkpoint(TINY)))
 
 
@@ -86,9 +87,7 @@ def own_answer(judge: Reference, item: Item) -> list[int]:
     return ids[: ids.index(2) + 1] if 2 in ids else ids
 
 
-def test_own_answers_agreement_and_losses_are_the_plain_statements(
-    source: OpenedModel, reference: Callable[..., Reference]
-) -> None:
+def test_own_answers_agreement_and_losses_are_the_plain_statements(source: OpenedModel, reference: References) -> None:
     plain, some = reference(TINY), items(4)
     tensors, skipped = Measurer(source, MEASURE)(shard_of(some))
     assert not skipped
@@ -104,9 +103,7 @@ def test_own_answers_agreement_and_losses_are_the_plain_statements(
 
 
 @torch.inference_mode()
-def test_gate_inputs_are_the_plain_statements_of_every_layer(
-    source: OpenedModel, reference: Callable[..., Reference]
-) -> None:
+def test_gate_inputs_are_the_plain_statements_of_every_layer(source: OpenedModel, reference: References) -> None:
     plain, some = reference(TINY), items(2)
     tensors, _ = Measurer(source, MEASURE)(shard_of(some))
     for number, item in enumerate(some):
@@ -125,9 +122,7 @@ def test_the_mean_of_a_prompt_of_one_row_is_nought() -> None:
     assert gate_input(rows, 0).tolist() == [1, 2, 4, 5]
 
 
-def test_reference_answers_are_followed_to_their_end_token(
-    source: OpenedModel, reference: Callable[..., Reference]
-) -> None:
+def test_reference_answers_are_followed_to_their_end_token(source: OpenedModel, reference: References) -> None:
     plain, item = reference(TINY), items(1)[0]
     tensors, _ = Measurer(source, MeasureOptions("reference", TOKENS))(shard_of([item]))
     ids = source.text.tokenizer.encode(" red", add_special_tokens=False).ids
@@ -145,7 +140,7 @@ def test_reference_answers_are_followed_to_their_end_token(
 
 
 def test_held_out_items_tell_which_k_keeps_the_answer_and_which_is_right(
-    source: OpenedModel, reference: Callable[..., Reference]
+    source: OpenedModel, reference: References
 ) -> None:
     plain, first = reference(TINY), items(1)[0]
     own = own_answer(plain, first)
@@ -185,7 +180,9 @@ class Stop(Exception):
     pass
 
 
-def test_an_engine_measures_what_the_reference_does(tmp_path: Path, tiny_checkpoint: Make, source: OpenedModel) -> None:
+def test_an_engine_measures_what_the_reference_does(
+    tmp_path: Path, tiny_checkpoint: Checkpoints, source: OpenedModel
+) -> None:
     some = items(3)
     made = export(tiny_checkpoint(TINY), tmp_path / "every", tuple(range(2, 9)), dialects=ORT)
     deployed = open_source("", made.folder, engine=Loading("cpu"))
@@ -242,7 +239,7 @@ def test_an_interrupted_measurement_goes_on_and_ends_the_same(tmp_path: Path, so
 
 
 def test_a_folder_of_another_measurement_is_refused_by_what_differs(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints
 ) -> None:
     make_work(tmp_path, source, items(4))
     make_work(tmp_path, source, items(4))
@@ -346,7 +343,7 @@ def held(
 
 
 @pytest.fixture(scope="module")
-def size(tiny_checkpoint: Make) -> Any:
+def size(tiny_checkpoint: Checkpoints) -> Any:
     return model_size(read_config(open_checkpoint(str(tiny_checkpoint(TINY))).config), "tiny")
 
 
@@ -422,7 +419,7 @@ def write_data(folder: Path, count: int) -> Path:
     return folder / "data.jsonl"
 
 
-def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, tiny_checkpoint: Make) -> None:
+def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = tiny_checkpoint(TINY)
     options = TrainOptions(str(checkpoint), str(write_data(tmp_path, 12)), None, 8, 4, MEASURE, FIT)
     out = tmp_path / "g.safetensors"
@@ -435,7 +432,7 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
     assert gates.metadata["features"] == FEATURES
     assert {"items", "seed", "lr", "alpha", "epochs", "width", "versions", "verdict"} <= set(training)
     assert (training["items"], training["epochs"]) == (8, 3)
-    assert json.loads((tmp_path / "g.json").read_text(encoding="utf-8"))["verdict"] == report.judgement.verdict
+    assert read_json(tmp_path / "g.json")["verdict"] == report.judgement.verdict
     assert (tmp_path / "g.png").stat().st_size > 1000
     before = out.read_bytes()
     train_gates(options, out, tmp_path / "work-2", QUIET)
@@ -448,7 +445,7 @@ def test_a_directory_in_the_place_of_the_gates_is_refused_before_anything_is_mea
         train_gates(options, tmp_path, tmp_path / "work", lambda *_: None)
 
 
-def test_the_command_trains_and_says_who_wins(tmp_path: Path, tiny_checkpoint: Make) -> None:
+def test_the_command_trains_and_says_who_wins(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
     data, out = write_data(tmp_path, 6), tmp_path / "g.safetensors"
     base = [str(data), "--model", str(tiny_checkpoint(TINY)), "--items", "4", "--held-out", "2", "--width", "8"]
     base += ["--epochs", "1", "--max-new-tokens", "3", "--out", str(out)]
@@ -481,7 +478,7 @@ def on_cluster(
 
 
 def test_without_ray_the_extra_is_named(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[ray\]"'):
@@ -495,7 +492,7 @@ def test_without_ray_the_extra_is_named(
     "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "nowhere", "127.0.0.1:99999999", "auto"]
 )
 def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, address: str
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     if address != "auto":  # which asks Ray, and at once
         monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray itself goes on trying for minutes"))
@@ -511,7 +508,7 @@ def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
 @pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
 @pytest.mark.filterwarnings("ignore")
 def test_a_cluster_that_loses_a_worker_measures_everything_once(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, cluster: Any
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, cluster: Any
 ) -> None:
     some = items(40)
     alone = make_work(tmp_path / "alone", source, some)
@@ -534,7 +531,7 @@ def test_a_cluster_that_loses_a_worker_measures_everything_once(
 @pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_with_another_model_is_found_out(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Make, cluster: Any
+    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, cluster: Any
 ) -> None:
     other = tiny_checkpoint(Tiny(layers=6))
     with pytest.raises(DeviceError, match="another model on this machine"):

@@ -14,12 +14,13 @@ import torch
 
 from tests.support.bundles import export, export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import KS, Checkpoints, Models, greedy, policy, prompt
+from tests.support.exported import KS, Models, greedy, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -86,7 +87,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_dialect_answers_as_the_statement_at_every_k(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     model, judge, image = dialect_models(dialect, tiny, precision), reference(tiny), random_image(0)
     messages = prompt_messages(WORDS)
@@ -94,7 +95,7 @@ def test_a_dialect_answers_as_the_statement_at_every_k(
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCES[precision], rtol=0)
+        assert_near(found.logits, wanted.logits, TOLERANCES[precision])
         assert list(found.done.slots) == judge.kv_slots(inputs, k)
         if precision == "fp32":
             assert wanted.margin > 2 * TOLERANCES["fp32"], "this prompt proves nothing: two tokens are too close"
@@ -103,7 +104,7 @@ def test_a_dialect_answers_as_the_statement_at_every_k(
 
 @pytest.mark.parametrize("dialect", OTHERS)
 def test_a_second_question_goes_on_from_the_slots_that_were_kept(
-    dialect_models: Get, reference: Callable[..., Reference], dialect: str
+    dialect_models: Get, reference: References, dialect: str
 ) -> None:
     model, judge, images = dialect_models(dialect), reference(Tiny()), [random_image(seed) for seed in (0, 1)]
     session = Session(model.backend, model.manifest)
@@ -112,14 +113,14 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         done = session.prefill(prompt(model, messages, images), policy(k))
         wanted = judge.greedy(judge.inputs(messages, images), k, 4)
         found = [done.logits, *(session.decode(token) for token in wanted.ids[:3])]
-        np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCES["fp32"], rtol=0)
+        assert_near(np.stack(found), wanted.logits, TOLERANCES["fp32"])
 
 
 @pytest.mark.parametrize("dialect", names.ON_GPU)
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("tiny", STATEFUL, ids=lambda tiny: tiny.family)
 def test_layers_that_keep_a_state_answer_as_transformers_and_go_back_to_the_image(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     """Three questions in one conversation, at K that leave stages with and without attention; also long prompts."""
     model, judge, images = dialect_models(dialect, tiny, precision), reference(tiny), [random_image(0, STATEFUL[tiny])]
@@ -131,7 +132,7 @@ def test_layers_that_keep_a_state_answer_as_transformers_and_go_back_to_the_imag
         found = np.stack([done.logits, *(session.decode(token) for token in wanted.ids[:3])])
         # of float32 a share of the largest logit, the limit of golden vectors: 1.07e-4 was seen where it is 7
         largest = float(wanted.logits.abs().max()) if precision == "fp32" else 1.0
-        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCES[precision] * largest, rtol=0)
+        assert_near(found, wanted.logits, TOLERANCES[precision] * largest)
         if precision == "fp32":
             assert wanted.margin > 2 * TOLERANCES["fp32"], "this prompt proves nothing: two tokens are too close"
             assert found.argmax(-1).tolist() == wanted.ids
@@ -159,7 +160,7 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
     parts = [
         cache.append(TokenStates(r), p) for r, p in zip(np.split(rows, cuts), np.split(positions, cuts), strict=True)
     ]
-    np.testing.assert_allclose(np.concatenate(parts), whole, atol=2e-5, rtol=0)
+    assert_near(np.concatenate(parts), whole, 2e-5)
 
 
 @pytest.mark.sampled(11)
@@ -167,16 +168,14 @@ def test_rows_in_chunks_equal_rows_at_once(dialect_models: Get, dialect: str, cu
 @pytest.mark.parametrize("precision", FEATURE_TOLERANCES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_a_tower_gives_what_transformers_does(
-    dialect_models: Get, reference: Callable[..., Reference], tiny: Tiny, precision: str, dialect: str
+    dialect_models: Get, reference: References, tiny: Tiny, precision: str, dialect: str
 ) -> None:
     model, judge = dialect_models(dialect, tiny, precision), reference(tiny)
     for seed in range(3):
-        pixels = model.loaded.prepare(random_image(seed)).pixels[None]
+        pixels = model.loaded.images.prepare(random_image(seed)).pixels[None]
         wanted = judge.model.model.get_image_features(pixel_values=torch.from_numpy(pixels)).pooler_output
         found = model.backend.vision(pixels).hidden
-        np.testing.assert_allclose(
-            found, torch.cat(list(wanted)).detach().numpy(), atol=FEATURE_TOLERANCES[precision], rtol=0
-        )
+        assert_near(found, torch.cat(list(wanted)).detach().numpy(), FEATURE_TOLERANCES[precision])
 
 
 @pytest.mark.sampled(5)

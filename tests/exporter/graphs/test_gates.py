@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints, References
 from tests.support.gates import HIDDEN, KS, LAYERS, WIDTH, Pair, certain_gate, plan_with_gates, random_gate, write_gates
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -40,7 +41,6 @@ STEPS = 8
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square?", "which is left")
 IMAGE = random_image(1)
-References = Callable[..., Reference]
 
 
 @pytest.fixture(scope="module")

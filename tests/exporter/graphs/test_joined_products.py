@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import onnx
 import pytest
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.runtime.bundle.safetensors import read_header
 
@@ -26,7 +26,7 @@ DIALECTS = ("ort", "ort-cuda", "trt", "trt10", "plain")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_q_k_and_v_are_one_product_and_so_are_gate_and_up(
-    tiny: Tiny, precision: str, joined: int, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, precision: str, joined: int, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """But three equal int8 matrices, which TensorRT-RTX would dequantise by a kernel of its own."""
     bundle = export(tiny_checkpoint(tiny), tmp_path / "bundle", (), precision, dialects=DIALECTS)
@@ -39,9 +39,7 @@ def test_q_k_and_v_are_one_product_and_so_are_gate_and_up(
     assert products == {d: LAYERS * (7 if d in ("ort", "plain") else joined) for d in DIALECTS}
 
 
-def test_joined_matrices_lie_side_by_side_and_so_do_their_scales(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_joined_matrices_lie_side_by_side_and_so_do_their_scales(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export(tiny_checkpoint(GROUPED), tmp_path / "bundle", (), "int4", dialects=("ort", "trt"))
     places = {}
     for path in bundle.path("weights").glob("*.safetensors"):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.support.bundles import export_all
-from tests.support.exported import Checkpoints
+from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import session
+from tests.support.near import assert_near
 from tests.support.reduced import window_cosines
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -75,7 +75,7 @@ def thresholds(values: list[float]) -> list[float]:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("tiny", TOWERS.values(), ids=list(TOWERS))
 def test_merged_rows_equal_the_statement(
-    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    tiny: Tiny, dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     judge, clip = reference(tiny), tiny.vision == "clip"
     vision = graph(folder, tiny_checkpoint(tiny), str(hash(tiny)), dialect, merges=True, attention=clip)
@@ -87,11 +87,11 @@ def test_merged_rows_equal_the_statement(
         given, found = encode(vision, pixels.numpy(), tau)
         assert found.patches.indices.tolist() == wanted.places
         assert found.patches.merged.tolist() == wanted.merged
-        np.testing.assert_allclose(found.hidden, wanted.rows, atol=2e-5, rtol=0)
+        assert_near(found.hidden, wanted.rows, 2e-5)
         similarity = [value or 0.0 for value in wanted.similarity]
-        np.testing.assert_allclose(found.patches.signals["similarity"], similarity, atol=2e-6, rtol=0)
+        assert_near(found.patches.signals["similarity"], similarity, 2e-6)
         if clip:
-            np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-6, rtol=0)
+            assert_near(found.patches.signals["cls_attention"], wanted.attention, 1e-6)
         rows = given["image_features"].shape[1]
         assert rows == (len(wanted.rows) if dialect.startswith("ort") else judge.model.config.image_seq_length)
         assert len(found) + found.idle == rows
@@ -143,7 +143,7 @@ def test_rows_that_are_gone_say_so_and_nothing_looks_at_them(
 
 
 def test_attention_alone_takes_several_images_and_changes_no_feature(
-    folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     tiny = Tiny(image=84)
     images = [random_image(seed) for seed in range(3)]
@@ -154,12 +154,12 @@ def test_attention_alone_takes_several_images_and_changes_no_feature(
     assert np.array_equal(features, plain)
     with torch.inference_mode():
         wanted = [Statement(reference(tiny)).image(image, Method()).attention for image in pixels]
-    np.testing.assert_allclose(attention.reshape(3, -1), wanted, atol=1e-6, rtol=0)
+    assert_near(attention.reshape(3, -1), wanted, 1e-6)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_half_precision_merges_the_same_windows(
-    dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
+    dialect: str, folder: Path, tiny_checkpoint: Checkpoints, reference: References
 ) -> None:
     tiny = Tiny(image=126, context=512)
     judge = reference(tiny)
@@ -173,8 +173,8 @@ def test_half_precision_merges_the_same_windows(
     assert 0 < sum(wanted.merged) < 9
     assert found.patches.indices.tolist() == wanted.places
     assert found.patches.merged.tolist() == wanted.merged
-    np.testing.assert_allclose(found.hidden, wanted.rows, atol=1.5e-2, rtol=0)
-    np.testing.assert_allclose(found.patches.signals["cls_attention"], wanted.attention, atol=1e-3, rtol=0)
+    assert_near(found.hidden, wanted.rows, 1.5e-2)
+    assert_near(found.patches.signals["cls_attention"], wanted.attention, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.bundles import IGNORE
 from tests.support.families.qwen import QWEN3_EXPERTS, QWEN35_EXPERTS
+from tests.support.near import assert_near
+from tests.support.quantised import awq, bitsandbytes, fp8, make_quantised
 from tests.support.tiny import Tiny, edited, make
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -106,7 +108,7 @@ def test_openvino_computes_the_chosen_experts_alone(exported: tuple[Plan, Path],
     plan, folder = exported
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     compiled = openvino.Core().compile_model(graph(plan, folder, "plain"), "CPU", exact)
-    np.testing.assert_allclose(compiled([inputs])[0], outputs(plan, folder, inputs), atol=1e-5, rtol=0)
+    assert_near(compiled([inputs])[0], outputs(plan, folder, inputs), 1e-5)
     kinds = Counter(
         str(node.get_rt_info()["layerType"].value) for node in compiled.get_runtime_model().get_ordered_ops()
     )
@@ -117,7 +119,7 @@ def test_standard_operators_compute_the_same(exported: tuple[Plan, Path], inputs
     plan, folder = exported
     session = ort.InferenceSession(graph(plan, folder, "plain"), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"hidden": inputs})
-    np.testing.assert_allclose(found, outputs(plan, folder, inputs), atol=1e-5, rtol=0)
+    assert_near(found, outputs(plan, folder, inputs), 1e-5)
 
 
 def test_the_router_is_never_rounded(exported: tuple[Plan, Path]) -> None:
@@ -161,7 +163,20 @@ def test_experts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     ):
         open_checkpoint(str(place))
     save_file({**tensors, f"{name}_scale_inv": torch.ones(1)}, place / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="is of quantised experts, which vtx does not read"):
+    with pytest.raises(UnsupportedModelError, match="belongs to quantised experts, which vtx does not read"):
+        open_checkpoint(str(place))
+
+
+FORMS = {"fp8": fp8((16, 16)), "awq": awq(16), "nf4": bitsandbytes("nf4", nested=False)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_experts_are_refused_where_the_settings_state_them(tmp_path: Path, form: str) -> None:
+    checkpoint = make(tmp_path / "checkpoint", replace(QWEN3_EXPERTS, apart=True))
+    place, _ = make_quantised(checkpoint, tmp_path, FORMS[form])
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts\.\w+_proj\.weight has quantised experts, which vtx does no"
+    ):
         open_checkpoint(str(place))
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from tests.support.bundles import export, export_all
 from tests.support.dialects import DialectBackend
-from tests.support.exported import Checkpoints, policy, prompt
+from tests.support.exported import policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, assert_every_k
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.graphs.dialects.trt import Trt
 from vtx.exporter.graphs.dialects.trt10 import Trt10
@@ -52,7 +53,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
-    dialect_models: Get, reference: Callable[[Tiny], Reference], family: str, images: int, dialect: str
+    dialect_models: Get, reference: References, family: str, images: int, dialect: str
 ) -> None:
     (tiny, ks), model = FAMILIES[family], dialect_models(family, dialect)
     judge, messages = reference(tiny), prompt_messages(QUESTIONS[1], images)
@@ -64,7 +65,7 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_question_goes_on_from_the_slots_that_were_kept(
-    dialect_models: Get, reference: Callable[[Tiny], Reference], family: str, dialect: str
+    dialect_models: Get, reference: References, family: str, dialect: str
 ) -> None:
     (tiny, ks), model, pictures = FAMILIES[family], dialect_models(family, dialect), [random_image(3)]
     judge, session = reference(tiny), Session(model.backend, model.manifest)
@@ -73,7 +74,7 @@ def test_a_second_question_goes_on_from_the_slots_that_were_kept(
         done = session.prefill(prompt(model, messages, pictures), policy(k))
         wanted = judge.greedy(judge.inputs(messages, pictures), k, 4)
         found = [done.logits, *(session.decode(token) for token in wanted.ids[:3])]
-        np.testing.assert_allclose(np.stack(found), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(np.stack(found), wanted.logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.exported import Checkpoints
 from tests.support.families.llava_onevision import ONEVISION
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import QUESTION_TOKENS, ExportOptions
 from vtx.exporter.bundling.prepare import plan_export

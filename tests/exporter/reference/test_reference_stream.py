@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -42,32 +42,32 @@ def open_reference(folder: Path) -> streamed.Reference:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("images", [1, 2])
 def test_it_agrees_with_transformers_at_every_depth(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tiny: Tiny, images: int
+    tiny_checkpoint: Checkpoints, reference: References, tiny: Tiny, images: int
 ) -> None:
     found, judge = open_reference(tiny_checkpoint(tiny)), reference(tiny)
     inputs = judge.inputs(prompt_messages(QUESTION, images), [random_image(seed) for seed in range(images)])
     with torch.inference_mode():
         features = found.features(inputs["pixel_values"].numpy())
         wanted = judge.model.model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
-        np.testing.assert_allclose(features, torch.cat(list(wanted)), atol=TOLERANCE, rtol=0)
+        assert_near(features, torch.cat(list(wanted)), TOLERANCE)
         logits = found.logits(inputs["input_ids"][0].numpy(), streamed.Encoded(features), DEPTHS)
         assert set(logits) == set(DEPTHS)
         for k in DEPTHS:
-            np.testing.assert_allclose(logits[k], judge.logits(inputs, k), atol=TOLERANCE, rtol=0)
+            assert_near(logits[k], judge.logits(inputs, k), TOLERANCE)
 
 
-def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_one_depth_alone_gives_what_it_gives_among_others(tiny_checkpoint: Checkpoints) -> None:
     found = open_reference(tiny_checkpoint())
     ids = np.array([1, 50, *[319] * 16, 60, 61, 62])
     features = streamed.Encoded(torch.linspace(-1, 1, 16 * 64).reshape(16, 64))
     with torch.inference_mode():
         together = found.logits(ids, features, DEPTHS)
         for k in DEPTHS:
-            np.testing.assert_allclose(found.logits(ids, features, [k])[k], together[k], atol=TOLERANCE, rtol=0)
+            assert_near(found.logits(ids, features, [k])[k], together[k], TOLERANCE)
     assert len({int(rows.argmax()) for rows in together.values()}) > 1
 
 
-def test_progress_is_told_once_a_layer(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_progress_is_told_once_a_layer(tiny_checkpoint: Checkpoints) -> None:
     told: list[int] = []
     with torch.inference_mode():
         open_reference(tiny_checkpoint()).logits(

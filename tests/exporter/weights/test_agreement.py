@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.exported import prompt
-from tests.support.exporting import Make, plan, run
+from tests.support.exporting import plan, run
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import assert_parity
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -23,14 +24,16 @@ HEAD, TABLE = "language_model.lm_head.weight", "language_model.model.embed_token
 def tied(source: Path, folder: Path, *, same: bool) -> Path:
     """A copy of a checkpoint whose configuration ties a head that the weights hold as well."""
     shutil.copytree(source, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    settings = read_json(folder / "config.json")
+    write_json(folder / "config.json", settings | {"tie_word_embeddings": True})
     weights = load_file(folder / "model.safetensors")
     save_file(weights | ({HEAD: weights[TABLE].copy()} if same else {}), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def test_a_head_of_its_own_is_exported_though_the_configuration_ties_it(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_head_of_its_own_is_exported_though_the_configuration_ties_it(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     planned = plan(tied(tiny_checkpoint(), tmp_path / "c", same=False), (3, 5))
     assert [line for line in planned.warnings if "ties the head" in line]
     run(planned, tmp_path / "b")
@@ -42,13 +45,13 @@ def test_a_head_of_its_own_is_exported_though_the_configuration_ties_it(tiny_che
     assert_parity(model, judge, judge.inputs(messages, images), prompt(model, messages, images))
 
 
-def test_a_head_that_equals_the_embeddings_is_stored_once(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_head_that_equals_the_embeddings_is_stored_once(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     planned = plan(tied(tiny_checkpoint(), tmp_path / "c", same=True))
     assert "head.weight" not in planned.weights.stored
     assert planned.warnings == ()
 
 
-def test_weights_that_the_configuration_does_not_know_are_told(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_weights_that_the_configuration_does_not_know_are_told(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_checkpoint(Tiny()), tmp_path / "c")
     weights = load_file(folder / "model.safetensors")
     layer = "language_model.model.layers.0.self_attn"

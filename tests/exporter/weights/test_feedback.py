@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -87,3 +91,27 @@ def test_rows_of_zeros_and_huge_channels_are_rounded_to_finite_numbers(storage: 
     assert np.isfinite(restored).all()
     assert not restored[0].any()
     assert abs(restored[1, 5] - 1e4) < 1e4 / 7
+
+
+FACTORED = """
+import json
+
+import numpy as np
+import torch
+
+from vtx.exporter.weights.quantize import Feedback
+from vtx.tools.common.memory import peak
+
+inputs = np.random.default_rng(0).standard_normal((256, 3072)).astype(np.float32)
+Feedback.of(inputs[:, :64])
+before = peak()
+Feedback.of(inputs)
+print(json.dumps(peak() - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
+def test_the_factor_is_in_memory_once() -> None:
+    """With the inputs twice; numpy's factorisation takes seven times the matrix."""
+    done = subprocess.run([sys.executable, "-c", FACTORED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) < 1.3 * 4 * (3072**2 + 256 * 3072) + 8e6

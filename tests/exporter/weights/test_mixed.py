@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,12 +12,13 @@ import torch
 import vtx
 from tests.support import bundles
 from tests.support.exporting import interrupted, run
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.quantised import awq, make_quantised
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
-from vtx.exporter.weights.mixed import head_rows, widened
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, HEADS, Precisions
@@ -27,8 +26,8 @@ from vtx.runtime.errors import RequestError
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import fidelity_lines
 from vtx.tools.data.items import Data, Item
+from vtx.tools.model.mixed import head_rows, widened
 
-Make = Callable[..., Path]
 WIDE = Tiny(hidden=128, ffn=192)
 
 
@@ -57,7 +56,7 @@ def bits_of(stored: dict[str, StoredTensor]) -> float:
 
 @pytest.mark.parametrize(("device", "compute"), [("cpu", "f32"), ("openvino", "f32"), ("openvino", "int8")])
 def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
-    tiny_checkpoint: Make, tmp_path: Path, device: str, compute: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str, compute: str
 ) -> None:
     """Both engines compute what the stored weights say."""
     if device == "openvino":
@@ -88,7 +87,7 @@ def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_s_parts_are_its_rows_in_order(tiny_checkpoint: Make, tmp_path: Path, tied: bool) -> None:
+def test_the_head_s_parts_are_its_rows_in_order(tiny_checkpoint: Checkpoints, tmp_path: Path, tied: bool) -> None:
     folder = tiny_checkpoint(replace(WIDE, tied=tied))
     options = ExportOptions(str(folder), (3,), "int4", int4_block=32, bits=6.5, dialects=("ort",))
     stored = dict(plan_export(options).weights.stored)
@@ -100,7 +99,7 @@ def test_the_head_s_parts_are_its_rows_in_order(tiny_checkpoint: Make, tmp_path:
     assert float((made - whole).abs().max()) < 0.15 * float(whole.abs().max())
 
 
-def test_a_head_whose_precision_is_named_stays_whole(tiny_checkpoint: Make) -> None:
+def test_a_head_whose_precision_is_named_stays_whole(tiny_checkpoint: Checkpoints) -> None:
     options = ExportOptions(str(tiny_checkpoint(WIDE)), (3,), "int4", head_precision="int8", bits=6.5)
     stored = plan_export(options).weights.stored
     assert stored[HEAD].dtype == "I8"
@@ -108,7 +107,7 @@ def test_a_head_whose_precision_is_named_stays_whole(tiny_checkpoint: Make) -> N
 
 
 @pytest.mark.parametrize("bits", [1.0, 4.2, 9.0, float("nan"), float("inf")])
-def test_bits_out_of_reach_are_refused_with_the_range(tiny_checkpoint: Make, bits: float) -> None:
+def test_bits_out_of_reach_are_refused_with_the_range(tiny_checkpoint: Checkpoints, bits: float) -> None:
     options = ExportOptions(str(tiny_checkpoint(WIDE)), (3,), "int4", bits=bits)
     with pytest.raises(
         RequestError, match=r"--bits \S+ is out of reach: .* take \S+ bits .* int4 alone and \S+"
@@ -129,7 +128,7 @@ def test_bits_are_for_int4(precision: str) -> None:
         ExportOptions("m", (3,), precision, bits=6.3)
 
 
-def test_integers_of_a_checkpoint_keep_their_bits(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_integers_of_a_checkpoint_keep_their_bits(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     quantised, _ = make_quantised(tiny_checkpoint(WIDE), tmp_path, awq(32))
     with pytest.raises(RequestError, match="this checkpoint's are integers"):
         plan_export(ExportOptions(str(quantised), (3,), "int4", bits=6.3))
@@ -149,7 +148,16 @@ def test_matrices_are_widened_in_the_order_of_their_kinds_and_from_the_last_laye
     assert [int(name.split(".")[2]) for name in order[:12]] == [*range(11, -1, -1)]
 
 
-def test_an_interrupted_export_resumes_with_the_same_matrices(tiny_checkpoint: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "character"), [(32_000, 29_871), (256_000, 235_248), (262_208, 236_743)])
+def test_the_single_characters_of_sentencepiece_are_among_the_last_rows(count: int, character: int) -> None:
+    first, middle, last = head_rows(count).values()
+    assert character in last
+    assert (first.start, last.stop) == (0, count)
+    assert (first.stop, middle.stop) == (middle.start, last.start)
+    assert len(middle) > count // 2
+
+
+def test_an_interrupted_export_resumes_with_the_same_matrices(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     options = ExportOptions(
         str(tiny_checkpoint(WIDE)),
         (3,),
@@ -165,4 +173,4 @@ def test_an_interrupted_export_resumes_with_the_same_matrices(tiny_checkpoint: M
     assert made.record["mixed"] == whole.record["mixed"]
     with vtx.load(tmp_path / "b", threads=1) as model:
         assert all(check.passed for check in check_golden(model))
-    assert json.loads((tmp_path / "b/vtx.json").read_text())["record"]["options"]["bits"] == 6
+    assert read_json(tmp_path / "b/vtx.json")["record"]["options"]["bits"] == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,9 @@ from tests.support import bundles, cpp
 from tests.support.exported import DEVICES, greedy, prompt
 from tests.support.families.glm_ocr import GLM_OCR
 from tests.support.families.internvl_chat import INTERNLM
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -35,14 +37,13 @@ from vtx.runtime.bundle.spec.stored import Scheme
 from vtx.runtime.errors import CheckpointError, VtxError
 from vtx.runtime.report.golden import check_golden
 
-Make = Callable[..., Path]
 TINY = Tiny(layers=3, hidden=128, ffn=384, dtype="float16")
 STEPS, TOLERANCE = 6, 1e-4
 Q_PROJ = "text.layers.1.self_attn.q_proj.weight"
 FLOATS = {"vision_precision": "fp32", "head_precision": "fp32", "kv_precision": "fp32"}
 
 
-def pair(tiny_checkpoint: Make, folder: Path, name: str) -> tuple[Path, Path]:
+def pair(tiny_checkpoint: Checkpoints, folder: Path, name: str) -> tuple[Path, Path]:
     return make_quantised(tiny_checkpoint(TINY), folder, SCHEMES[name])
 
 
@@ -59,7 +60,7 @@ def assert_equal_weights(made: Bundle, plan: Plan, plain: Path) -> None:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(ort, "INT8_ACTIVATIONS", 1)
     settings = backend.arithmetic
@@ -82,16 +83,16 @@ def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
         asked = prompt(model, messages, images)
         answer = greedy(model, asked, None, STEPS)
         assert answer.ids == ids
-        np.testing.assert_allclose(answer.logits, logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(answer.logits, logits.numpy(), TOLERANCE)
         withdrawn = judge.greedy(inputs, 2, STEPS)
         answer = greedy(model, asked, 2, STEPS, forced=withdrawn.ids)
-        np.testing.assert_allclose(answer.logits, withdrawn.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(answer.logits, withdrawn.logits, TOLERANCE)
 
 
 @cpp.needs_cpp
 @pytest.mark.parametrize("name", ["awq-32", "gptq-int8-zeros", "gptq-rows"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=cpp.needs_openvino)])
-def test_libvtx_answers_as_python(tiny_checkpoint: Make, tmp_path: Path, name: str, device: str) -> None:
+def test_libvtx_answers_as_python(tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, device: str) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
     made = bundles.export_with(ExportOptions(str(folder), (2,), dialects=("ort", "plain")), tmp_path / "b")
     pictures = cpp.write_pictures(tmp_path, [(80, 60)])
@@ -109,7 +110,7 @@ def test_libvtx_answers_as_python(tiny_checkpoint: Make, tmp_path: Path, name: s
     ],
 )
 def test_a_precision_that_is_named_holds(
-    tiny_checkpoint: Make, tmp_path: Path, precision: str | None, stored: str, told: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str | None, stored: str, told: str
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "awq-128")
     plan = planned(folder, precision)
@@ -117,7 +118,7 @@ def test_a_precision_that_is_named_holds(
     assert plan.checkpoint.notes == (f"the checkpoint is quantised: {told}",)
 
 
-def test_matrices_that_the_checkpoint_keeps_in_floats_stay_floats(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_matrices_that_the_checkpoint_keeps_in_floats_stay_floats(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     def first_layer(name: str) -> bool:
         return matrices(name) and ".layers.0." in name
 
@@ -130,7 +131,7 @@ def test_matrices_that_the_checkpoint_keeps_in_floats_stay_floats(tiny_checkpoin
     assert planned(folder, "int4").weights.stored[Q_PROJ].dtype == "I4"
 
 
-def test_towers_and_projectors_may_be_quantised_and_so_may_heads(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_towers_and_projectors_may_be_quantised_and_so_may_heads(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     def every(name: str) -> bool:
         return name.endswith(("proj.weight", "linear_1.weight", "linear_2.weight", "lm_head.weight"))
 
@@ -153,7 +154,7 @@ def test_integers_stay_in_blocks_that_engines_read(width: int, block: int, fits:
 
 
 @pytest.mark.parametrize("name", ["awq-32", "gptq-v1-zeros", "packed-int4-zeros", "fp8-block", "nf4-nested"])
-def test_some_rows_of_a_matrix_are_those_of_the_whole(tiny_checkpoint: Make, tmp_path: Path, name: str) -> None:
+def test_some_rows_of_a_matrix_are_those_of_the_whole(tiny_checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
     matrix = open_checkpoint(str(folder)).tensors["text.layers.0.mlp.gate_proj.weight"].source
     assert isinstance(matrix, Matrix)
@@ -163,14 +164,14 @@ def test_some_rows_of_a_matrix_are_those_of_the_whole(tiny_checkpoint: Make, tmp
         np.testing.assert_array_equal(matrix.read(np.arange(first, last)), whole[first:last])
 
 
-def test_the_last_group_of_a_row_may_be_smaller(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_last_group_of_a_row_may_be_smaller(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder, plain = make_quantised(tiny_checkpoint(TINY), tmp_path, awq(96))
     assert planned(folder).weights.stored[Q_PROJ].dtype == "F16"  # 128 weights of a row: groups of 96 and 32
     packed, stated = (CheckpointWeights(open_checkpoint(str(path))).read(Q_PROJ) for path in (folder, plain))
     np.testing.assert_array_equal(packed.numpy(), stated.numpy())
 
 
-def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     tiny = Tiny(layers=2, hidden=128, ffn=384, dtype="float16", tied=True)
     folder, _ = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128))
     stored = planned(folder).weights.stored
@@ -179,13 +180,13 @@ def test_a_head_that_is_the_table_stays_it(tiny_checkpoint: Make, tmp_path: Path
 
 
 @pytest.mark.parametrize("names", ["hub", "saved", "new"])
-def test_names_of_every_release_are_known(tiny_checkpoint: Make, tmp_path: Path, names: Any) -> None:
+def test_names_of_every_release_are_known(tiny_checkpoint: Checkpoints, tmp_path: Path, names: Any) -> None:
     tiny = Tiny(layers=2, hidden=128, ffn=384, dtype="float16", names=names)
     folder, _ = make_quantised(tiny_checkpoint(tiny), tmp_path, gptq(4, 128, symmetric=True, version=1))
     assert planned(folder).weights.stored[Q_PROJ].dtype == "I4"
 
 
-def test_qwen_s_names_and_its_tower_of_floats(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_qwen_s_names_and_its_tower_of_floats(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     tiny = Tiny(family="qwen2_vl", text="qwen2", layers=2, hidden=128, ffn=384, dtype="float16", tied=True)
     folder, plain = make_quantised(tiny_checkpoint(tiny), tmp_path, awq(128))
     names = load_file(folder / FILE)
@@ -196,7 +197,7 @@ def test_qwen_s_names_and_its_tower_of_floats(tiny_checkpoint: Make, tmp_path: P
     assert all(check.passed for check in check_golden(load(made.folder, device="cpu", threads=1)))
 
 
-def test_a_matrix_of_queries_keys_and_values_is_separated(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_matrix_of_queries_keys_and_values_is_separated(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     def every(name: str) -> bool:
         return name.startswith("language_model.model.layers.") and name.endswith(("wqkv.weight", "wo.weight"))
 
@@ -212,7 +213,9 @@ def test_a_matrix_of_queries_keys_and_values_is_separated(tiny_checkpoint: Make,
         np.testing.assert_array_equal(weights.read(name).numpy(), source.read(name).numpy())
 
 
-def test_fused_matrices_and_rows_in_another_order_keep_their_integers(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_fused_matrices_and_rows_in_another_order_keep_their_integers(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     def every(name: str) -> bool:
         return name.startswith("model.language_model.layers.0.") and name.endswith("proj.weight")
 
@@ -228,7 +231,7 @@ def test_fused_matrices_and_rows_in_another_order_keep_their_integers(tiny_check
         np.testing.assert_array_equal(weights.read(name).numpy(), source.read(name).numpy())
 
 
-def test_prediction_and_memory_count_zero_points(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_prediction_and_memory_count_zero_points(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "awq-32")
     plan = planned(folder, dialects=bundles.ORT)
     made = bundles.export_with(plan.options, tmp_path / "b")
@@ -252,15 +255,15 @@ def without_method(_: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
 
 @pytest.mark.parametrize(("file", "place"), [("quantize_config.json", without_method), ("config.json", in_text_config)])
 def test_settings_may_stand_elsewhere(
-    tiny_checkpoint: Make, tmp_path: Path, file: str, place: Callable[..., dict[str, Any]]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, file: str, place: Callable[..., dict[str, Any]]
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     settings = config.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     with pytest.raises(VtxError, match=r"proj\.weight is packed as .*qweight"):
         planned(folder)
-    (folder / file).write_text(json.dumps(place(config, settings)))
+    write_json(folder / file, place(config, settings))
     assert planned(folder).weights.stored[Q_PROJ].dtype == "I4"
 
 
@@ -299,7 +302,12 @@ CUTS: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], s
 
 @pytest.mark.parametrize(("name", "end", "change", "message"), CUTS.values(), ids=CUTS)
 def test_parts_that_do_not_fit_are_named(
-    tiny_checkpoint: Make, tmp_path: Path, name: str, end: str, change: Callable[[torch.Tensor], Any], message: str
+    tiny_checkpoint: Checkpoints,
+    tmp_path: Path,
+    name: str,
+    end: str,
+    change: Callable[[torch.Tensor], Any],
+    message: str,
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -307,7 +315,7 @@ def test_parts_that_do_not_fit_are_named(
     assert str(caught.value).isprintable()
 
 
-def test_zero_points_are_stored_where_they_are_not_all_0(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_zero_points_are_stored_where_they_are_not_all_0(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Whatever the settings say: `sym` is true of both."""
     folder, _ = pair(tiny_checkpoint, tmp_path, "gptq-v1")
     assert all(weight.zeros is None for weight in planned(folder).weights.stored.values())
@@ -336,7 +344,12 @@ def all_nan(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_numbers_that_are_none_leave_nothing_behind(
-    tiny_checkpoint: Make, tmp_path: Path, name: str, end: str, change: Callable[[torch.Tensor], Any], message: str
+    tiny_checkpoint: Checkpoints,
+    tmp_path: Path,
+    name: str,
+    end: str,
+    change: Callable[[torch.Tensor], Any],
+    message: str,
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
     options = ExportOptions(str(altered(folder, end, change)), (2,), dialects=bundles.ORT)
@@ -373,24 +386,24 @@ def test_numbers_that_are_none_leave_nothing_behind(
     ],
 )
 def test_settings_that_vtx_does_not_read_are_named(
-    tiny_checkpoint: Make, tmp_path: Path, name: str, change: dict[str, Any], message: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
     folder, _ = pair(tiny_checkpoint, tmp_path, name)
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["quantization_config"] |= change
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     with pytest.raises(VtxError, match=message):
         planned(folder)
 
 
-def test_settings_without_quantised_weights_are_told(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_settings_without_quantised_weights_are_told(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder, plain = pair(tiny_checkpoint, tmp_path, "awq-128")
     shutil.copy(plain / FILE, folder / FILE)
     with pytest.raises(CheckpointError, match="says awq, but no tensor is quantised so; remove quantization_config"):
         planned(folder)
 
 
-def test_a_matrix_that_is_there_twice_is_named(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_matrix_that_is_there_twice_is_named(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder, plain = pair(tiny_checkpoint, tmp_path, "awq-128")
     tensors = load_file(folder / FILE)
     save_file({**tensors, f"{LAYER}.weight": load_file(plain / FILE)[f"{LAYER}.weight"]}, folder / FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import vtx
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -23,8 +23,6 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Scheme, scheme
 from vtx.runtime.errors import CheckpointError, ExportError, RequestError
 from vtx.runtime.report.golden import check_golden
-
-Make = Callable[..., Path]
 
 
 def matrix(rows: int = 32, width: int = 256, scale: float = 0.02) -> np.ndarray:
@@ -137,7 +135,7 @@ FAMILIES = [Tiny(), Tiny(text="qwen2"), Tiny(attention_bias=True, mlp_bias=True)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tiny", FAMILIES, ids=["llama", "qwen2", "biases", "tied", "odd"])
 def test_a_bundle_computes_what_its_stored_weights_say(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny, precision: str
 ) -> None:
     """With rows of 8 bits within the tolerance of that, with rows of float32 as closely as an fp16 bundle."""
     for level, limit in ((4, 0.15), (1, 1e-2)):
@@ -149,7 +147,9 @@ def test_a_bundle_computes_what_its_stored_weights_say(
 
 
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
-def test_blocks_of_32_have_zero_points_and_are_nearer(tiny_checkpoint: Make, tmp_path: Path, device: str) -> None:
+def test_blocks_of_32_have_zero_points_and_are_nearer(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str
+) -> None:
     """On both engines the bundle computes what its stored weights say; its activations are rounded to 8 bits."""
     if device == "openvino":
         pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
@@ -167,7 +167,9 @@ def test_blocks_of_32_have_zero_points_and_are_nearer(tiny_checkpoint: Make, tmp
 
 
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
-def test_int8_in_smaller_blocks_is_nearer_to_the_checkpoint(tiny_checkpoint: Make, tmp_path: Path, device: str) -> None:
+def test_int8_in_smaller_blocks_is_nearer_to_the_checkpoint(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str
+) -> None:
     if device == "openvino":
         pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
     folder, errors = tiny_checkpoint(Tiny(hidden=128, ffn=192)), dict[int | None, float]()
@@ -186,7 +188,7 @@ def test_int8_in_smaller_blocks_is_nearer_to_the_checkpoint(tiny_checkpoint: Mak
     assert errors[32] < errors[64] < errors[None]
 
 
-def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_every_part_has_its_own_precision(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     found = {}
     for vision, head in (("fp16", "int8"), ("int4", "fp32"), ("int8", "int4")):
         options = ExportOptions(str(tiny_checkpoint()), (), "int4", vision_precision=vision, head_precision=head)
@@ -198,7 +200,7 @@ def test_every_part_has_its_own_precision(tiny_checkpoint: Make, tmp_path: Path)
     assert found == {("fp16", "int8"): ["F16", "I8"], ("int4", "fp32"): ["I4", "F32"], ("int8", "int4"): ["I8", "I4"]}
 
 
-def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: Make) -> None:
+def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: Checkpoints) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint()), (), "int4"))
     assert (plan.precisions.vision, plan.precisions.head, plan.precisions.kv) == ("int8", "int8", "fp16")
     stored = plan.weights.stored
@@ -209,7 +211,7 @@ def test_a_quantised_decoder_goes_with_an_int8_tower_and_head(tiny_checkpoint: M
 
 @pytest.mark.parametrize("head", [None, "int4", "bf16"])
 def test_a_tied_head_is_quantised_beside_the_table_or_is_the_table(
-    head: str | None, tiny_checkpoint: Make, tmp_path: Path
+    head: str | None, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tiny_checkpoint(Tiny(tied=True, dtype="bfloat16"))
     options = ExportOptions(str(folder), (3,), "int4", head_precision=head, dialects=bundles.ORT)
@@ -222,13 +224,13 @@ def test_a_tied_head_is_quantised_beside_the_table_or_is_the_table(
     assert all(check.passed for check in check_golden(vtx.load(made.folder, threads=1)))
 
 
-def test_a_tied_head_in_other_floats_than_the_table_s_is_refused(tiny_checkpoint: Make) -> None:
+def test_a_tied_head_in_other_floats_than_the_table_s_is_refused(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(Tiny(tied=True, dtype="bfloat16"))
     with pytest.raises(RequestError, match=r"--head-precision fp32 would store a weight twice.*name int8 or int4"):
         plan_export(ExportOptions(str(folder), (), "int4", head_precision="fp32"))
 
 
-def test_a_tied_head_whose_rows_cannot_be_quantised_is_the_table(tiny_checkpoint: Make) -> None:
+def test_a_tied_head_whose_rows_cannot_be_quantised_is_the_table(tiny_checkpoint: Checkpoints) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(Tiny(tied=True, hidden=72, head_dim=16))), (), "int4"))
     assert plan.precisions.head == "fp16"
     assert HEAD not in plan.weights.stored
@@ -240,7 +242,7 @@ def test_other_keys_and_values_are_refused_by_name(kv: str) -> None:
         ExportOptions(kv_precision=kv)
 
 
-def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     options = ExportOptions(str(tiny_checkpoint()), (3,), "int4", kv_precision="fp32")
     made = bundles.export_with(options, tmp_path / "b")
     assert made.manifest.kv_dtype == "float32"
@@ -248,7 +250,9 @@ def test_keys_and_values_have_their_own_precision(tiny_checkpoint: Make, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
+def test_stored_integers_stand_for_the_checkpoint_s_weights(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: Any
+) -> None:
     from vtx.exporter.graphs.vision import vision_tensors
 
     folder = tiny_checkpoint(Tiny(dtype=dtype, shards=3))
@@ -268,7 +272,7 @@ def test_stored_integers_stand_for_the_checkpoint_s_weights(tiny_checkpoint: Mak
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_refused_before_they_are_quantised(
-    tiny_checkpoint: Make, tmp_path: Path, value: float
+    tiny_checkpoint: Checkpoints, tmp_path: Path, value: float
 ) -> None:
     from tests.support.checkpoints import alter
 
@@ -278,7 +282,7 @@ def test_nan_and_infinity_are_refused_before_they_are_quantised(
         bundles.export(folder, tmp_path / "out", (), "int4", dialects=bundles.ORT)
 
 
-def test_a_quantised_bundle_is_smaller_by_what_its_bits_say(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_quantised_bundle_is_smaller_by_what_its_bits_say(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     sizes = {}
     for precision in ("fp16", "int8", "int4"):
         made = bundles.export(tiny_checkpoint(), tmp_path / precision, (), precision, dialects=bundles.ORT)
@@ -288,7 +292,7 @@ def test_a_quantised_bundle_is_smaller_by_what_its_bits_say(tiny_checkpoint: Mak
     assert sizes["fp16"] - sizes["int8"] == pytest.approx(matrices + 320 * 64, rel=0.15)
 
 
-def test_the_predicted_disk_is_the_bundle_s(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_predicted_disk_is_the_bundle_s(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "b", (), "int4", dialects=bundles.ORT)
     planned = plan_export(ExportOptions(str(tiny_checkpoint()), (), "int4")).weights
     real = {path.name: path.stat().st_size for path in (made.folder / "weights").iterdir()}

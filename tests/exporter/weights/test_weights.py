@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 import vtx
 from tests.support import bundles
 from tests.support.checkpoints import alter
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling import predict
 from vtx.exporter.bundling.export import run_export
@@ -33,7 +33,6 @@ from vtx.runtime.bundle.safetensors import TensorInfo, read_header, read_tensor
 from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import CheckpointError, ExportError, VtxError
 
-Make = Callable[..., Path]
 ALL_USED = Tiny(family="qwen2_vl", text="qwen2", tokenizer="bytes")  # no graph uses CLIP's last layer
 
 
@@ -60,7 +59,7 @@ def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_weight_arrives_as_torch_would_convert_it(
-    tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str, shards: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: Any, precision: str, shards: int
 ) -> None:
     from safetensors.torch import load_file
 
@@ -76,7 +75,7 @@ def test_every_weight_arrives_as_torch_would_convert_it(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_conversion_in_small_blocks_changes_nothing(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     folder = tiny_checkpoint(Tiny(dtype="bfloat16"))
     whole = written(folder, tmp_path / "a", precision)
@@ -85,13 +84,13 @@ def test_conversion_in_small_blocks_changes_nothing(
     assert all(whole[name].tobytes() == pieces[name].tobytes() for name in whole)
 
 
-def test_subnormal_values_survive_in_fp16(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_subnormal_values_survive_in_fp16(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = alter(tiny_checkpoint(), tmp_path / "ck", "text.norm.weight", 6e-8)
     assert float(written(folder, tmp_path / "w", "fp16")["text.norm.weight"][32]) == 2.0**-24
 
 
 @pytest.mark.parametrize("value", [65520.0, -1e6, 3e38])
-def test_a_value_beyond_fp16_is_named_with_the_cure(tiny_checkpoint: Make, tmp_path: Path, value: float) -> None:
+def test_a_value_beyond_fp16_is_named_with_the_cure(tiny_checkpoint: Checkpoints, tmp_path: Path, value: float) -> None:
     name = "text.layers.4.mlp.up_proj.weight"
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
     with pytest.raises(ExportError, match=r"text\.layers\.4\.mlp\.up_proj.*65504.*--precision fp32"):
@@ -100,7 +99,7 @@ def test_a_value_beyond_fp16_is_named_with_the_cure(tiny_checkpoint: Make, tmp_p
     bundles.export(folder, tmp_path / "out", (), "fp32", dialects=bundles.ORT)
 
 
-def test_the_largest_values_of_fp16_are_fine(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_largest_values_of_fp16_are_fine(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = alter(tiny_checkpoint(), tmp_path / "ck", "text.norm.weight", 65519.0)
     assert written(folder, tmp_path / "w", "fp16")["text.norm.weight"][32] == 65504
 
@@ -110,7 +109,7 @@ def test_the_largest_values_of_fp16_are_fine(tiny_checkpoint: Make, tmp_path: Pa
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", ["vision.embeddings.patch_embedding.weight", "head.weight"])
 def test_nan_and_infinity_are_named_and_nothing_is_left(
-    tiny_checkpoint: Make, tmp_path: Path, value: float, precision: str, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, value: float, precision: str, name: str
 ) -> None:
     folder = alter(tiny_checkpoint(), tmp_path / "ck", name, value)
     with pytest.raises(CheckpointError, match=f"{name}.*NaN or infinity"):
@@ -118,7 +117,7 @@ def test_nan_and_infinity_are_named_and_nothing_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
-def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = alter(tiny_checkpoint(Tiny(dtype="float16")), tmp_path / "ck", "head.weight", float("nan"))
     with pytest.raises(CheckpointError, match=r"head\.weight.*NaN"):
         bundles.export(folder, tmp_path / "out", (), "fp16", dialects=bundles.ORT)
@@ -129,7 +128,7 @@ def test_nan_in_an_as_is_fp16_checkpoint_is_found_too(tiny_checkpoint: Make, tmp
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("float16", "fp16")])
 def test_files_of_the_wanted_type_are_linked_not_written(
-    tiny_checkpoint: Make, tmp_path: Path, dtype: Any, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: Any, precision: str
 ) -> None:
     folder = tiny_checkpoint(replace(ALL_USED, dtype=dtype, shards=2))
     made = bundles.export(folder, tmp_path / "out", (3,), precision, dialects=bundles.ORT)
@@ -141,7 +140,7 @@ def test_files_of_the_wanted_type_are_linked_not_written(
 
 
 def test_where_links_fail_the_file_is_copied(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def across(*_: object, **__: object) -> None:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
@@ -155,7 +154,7 @@ def test_where_links_fail_the_file_is_copied(
     assert copy.read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(ALL_USED), tmp_path / "ck"))
     (folder / "model.safetensors").rename(folder / "blob")
     (folder / "model.safetensors").symlink_to("blob")
@@ -167,7 +166,7 @@ def test_a_linked_checkpoint_file_is_followed(tiny_checkpoint: Make, tmp_path: P
 
 @pytest.mark.parametrize(("precision", "saved"), [("fp32", "float32"), ("fp16", "float16"), ("fp16", "bfloat16")])
 def test_tensors_that_no_graph_uses_never_reach_the_bundle(
-    tiny_checkpoint: Make, tmp_path: Path, precision: str, saved: Any
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, saved: Any
 ) -> None:
     """E.g. position_ids of CLIP, int64, in files of transformers before 4.31, and masks."""
     import torch
@@ -189,7 +188,7 @@ def test_tensors_that_no_graph_uses_never_reach_the_bundle(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tied_head_is_stored_once(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
+def test_a_tied_head_is_stored_once(tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: Any) -> None:
     tied = bundles.export(tiny_checkpoint(Tiny(tied=True, dtype=dtype)), tmp_path / "tied", dialects=bundles.ORT)
     free = bundles.export(tiny_checkpoint(Tiny(dtype=dtype)), tmp_path / "free", dialects=bundles.ORT)
     apart = weight_bytes(free.folder) - weight_bytes(tied.folder)
@@ -201,7 +200,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: Path, dtype: Any) -> None:
+def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: Any) -> None:
     folder = tiny_checkpoint(Tiny(dtype=dtype))
     one = bundles.export_all(folder, tmp_path / "one", ())
     four = bundles.export_all(folder, tmp_path / "four", (2, 3, 5, 8))
@@ -214,7 +213,7 @@ def test_four_depths_share_one_set_of_weights(tiny_checkpoint: Make, tmp_path: P
         assert 0 < graphs < weight_bytes(four.folder) / 10
 
 
-def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_no_weight_stands_in_a_graph(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     import onnx
 
     made = bundles.export(tiny_checkpoint(Tiny(dtype="bfloat16")), tmp_path / "out", dialects=bundles.ORT)
@@ -234,7 +233,7 @@ def test_no_weight_stands_in_a_graph(tiny_checkpoint: Make, tmp_path: Path) -> N
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(
-    tiny_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from collections import namedtuple
 
@@ -245,7 +244,7 @@ def test_a_disk_too_small_is_told_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     for number, tiny in enumerate((Tiny(), Tiny(dtype="bfloat16", shards=3))):
         options = ExportOptions(str(tiny_checkpoint(tiny)), (3,), "fp16")
         forecast = plan_export(options).prediction
@@ -257,7 +256,7 @@ def test_the_predicted_disk_covers_the_bundle(tiny_checkpoint: Make, tmp_path: P
 # ---- checkpoints that are not what they say --------------------------------------------------------------------------
 
 
-def test_a_shard_that_shrinks_after_the_plan_is_an_error(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_shard_that_shrinks_after_the_plan_is_an_error(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
     plan_ = plan_export(ExportOptions(str(folder), (), "fp16"))
     with (folder / "model.safetensors").open("r+b") as file:
@@ -267,7 +266,9 @@ def test_a_shard_that_shrinks_after_the_plan_is_an_error(tiny_checkpoint: Make, 
     assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
-def test_a_huge_tensor_that_nothing_needs_is_neither_read_nor_taken(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_huge_tensor_that_nothing_needs_is_neither_read_nor_taken(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     """256 GB in a sparse file: reading them would take minutes, and a bundle of 256 GB."""
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
     path, huge = folder / "model.safetensors", 256 * 10**9
@@ -286,7 +287,7 @@ def test_a_huge_tensor_that_nothing_needs_is_neither_read_nor_taken(tiny_checkpo
     assert sum(record.bytes for record in bundle.manifest.files.values()) < 20_000_000
 
 
-def test_a_file_swapped_in_for_the_source_is_not_linked(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_file_swapped_in_for_the_source_is_not_linked(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
     plan_ = plan_export(ExportOptions(str(folder), (), "fp32"))
     (folder / "model.safetensors").rename(folder / "old")
@@ -297,7 +298,9 @@ def test_a_file_swapped_in_for_the_source_is_not_linked(tiny_checkpoint: Make, t
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F64", "F8_E4M3"])
-def test_weights_of_a_type_vtx_does_not_export_are_refused(tiny_checkpoint: Make, tmp_path: Path, dtype: str) -> None:
+def test_weights_of_a_type_vtx_does_not_export_are_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, dtype: str
+) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "ck"))
     path = folder / "model.safetensors"
     content = path.read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families import qwen
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
 from vtx.exporter.reference.prompts import Source
@@ -64,7 +64,7 @@ def _one_thread() -> None:
     "tiny", [GQA, MHA, QWEN2, QWEN3, VL25, VL3], ids=["gqa", "mha", "qwen2", "qwen3", "qwen2.5-vl", "qwen3-vl"]
 )
 def test_the_training_forward_gives_the_bundle_s_logits_at_k(
-    tiny: Tiny, models: Models, tiny_checkpoint: Callable[..., Path]
+    tiny: Tiny, models: Models, tiny_checkpoint: Checkpoints
 ) -> None:
     """Three questions packed behind one image, against a fresh session for each, along the same answer."""
     source, model = open_source(str(tiny_checkpoint(tiny))), models(tiny, (2, 4))
@@ -82,7 +82,7 @@ def test_the_training_forward_gives_the_bundle_s_logits_at_k(
 
 
 def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides_of_k(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
 ) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     gradients = []
@@ -94,7 +94,7 @@ def test_gradients_do_not_depend_on_checkpointing_and_reach_layers_on_both_sides
     assert all(float(g.abs().max()) > 0 for g in gradients[0].values())
 
 
-def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkpoint: Checkpoints) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     decoder, (row,) = trained(source, layers=(2, 3)), rows_of(source)
     tensors, features = entered(source, row)
@@ -109,7 +109,7 @@ def test_the_teacher_is_the_model_as_it_was_whatever_has_been_learnt(tiny_checkp
 
 @pytest.mark.parametrize("tiny", [GQA, VL25, VL3], ids=["gqa", "qwen2.5-vl", "qwen3-vl"])
 def test_the_teacher_s_greedy_answers_are_the_bundle_s(
-    tiny: Tiny, models: Models, tiny_checkpoint: Callable[..., Path]
+    tiny: Tiny, models: Models, tiny_checkpoint: Checkpoints
 ) -> None:
     source, model = open_source(str(tiny_checkpoint(tiny))), models(tiny, (2, 4))
     questions, _ = read_questions(source, [Item((random_image(1),), text) for text in QUESTIONS], PACKING)
@@ -123,7 +123,7 @@ def test_the_teacher_s_greedy_answers_are_the_bundle_s(
         assert answer == theirs
 
 
-def test_questions_about_one_image_share_a_row_as_far_as_they_fit(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_questions_about_one_image_share_a_row_as_far_as_they_fit(tiny_checkpoint: Checkpoints) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     assert [int(row.blocks.max()) for row in rows_of(source)] == [3]
     assert [int(row.blocks.max()) for row in rows_of(source, packing=Packing(2, max_new_tokens=6))] == [2, 1]
@@ -132,7 +132,7 @@ def test_questions_about_one_image_share_a_row_as_far_as_they_fit(tiny_checkpoin
     assert [int(row.blocks.max()) for row in rows_of(source, packing=tight)] == [2, 1]
 
 
-def test_a_question_that_does_not_fit_or_has_no_text_is_reported(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_question_that_does_not_fit_or_has_no_text_is_reported(tiny_checkpoint: Checkpoints) -> None:
     source = open_source(str(tiny_checkpoint(GQA)))
     items = [Item((random_image(1),), "red?"), Item((random_image(2),), "circle " * 300)]
     questions, skipped = read_questions(source, items, PACKING)
@@ -143,7 +143,7 @@ def test_a_question_that_does_not_fit_or_has_no_text_is_reported(tiny_checkpoint
 
 @pytest.mark.parametrize("reduce", ["divprune:keep=0.5", "random:keep=5"])
 def test_what_the_student_sees_through_a_reduction_is_what_the_bundle_sees(
-    reduce: str, models: Models, tiny_checkpoint: Callable[..., Path]
+    reduce: str, models: Models, tiny_checkpoint: Checkpoints
 ) -> None:
     source, model = open_source(str(tiny_checkpoint(GQA))), models(GQA, (2, 4))
     entry = TuneOptions(Depths(2, 4), reduce=reduce).entry(source.config)
@@ -174,7 +174,7 @@ def test_what_the_student_sees_through_a_reduction_is_what_the_bundle_sees(
     ],
 )
 def test_a_reduction_that_is_not_trained_with_is_refused(
-    tiny: Tiny, reduce: str, words: str, tiny_checkpoint: Callable[..., Path]
+    tiny: Tiny, reduce: str, words: str, tiny_checkpoint: Checkpoints
 ) -> None:
     config = open_source(str(tiny_checkpoint(tiny))).config
     with pytest.raises(RequestError, match=words):
@@ -190,7 +190,7 @@ def test_a_reduction_that_is_not_trained_with_is_refused(
     ids=["qwen3_5", "original"],
 )
 def test_a_model_that_is_not_tuned_is_refused(
-    tiny: Tiny, words: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, words: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     options = TuneOptions(Depths(2, 3), str(tiny_checkpoint(tiny)))
     with pytest.raises(UnsupportedModelError, match=words):

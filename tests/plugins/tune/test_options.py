@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.families.glm_ocr import GLM_OCR
+from tests.support.json_files import read_json
 from tests.support.tiny import make, random_image
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import DeviceError, RequestError, UnsupportedModelError, VtxError
@@ -28,7 +29,7 @@ def test_one_k_is_drawn_around_and_a_range_alike() -> None:
 
 
 def test_a_decoder_with_norms_behind_its_parts_is_refused(tmp_path: Path) -> None:
-    config = json.loads((make(tmp_path, GLM_OCR) / "config.json").read_text(encoding="utf-8"))
+    config = read_json(make(tmp_path, GLM_OCR) / "config.json")
     with pytest.raises(UnsupportedModelError, match="norms behind attention and the MLP, which vtx-tune does not"):
         check_tunable(read_config(config), "this model", original=False)
 

@@ -24,6 +24,8 @@ from tests.support.bundles import ORT
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families import qwen
 from tests.support.faults import Disk, failing
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.quantised import compressed_int8, make_quantised
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.calibration.source import open_source
@@ -95,7 +97,7 @@ def small(data: Path, checkpoint: Path) -> TuneOptions:
 
 
 @pytest.fixture
-def options(data: Path, tiny_checkpoint: Callable[..., Path]) -> TuneOptions:
+def options(data: Path, tiny_checkpoint: Checkpoints) -> TuneOptions:
     return small(data, tiny_checkpoint(TINY))
 
 
@@ -116,7 +118,7 @@ def test_a_student_that_sees_through_a_reduction_learns_something_else(
 
 
 def test_qwen_vl_is_tuned_to_a_checkpoint_like_the_original(
-    data: Path, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    data: Path, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Its training forward is held to the bundle's logits, and its answers to the bundle's, in test_decoder.py."""
     checkpoint = tiny_checkpoint(replace(qwen.QWEN3, layers=4))
@@ -164,7 +166,7 @@ def lines_of(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(data: Path, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tuning that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole")
     tune(small(data, tiny_checkpoint(TINY)), out, QUIET, QUIET)
@@ -307,7 +309,7 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
     done = CliRunner().invoke(command, words, catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert report == read_json(tmp_path / "report.json")
     assert "predicted, roughly" in done.stderr
     curve = report["judged"]["curve"]
     assert [point["k"] for point in curve] == [None, 2, 3, 4]
@@ -329,7 +331,7 @@ def test_the_report_has_both_curves_and_the_card_says_what_was_done(
 
 
 def test_engines_judge_as_the_reference_does_and_again_from_what_was_measured(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     before, merged = open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1)
     items = [Item((random_image(n),), QUESTIONS[n % 2]) for n in range(3)]
@@ -344,9 +346,7 @@ def test_engines_judge_as_the_reference_does_and_again_from_what_was_measured(
     assert judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32") == made
 
 
-def test_an_item_held_out_that_cannot_be_asked_is_left_out(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_an_item_held_out_that_cannot_be_asked_is_left_out(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     items = [Item((random_image(n),), QUESTIONS[0]) for n in range(5)] + [Item((random_image(5),), "x" * 300)]
     found = judge(open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1), items, 2, tmp_path, QUIET)
     assert found.items == 5

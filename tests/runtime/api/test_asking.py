@@ -22,10 +22,10 @@ from tests.support.bundles import export_with
 from tests.support.exported import QUESTIONS, Models
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
-from vtx.runtime.api.answering import TextOutput
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, combined
+from vtx.runtime.api.writing import TextOutput
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.host.machine import cores
 from vtx.runtime.prompt.messages import Message

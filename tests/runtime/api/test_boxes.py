@@ -112,7 +112,7 @@ def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(mode
         picture = Image.new("RGB", (width, height))
         ImageDraw.Draw(picture).rectangle((left, top, right - 1, bottom - 1), (255, 0, 0))
         for fit in fits:
-            image = model.loaded.prepare(picture, fit)
+            image = model.loaded.images.prepare(picture, fit)
             shares = seen(model, image)
             rows, columns = image.pixels.shape[1:]
             scales = (columns, rows) if form.scale is None else (form.scale, form.scale)

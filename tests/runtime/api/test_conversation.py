@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.exported import KS, QUESTIONS, Models
+from tests.support.fixtures import References
 from tests.support.gated import WAIT
-from tests.support.reference import Reference
+from tests.support.near import assert_near
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
@@ -27,7 +27,6 @@ STEPS = 12
 OPTIONS = Options(max_new_tokens=STEPS, ignore_eos=True)
 DEPTHS = (None, *KS)
 IMAGE, OTHER = random_image(1), random_image(2, (40, 90))
-References = Callable[..., Reference]
 
 
 class Recorder:
@@ -161,7 +160,7 @@ def test_turns_equal_one_prompt_with_the_whole_history(
             wanted = judge.greedy(inputs, k, STEPS, guess=answer.token_ids)
             assert wanted.margin > 2 * TOLERANCE
             assert list(answer.token_ids) == wanted.ids
-            np.testing.assert_allclose(recorder.take(), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+            assert_near(recorder.take(), wanted.logits, TOLERANCE)
             assert list(answer.stats.kv_slots) == judge.kv_slots(inputs, k)
             assert answer.stats.prompt_tokens == inputs["input_ids"].shape[1]
             assert answer.stats.reused_image == (number > 0)

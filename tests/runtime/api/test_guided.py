@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS, Models, policy, prompt
 from tests.support.guided import plain_scores
+from tests.support.json_files import write_json
 from tests.support.text import TEMPLATES, ask, make_text
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.prepare import demo_checkpoint
@@ -218,7 +219,7 @@ def test_commands_guide_answers(model: Model, tmp_path: Path) -> None:
         return done.stdout if code == 0 and not noted else done.output
 
     random_image(1).save(tmp_path / "a.png")
-    (tmp_path / "schema.json").write_text(json.dumps(SHAPE))
+    write_json(tmp_path / "schema.json", SHAPE)
     (tmp_path / "form.lark").write_text('start: "a" | "b"')
     picture = tmp_path / "a.png"
     for schema in (tmp_path / "schema.json", json.dumps(SHAPE)):

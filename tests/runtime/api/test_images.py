@@ -37,15 +37,15 @@ def png() -> bytes:
 def test_every_form_of_an_image_is_the_same_image(model):
     forms = [WIDE, ARRAY, vtx.bgr(ARRAY[:, :, ::-1]), png(), bytearray(png()), io.BytesIO(png())]
     forms.append("data:image/png;base64," + base64.b64encode(png()).decode())
-    assert len({model.loaded.prepare(form).key for form in forms}) == 1
+    assert len({model.loaded.images.prepare(form).key for form in forms}) == 1
 
 
 def test_a_fit_is_chosen_by_load_and_by_open_and_is_the_checkpoints_without_a_choice(model):
-    by_fit = {fit: model.loaded.prepare(WIDE, fit).key for fit in ("crop", "pad", "squash")}
+    by_fit = {fit: model.loaded.images.prepare(WIDE, fit).key for fit in ("crop", "pad", "squash")}
     assert len(set(by_fit.values())) == 3
-    assert model.loaded.prepare(WIDE).key == by_fit["crop"]
+    assert model.loaded.images.prepare(WIDE).key == by_fit["crop"]
     with load(model.bundle.folder, device="cpu", threads=1, fit="squash") as squashing:
-        assert squashing.loaded.prepare(WIDE).key == by_fit["squash"]
+        assert squashing.loaded.images.prepare(WIDE).key == by_fit["squash"]
         with squashing.open(WIDE, fit="pad") as conversation:
             assert conversation.images[0].key == by_fit["pad"]
 
@@ -63,7 +63,7 @@ def test_formats_that_load_was_not_given_are_refused(model):
     with load(model.bundle.folder, device="cpu", threads=1, image_formats=["jpeg"]) as careful:
         with pytest.raises(ImageError, match="is a PNG image, and only JPEG are read here"):
             careful.open(png())
-        assert careful.open(ARRAY).images[0].key == model.loaded.prepare(ARRAY).key
+        assert careful.open(ARRAY).images[0].key == model.loaded.images.prepare(ARRAY).key
 
 
 def test_a_crop_is_noted_once_by_the_logger_vtx(model, caplog):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
 
 from tests.support.contract import FAMILIES
 from tests.support.exported import Models
 from tests.support.families.paligemma import PALIGEMMA
-from tests.support.reference import Reference
+from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.answer import Answer
-from vtx.runtime.api.answering import TextOutput
 from vtx.runtime.api.options import Options
+from vtx.runtime.api.writing import TextOutput
 from vtx.runtime.errors import RequestError
 
 QUESTION = "What is the colour of the square in the picture?"
@@ -36,13 +34,11 @@ def check(answer: Answer, ids: torch.Tensor, logits: torch.Tensor) -> None:
         order = row.argsort(descending=True)
         close = (row - row[id]).abs() < TOLERANCE
         assert int(order.tolist().index(id)) + 1 == pytest.approx(score.rank, abs=int(close.sum()) - 1)
-        np.testing.assert_allclose([value for _, value in score.likely], row[order[:3]], atol=TOLERANCE, rtol=0)
+        assert_near([value for _, value in score.likely], row[order[:3]], TOLERANCE)
 
 
 @pytest.mark.parametrize("k", [None, 3, 8])
-def test_the_text_behind_an_image_is_scored_at_every_k(
-    models: Models, reference: Callable[..., Reference], k: int | None
-) -> None:
+def test_the_text_behind_an_image_is_scored_at_every_k(models: Models, reference: References, k: int | None) -> None:
     image = random_image(3)
     judge = reference(Tiny())
     inputs = judge.inputs(prompt_messages(QUESTION), [image])
@@ -59,7 +55,7 @@ def test_the_text_behind_an_image_is_scored_at_every_k(
     check(answer, inputs["input_ids"][0], logits)
 
 
-def test_a_text_alone_is_scored_from_its_second_token_on(models: Models, reference: Callable[..., Reference]) -> None:
+def test_a_text_alone_is_scored_from_its_second_token_on(models: Models, reference: References) -> None:
     judge = reference(Tiny())
     long = " ".join([QUESTION] * 3)  # more tokens than go in a pass
     inputs = judge.inputs(prompt_messages(long, 0), [])

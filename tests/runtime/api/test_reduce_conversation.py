@@ -62,7 +62,7 @@ def model(models: Models) -> Model:
 @pytest.fixture(scope="module")
 def tau(model: Model) -> float:
     """A threshold at which three of nine windows of IMAGE merge."""
-    pixels = model.loaded.prepare(IMAGE).pixels[None]
+    pixels = model.loaded.images.prepare(IMAGE).pixels[None]
     merged = {tau: model.backend.vision(pixels, {"tau": np.float32([tau])}).patches.merged.sum() for tau in TAUS}
     return next(tau for tau, count in merged.items() if count == 3)
 
@@ -304,7 +304,7 @@ def test_the_picture_shows_what_survives_each_cut(model: Model, picture: Path, t
     assert done.exit_code == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     sheet = np.asarray(Image.open(out).convert("RGB"))
-    values = model.loaded.prepare(IMAGE).pixels.transpose(1, 2, 0)
+    values = model.loaded.images.prepare(IMAGE).pixels.transpose(1, 2, 0)
     settings = model.manifest.image
     pixels = ((values * settings.std + settings.mean) / settings.rescale).clip(0, 255)
     for row, answer in enumerate(found):

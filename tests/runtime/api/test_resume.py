@@ -143,13 +143,13 @@ def test_a_step_gives_the_first_token_with_the_prompt_then_a_token_each(model: M
 
 def test_conversations_say_how_far_a_prompt_agrees_and_what_they_take(model: Model) -> None:
     conversation = model.open(IMAGE)
-    ids = model.loaded.prompt_ids(turns("red?"), conversation.images)
+    ids = model.loaded.prompts.ids(turns("red?"), conversation.images)
     assert conversation.agreement(ids) == (0, 0)
     before = conversation.cache_bytes
     answer = ask(conversation, turns("red?"))
     assert conversation.agreement(ids)[0] == len(ids)
     assert conversation.agreement(ids)[1] == len(ids) + len(answer.token_ids) - 1
-    other = model.loaded.prompt_ids(turns("which?"), conversation.images)
+    other = model.loaded.prompts.ids(turns("which?"), conversation.images)
     assert 0 < conversation.agreement(other)[0] < len(other)
     filled = -(-(len(ids) + len(answer.token_ids) - 1) // 32) * 32
     kv = filled * model.manifest.model.layers * model.backend.kv_slot_bytes
@@ -158,27 +158,27 @@ def test_conversations_say_how_far_a_prompt_agrees_and_what_they_take(model: Mod
 
 def test_a_prompt_agrees_also_where_image_tokens_left_before_the_decoder(model: Model) -> None:
     conversation = model.open(IMAGE)
-    ids = model.loaded.prompt_ids(turns("red?"), conversation.images)
+    ids = model.loaded.prompts.ids(turns("red?"), conversation.images)
     answer = ask(conversation, turns("red?"), reduce="cdpruner:keep=4,text=none")
     assert answer.stats.prompt_tokens < len(ids)
     assert conversation.agreement(ids) == (len(ids), len(ids) + len(answer.token_ids) - 1)
-    other = model.loaded.prompt_ids(turns("which?"), conversation.images)
+    other = model.loaded.prompts.ids(turns("which?"), conversation.images)
     assert answer.stats.vision_tokens < conversation.agreement(other)[0] < len(other)
 
 
 def test_conversations_share_encoded_images_where_the_model_has_a_cache(model: Model) -> None:
     expected = fresh(model, turns("red?"))
-    model.loaded.image_cache = ImageCache(1 << 20)
+    model.loaded.caches.images = ImageCache(1 << 20)
     try:
         for _ in range(2):
             same(fresh(model, turns("red?")), expected)
-        assert (model.loaded.image_cache.hits, model.loaded.image_cache.misses) == (1, 1)
+        assert (model.loaded.caches.images.hits, model.loaded.caches.images.misses) == (1, 1)
     finally:
-        model.loaded.image_cache = None
+        model.loaded.caches.images = None
 
 
 def test_the_image_least_recently_used_leaves_first(model: Model) -> None:
-    tokens: ImageTokens = model.backend.vision(model.loaded.prepare(IMAGE).pixels[None])
+    tokens: ImageTokens = model.backend.vision(model.loaded.images.prepare(IMAGE).pixels[None])
     cache = ImageCache(2 * nbytes(tokens))
     for key in "abab":
         if cache.get(key) is None:
@@ -195,7 +195,7 @@ def test_the_image_least_recently_used_leaves_first(model: Model) -> None:
 
 def test_what_a_policy_works_out_of_an_image_counts_in_the_cache(model: Model) -> None:
     """The cosines of CDPruner, a square of the tokens, which come after the image was kept."""
-    images = [model.backend.vision(model.loaded.prepare(random_image(number)).pixels[None]) for number in (1, 2)]
+    images = [model.backend.vision(model.loaded.images.prepare(random_image(number)).pixels[None]) for number in (1, 2)]
     cache = ImageCache(sum(map(nbytes, images)))
     for number, tokens in enumerate(images):
         cache.put(number, tokens)

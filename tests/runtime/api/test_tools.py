@@ -68,7 +68,7 @@ def test_the_prompt_has_the_tools_the_calls_and_their_results(model: Model) -> N
     spoken = [tool("draw", {"type": "object", "description": "<image></s>"})]
     answer = model.generate(turns, None, tools=spoken, max_new_tokens=1, reduce="none")
     images, messages = split_images(turns)
-    ids = model.loaded.prompt_ids(with_tools(messages, spoken), model.loaded.prepare_all(images))
+    ids = model.loaded.prompts.ids(with_tools(messages, spoken), model.loaded.images.prepare_all(images))
     assert len(ids) == answer.stats.prompt_tokens
     prompt = model.loaded.text.decode(ids)
     assert model.loaded.text.call_form.text(call) in prompt
@@ -113,7 +113,7 @@ def test_what_is_not_a_list_of_tools_is_refused(tools: Any, said: str) -> None:
 def test_tools_that_would_be_compiled_for_long_are_refused_together(model: Model) -> None:
     multiples = [tool(f"f{n}", {"properties": {"a": {"type": "integer", "multipleOf": 9973 - n}}}) for n in range(100)]
     with pytest.raises(RequestError, match="tools asks for multiples of 19,945, the limit is 10,000"):
-        model.loaded.guided(Guide(tools=multiples))
+        model.loaded.prompts.guided(Guide(tools=multiples))
 
 
 @pytest.mark.parametrize(

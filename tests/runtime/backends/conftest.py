@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.bundles import copy, export_all
 from tests.support.engines import DUAL, SMALL_GROWTH, build_for, on_standin
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny
+from vtx.runtime.backends import device_lanes
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
-from vtx.runtime.backends.ort import cuda_cache
 
 
 @pytest.fixture(scope="module")
-def with_engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_engines(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
     export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3))
     build_all(folder)
@@ -26,7 +26,7 @@ def with_engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="module")
-def reducing(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reducing(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensorrt") / "bundle"
     words = (f"{DUAL},key=0.1", "fastv:k=2", "cls", "lsm", "mustdrop:192,layers=1/2", "dart")
     export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=words)
@@ -47,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Ort:
     for module in (ort_backend, ort_cuda):
         monkeypatch.setattr(module, "load_onnxruntime", lambda: found)
     monkeypatch.setattr(ort_cuda, "load_driver", lambda: found.gpu)
-    monkeypatch.setattr(cuda_cache, "GROWTH", SMALL_GROWTH)
+    monkeypatch.setattr(device_lanes, "GROWTH", SMALL_GROWTH)
     return found
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.gated import WAIT
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
@@ -38,7 +39,7 @@ ENGINES = [
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Path]:
+def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[..., Path]:
     """`bundle(weights, kv)`: the folder of that bundle, exported once."""
 
     @cache

@@ -13,12 +13,14 @@ import pytest
 
 from tests.support import gpu_standin
 from tests.support.bundles import export_with
-from tests.support.engines import CARD, ORIN
+from tests.support.engines import CARD, ORIN, read_together
 from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints, References
 from tests.support.gpu_standin import Gpu, build_all
+from tests.support.near import assert_near
 from tests.support.ort_standin import Ort
 from tests.support.parity import (
     QUESTIONS,
@@ -27,11 +29,11 @@ from tests.support.parity import (
     assert_later_equal_fresh,
     assert_rejected_tokens_leave_states,
 )
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import MAX_DRAFT, Options
+from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
@@ -54,7 +56,7 @@ Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """The bundle of a family, in float32, with engines for the stand-ins; each is made once."""
     root = tmp_path_factory.mktemp("states")
 
@@ -114,7 +116,7 @@ def tiny(opened: tuple[str, Model, Gpu]) -> Tiny:
 @pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
 @pytest.mark.parametrize("k", [None, *KS])
 def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
-    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
+    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: References
 ) -> None:
     family, model, _ = opened
     judge, images = reference(tiny), [random_image(0, LARGE[family]), random_image(1, (64, 64))]
@@ -127,13 +129,13 @@ def test_answers_are_transformers_and_of_layers_fed_the_text_alone(
     for _ in range(2):  # also with caches that hold another question's
         found = answer(session, asked, policy(k), 6)
         assert found.argmax(-1).tolist() == wanted.ids
-        np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(found, wanted.logits, TOLERANCE)
         answer(session, prompt(model, prompt_messages("red?", 2), images), policy(None), 3)
 
 
 @pytest.mark.parametrize("k", [None, 3])
 def test_later_questions_and_turns_go_back_to_the_state_after_the_image(
-    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: Callable[..., Reference]
+    k: int | None, opened: tuple[str, Model, Gpu], tiny: Tiny, reference: References
 ) -> None:
     """Tokens one by one, as the device decodes them, and drafts of prompt lookup."""
     family, model, _ = opened
@@ -234,3 +236,17 @@ def test_graphs_are_compared_one_by_one_with_the_states_that_they_give_out(famil
     assert all(graph.worst.passed for graph in found)
     outputs = [output.tensor for graph in found for output in graph.outputs]
     assert outputs.count(names.STATE_OUT) == 4  # all stages but that of layer 2 have a layer with a state
+
+
+@pytest.mark.parametrize("opened", [*ONCE, *OTHERS], indirect=True)
+def test_conversations_that_decode_together_have_their_own_states(opened: tuple[str, Model, Gpu]) -> None:
+    """Prompts of different lengths, images that leave at different K, and more conversations than a Jetson's lanes."""
+    family, model, _ = opened
+
+    def streams() -> list[AnswerStream]:
+        options = Options(8, ignore_eos=True)
+        images = [model.open([random_image(n, LARGE[family])]) for n in range(3)]
+        return [image.stream(QUESTIONS[n % 2], (None, *KS)[2 * n], options) for n, image in enumerate(images)]
+
+    alone = [stream.read().token_ids for stream in streams()]
+    assert read_together(model, streams()) == alone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tests.support.bundles import export_with
 from tests.support.engines import open_model
 from tests.support.exported import THREADS, policy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -32,7 +32,7 @@ WIDTH = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with four stages, for both backends."""
     options = ExportOptions(
         str(tiny_checkpoint(Tiny(layers=4))), (2, 3), "fp32", kv_precision="fp16", reductions=("fastv:k=1", "dart:k=1"),

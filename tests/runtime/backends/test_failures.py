@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.exported import DEVICES, THREADS
+from tests.support.fixtures import Checkpoints
 from vtx.runtime.api.load import load
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.openvino.graph import run_row
@@ -41,7 +41,7 @@ except DeviceError as e:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("failures") / "bundle", (3,)).folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from tests.support.bundles import IGNORE, export_all
 from tests.support.cpp import needs_cpp, run
 from tests.support.exported import THREADS, greedy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
@@ -33,7 +33,7 @@ FASTV = "fastv:k=2"
 
 @pytest.fixture(scope="module", params=[f"{precision}-{shape}" for precision in TOLERANCE for shape in SHAPES])
 def bundle(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Bundle:
     """A tiny bundle with engines for this GPU."""
     if find_gpu() is None and "VTX_TEST_GPU" not in os.environ:

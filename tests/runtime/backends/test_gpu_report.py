@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests.support.gpu_standin import Gpu
+from tests.support.json_files import read_json
 from vtx.cli import doctor
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.report import gpu
@@ -21,7 +21,7 @@ def test_every_step_on_a_gpu_is_in_one_file(
     file = tmp_path / "gpu.json"
     result = CliRunner().invoke(doctor, [str(with_engines), "--gpu", str(file)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
+    report = read_json(file)
     assert report["driver"]["recorded"]
     assert report["driver"]["total"] == device.total
     assert {*report["engines"]["sm89"]["bytes"]} >= {"head.trt.onnx", "vision.trt.onnx"}
@@ -40,7 +40,7 @@ def test_a_machine_without_a_driver_has_a_file_with_the_reason(tmp_path: Path, m
     result = CliRunner().invoke(doctor, ["--gpu", str(file)], catch_exceptions=False)
     assert result.exit_code == 1
     assert "driver: NVIDIA's driver is not installed" in result.stderr
-    assert json.loads(file.read_text())["driver"]["error"] == "NVIDIA's driver is not installed"
+    assert read_json(file)["driver"]["error"] == "NVIDIA's driver is not installed"
 
 
 def test_copies_that_go_wrong_are_an_error(device: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support import bundles
-from tests.support.exported import QUESTIONS, THREADS, Checkpoints, answer, greedy, policy, prompt
+from tests.support.exported import QUESTIONS, THREADS, answer, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -119,7 +121,7 @@ def test_answers_are_those_of_transformers_with_products_by_hand(
     assert np.mean(beside) < 0.4 * np.mean(apart), (beside, apart)
     inputs = reference.inputs(prompt_messages(QUESTIONS[0]), [image])
     rows, floats = (_image_rows(one, inputs) for one in (reference, exact))
-    ours = model.loaded.prepare(image).encode(model.backend).hidden
+    ours = model.loaded.images.prepare(image).encode(model.backend).hidden
     assert np.median(np.abs(ours - rows).max(1)) < EXACT
     assert np.median(np.abs(floats - rows).max(1)) > 100 * EXACT  # so floats would show
 
@@ -139,7 +141,7 @@ def test_the_second_and_third_question_are_answered_as_if_asked_first(get: Get, 
     session = Session(model.backend, model.manifest)
     for one, k in zip((*asked, asked[0]), (None, 2, 2, None), strict=True):
         got = answer(session, one, policy(k), STEPS)
-        np.testing.assert_allclose(got, greedy(model, one, k, STEPS).logits, atol=TOLERANCE, rtol=0)
+        assert_near(got, greedy(model, one, k, STEPS).logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -163,7 +165,7 @@ def test_few_tokens_run_over_int4_and_many_over_int8(get: Get) -> None:
     apart = np.concatenate(
         [one.append(TokenStates(row[None]), np.array([n])).copy() for n, row in enumerate(rows[:FEW])]
     )
-    np.testing.assert_allclose(apart, few, atol=1e-4, rtol=0)  # K and V are one cache, whoever fills it
+    assert_near(apart, few, 1e-4)  # K and V are one cache, whoever fills it
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support import bundles
 from tests.support.dialects import DialectBackend
-from tests.support.exported import KS, THREADS, Checkpoints, greedy, prompt
+from tests.support.exported import KS, THREADS, greedy, prompt
+from tests.support.fixtures import Checkpoints, References
 from tests.support.graphs import TEXT, session
+from tests.support.near import assert_near
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -156,12 +158,12 @@ def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, k
         products[:, np.arange(end) > np.arange(start, end)[:, None]] = -np.inf
         weights = np.exp(products - products.max(-1, keepdims=True))
         wanted = (weights / weights.sum(-1, keepdims=True)) @ wide["value"]
-        np.testing.assert_allclose(y[0], wanted.transpose(1, 0, 2).reshape(end - start, -1), atol=1e-5, rtol=0)
+        assert_near(y[0], wanted.transpose(1, 0, 2).reshape(end - start, -1), 1e-5)
 
 
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
-    made: Callable[..., Made], tiny: Tiny, reference: Callable[..., Reference]
+    made: Callable[..., Made], tiny: Tiny, reference: References
 ) -> None:
     """Over two layers, and far nearer to it than to float32: more layers carry what rounds otherwise further."""
     tiny = replace(tiny, layers=2)
@@ -185,7 +187,7 @@ def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_rounding_costs_no_more_than_its_tolerance(
-    made: Callable[..., Made], reference: Callable[..., Reference], tiny: Tiny, device: str
+    made: Callable[..., Made], reference: References, tiny: Tiny, device: str
 ) -> None:
     model, judge = made(tiny).load(device), reference(tiny)
     messages, image = prompt_messages(QUESTIONS[2]), random_image(0)
@@ -193,7 +195,7 @@ def test_rounding_costs_no_more_than_its_tolerance(
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         got = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(got.logits, wanted.logits.numpy(), atol=EXACT[device], rtol=0)
+        assert_near(got.logits, wanted.logits, EXACT[device])
         assert np.abs(got.logits - wanted.logits.numpy()).max() > 1e-3, "K and V were not rounded"
 
 
@@ -220,13 +222,11 @@ def test_large_channels_of_keys_leave_openvino_room_for_the_others(
     wanted = judge.logits(judge.inputs(messages, [image]), None).numpy()
     with load(bundle.folder, device="openvino", threads=THREADS) as model:
         logits = greedy(model, prompt(model, messages, [image]), None, 1).logits[0]
-    np.testing.assert_allclose(logits, wanted, atol=EXACT["openvino"] / 4, rtol=0)
+    assert_near(logits, wanted, EXACT["openvino"] / 4)
 
 
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
-def test_other_dialects_keep_float16(
-    made: Callable[..., Made], reference: Callable[..., Reference], dialect: str
-) -> None:
+def test_other_dialects_keep_float16(made: Callable[..., Made], reference: References, dialect: str) -> None:
     bundle = made().bundle
     model = Model(bundle, DialectBackend(bundle, dialect), 0)
     messages, image = prompt_messages(QUESTIONS[2]), random_image(0)
@@ -234,7 +234,7 @@ def test_other_dialects_keep_float16(
     for k in (None, *KS):
         wanted = reference().greedy(inputs, k, STEPS)
         got = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(got.logits, wanted.logits.numpy(), atol=TRT, rtol=0)
+        assert_near(got.logits, wanted.logits, TRT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -279,7 +279,7 @@ def test_slots_set_aside_come_back_as_they_were(loaded: Callable[[str], Model], 
     cache.write(left, back, length=20)
     cache.write(aside, set_aside, length=20)
     found, wanted = (one.append(TokenStates(rows[20:]), np.arange(20, 30)) for one in (cache, other))
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
 
 
 def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None:
@@ -296,9 +296,9 @@ def test_scores_are_those_of_the_rounded_keys(made: Callable[..., Made]) -> None
     weights = np.exp(products - products.max(-1, keepdims=True))
     mean = (weights / weights.sum(-1, keepdims=True)).mean(0)
     summed, most = cache.attention()
-    np.testing.assert_allclose(cache.keys(), key, atol=1e-6, rtol=0)
-    np.testing.assert_allclose(summed, mean.sum(0), atol=1e-5, rtol=0)
-    np.testing.assert_allclose(most, mean.max(0), atol=1e-5, rtol=0)
+    assert_near(cache.keys(), key, 1e-6)
+    assert_near(summed, mean.sum(0), 1e-5)
+    assert_near(most, mean.max(0), 1e-5)
 
 
 @pytest.mark.skipif("openvino" not in DEVICES, reason="openvino is not installed")
@@ -312,8 +312,8 @@ def test_scores_of_openvino_are_near_those_of_onnxruntime(made: Callable[..., Ma
         cache.append(TokenStates(rows[40:]), np.arange(40, 50), query=True)
         scores.append(np.stack(cache.attention()))
         keys.append(cache.keys())
-    np.testing.assert_allclose(keys[0], keys[1], atol=0.1, rtol=0)
-    np.testing.assert_allclose(scores[0], scores[1], atol=0.05, rtol=0)
+    assert_near(keys[0], keys[1], 0.1)
+    assert_near(scores[0], scores[1], 0.05)
     assert scores[1][0].sum() == pytest.approx(10, rel=1e-4)
     assert np.ptp(scores[1][0]) > 0.2, "scores that hardly differ prove nothing"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from vtx.runtime.backends import memory
 from vtx.runtime.backends.backend import Backend
 from vtx.runtime.backends.engines import EXPANDED
@@ -24,7 +23,7 @@ FULL = 30  # seconds after which two that wait for each other are taken to run o
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("loading") / "bundle", (2, 3))
 
 

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
@@ -44,7 +44,7 @@ def test_a_cache_filled_in_part_is_resident_in_part() -> None:
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
 @pytest.mark.parametrize("k", [None, 2])
 def test_conversations_take_the_memory_that_they_report(
-    device: str, k: int | None, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    device: str, k: int | None, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """And not that of the context, 50 MB each: a head has 16 slots in a page."""
     shape = Tiny(layers=3, hidden=256, heads=4, kv_heads=4, head_dim=64, context=8192)
@@ -102,16 +102,12 @@ def test_a_cache_beyond_the_address_space_is_a_memory_error() -> None:
         zeros_in_small_pages((1 << 50,), np.dtype(np.float32))
 
 
-def test_the_forecast_is_the_weights_and_what_an_answer_takes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_forecast_is_the_weights_and_what_an_answer_takes(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "bundle")
     assert needed_memory(made) > weights_in_memory(made) > 0
 
 
-def test_narrow_weights_count_half_where_nothing_expands_them(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_narrow_weights_count_half_where_nothing_expands_them(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     fp16 = bundles.export(tiny_checkpoint(), tmp_path / "fp16", precision="fp16")
     fp32 = bundles.export(tiny_checkpoint(), tmp_path / "fp32", precision="fp32")
     assert weights_in_memory(fp16, NARROWED) < weights_in_memory(fp16, KEPT) < weights_in_memory(fp16, EXPANDED)
@@ -128,7 +124,7 @@ def test_a_processor_with_amx_widens_16_bits_unless_it_computes_in_them() -> Non
 
 
 def test_int4_of_layers_takes_a_byte_a_weight_more_where_products_are_of_integers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     made = bundles.export(tiny_checkpoint(), tmp_path / "int4", precision="int4")
     int8 = bundles.export(tiny_checkpoint(), tmp_path / "int8", precision="int8")

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.exported import Checkpoints, Models
+from tests.support.exported import Models
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.backends.openvino.backend import DIALECT, OpenvinoBackend, arithmetic
 from vtx.runtime.backends.openvino.narrow import keep_narrow, releasing_pages
@@ -124,12 +126,12 @@ def test_towers_of_one_image_at_its_own_size_compute_the_same_with_integers(
     model = models(NATIVE, (), "int4")  # the tower's weights are int8; a row of the decoder's is one block
     with closing(OpenvinoBackend(model.bundle, 1, compute)) as backend:
         for shape in ((150, 60), (40, 90)):
-            image = model.loaded.prepare(random_image(1, shape))
+            image = model.loaded.images.prepare(random_image(1, shape))
             found, wanted = (image.encode(engine).hidden for engine in (backend, model.backend))
-            np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max(), rtol=0)
+            assert_near(found, wanted, 0.03 * np.abs(wanted).max())
         hidden = np.ones((40, NATIVE.hidden), np.float32)
         ran = [engine.stage(0, 64).append(TokenStates(hidden), np.arange(40)) for engine in (backend, model.backend)]
-    np.testing.assert_allclose(ran[0], ran[1], atol=0.05 * np.abs(ran[1]).max(), rtol=0)
+    assert_near(ran[0], ran[1], 0.05 * np.abs(ran[1]).max())
 
 
 def gathering(table: Any, numbers: list[int]) -> Any:
@@ -196,7 +198,7 @@ def test_pages_of_weights_that_the_first_run_reads_are_let_go(models: Models, gr
     model = models(NATIVE, (), "int4")
     with closing(OpenvinoBackend(model.bundle, 1)) as backend:
         if graph == "vision":
-            model.loaded.prepare(random_image(1, (150, 60))).encode(backend)
+            model.loaded.images.prepare(random_image(1, (150, 60))).encode(backend)
         else:
             backend.embed(np.arange(9))
         assert resident(model.bundle.folder) == 0

@@ -15,18 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support import bundles
-from tests.support.exported import (
-    KS,
-    QUESTIONS,
-    THREADS,
-    Checkpoints,
-    Models,
-    greedy,
-    policy,
-    prompt,
-)
+from tests.support.exported import KS, QUESTIONS, THREADS, Models, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints, References
 from tests.support.gates import plan_with_gates, random_gate, write_gates
-from tests.support.reference import Reference
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
@@ -107,7 +99,7 @@ def fresh(model: Model, prompts: list[Prompt]) -> dict[tuple[int, int | None], L
     ],
 )
 def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
-    models: Get, reference: Callable[..., Reference], name: str, precision: str, compute: str, tolerance: float,
+    models: Get, reference: References, name: str, precision: str, compute: str, tolerance: float,
     needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Along the reference's own answer, so that one narrow choice does not part the two."""
@@ -119,7 +111,7 @@ def test_narrower_weights_and_arithmetic_stay_within_their_tolerance(
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert_near(found.logits, wanted.logits, tolerance)
         assert np.abs(found.logits - wanted.logits.numpy()).max() > TOLERANCE, "it did not compute more narrowly"
 
 
@@ -142,7 +134,7 @@ def test_gates_give_the_odds_of_onnxruntime(tiny_checkpoint: Checkpoints, tmp_pa
     one, other = (load(folder, device=device, threads=THREADS).backend for device in ("openvino", "cpu"))
     for k, rows in itertools.product((3, 5), (1, 2, 17)):
         hidden = rng.standard_normal((rows, 64), np.float32)
-        np.testing.assert_allclose(one.gate(k, hidden), other.gate(k, hidden), atol=1e-6, rtol=0)
+        assert_near(one.gate(k, hidden), other.gate(k, hidden), 1e-6)
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -180,7 +172,7 @@ def test_scores_are_those_of_onnxruntime(reduced: list[Model]) -> None:
         found.append([*cache.attention(), *cache.attention(last_only=True)])
     for one, other in zip(*found, strict=True):
         assert one.shape == (33,)
-        np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
+        assert_near(one, other, 1e-5)
 
 
 def test_scores_over_a_narrow_cache_are_near_those_over_a_wide_one(
@@ -283,11 +275,9 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(model: Model, monkeypa
             cache = other.backend.stage(1, 100)
             found = cache.append(TokenStates(hidden), np.arange(90), outputs=asked)
             assert found.shape == (5, 64)
-            np.testing.assert_allclose(found, whole[asked], atol=SAME, rtol=0)
+            assert_near(found, whole[asked], SAME)
             assert np.array_equal(cache.read(np.arange(90)), usual.read(np.arange(90)))
-            np.testing.assert_allclose(
-                cache.append(TokenStates(hidden[:1]), np.arange(90, 91)), follows, atol=SAME, rtol=0
-            )
+            assert_near(cache.append(TokenStates(hidden[:1]), np.arange(90, 91)), follows, SAME)
             cache.keep(0)
             assert cache.append(TokenStates(hidden), np.arange(90), outputs=np.zeros(0, np.int64)).shape == (0, 64)
 
@@ -311,7 +301,7 @@ def test_the_image_s_hidden_states_end_before_its_k_until_another_one_reads_them
     ]
     for k, layers, rows in steps:
         done = session.prefill(prompts[1], policy(k))
-        np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=SAME, rtol=0)
+        assert_near(done.logits, fresh[1, k][0], SAME)
         assert done.reused_layers == layers
         assert {cut: len(session.caches.segments[before[cut], True].states) for cut in rows} == rows
     if later is not None:
@@ -440,7 +430,7 @@ def test_quantised_weights_answer_as_on_onnxruntime_and_stay_narrow(
     for k in (None, 3):
         ids = greedy(exact, asked[0], k, STEPS).ids
         found = [greedy(m, a, k, STEPS, forced=ids).logits for m, a in zip((one, other), asked[1:], strict=True)]
-        np.testing.assert_allclose(found[0], found[1], atol=2.0, rtol=0)  # three times the largest difference seen
+        assert_near(found[0], found[1], 2.0)  # three times the largest difference seen
     for stage in one.backend.stages:  # type: ignore[attr-defined]
         matrices = [n for n in stage.compiled.get_runtime_model().get_ops() if n.get_output_size() and is_matrix(n)]
         assert matrices

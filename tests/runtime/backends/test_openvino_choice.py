@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support import bundles
-from tests.support.exported import THREADS, Checkpoints, Models
+from tests.support.exported import THREADS, Models
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
 from vtx.runtime.backends import devices

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import vtx
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from vtx.runtime.backends.ort.cuda import RELU
 from vtx.runtime.backends.ort.graph import OrtGraph
 from vtx.runtime.backends.ort.library import FOLD_LARGE, LOG, SILENCE, load_onnxruntime, session_options
@@ -76,7 +76,7 @@ def write_graph_with_a_warning(path: Path) -> Path:
     return path
 
 
-def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_users_of_onnxruntime_find_it_as_it_was(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = export(tiny_checkpoint(), tmp_path / "bundle", (3,)).folder
     other = write_graph_with_a_warning(tmp_path / "other.onnx")
     done = subprocess.run([sys.executable, "-c", USER, folder, other], capture_output=True, text=True, check=False)
@@ -141,7 +141,7 @@ def test_sessions_share_a_pool_in_a_command_and_have_their_own_elsewhere(
 
 
 def test_what_a_run_reads_is_held_until_it_is_over(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Older releases bind the memory of an array and do not keep the array."""
     bound: list[weakref.ref[Any]] = []

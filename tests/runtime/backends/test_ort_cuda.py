@@ -18,23 +18,29 @@ import pytest
 
 from tests.support import ort_standin
 from tests.support.bundles import export_with
+from tests.support.engines import read_together, stepped
 from tests.support.exported import THREADS, greedy, policy, prompt
+from tests.support.fixtures import Checkpoints
 from tests.support.ort_standin import Ort
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
+from vtx.runtime.api.options import Options
+from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends import devices
 from vtx.runtime.backends.devices import choose, open_backend
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.ort import cuda as ort_cuda
 from vtx.runtime.backends.ort import cuda_cache
 from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu as Card
 from vtx.runtime.host.gpu import find_gpu
+from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.session.session import Session
 from vtx.runtime.vision.tokens import TokenStates
 
@@ -45,7 +51,7 @@ REDUCTIONS = ("fastv:k=2", "dart")
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Bundles of a precision, of "reducing" for reductions, and with K and V in float32; each is made once."""
     root = tmp_path_factory.mktemp("cuda")
 
@@ -139,6 +145,36 @@ def test_the_next_image_allocates_and_binds_nothing_for_its_tokens(folders: Fold
     gpu.calls.clear()
     session.choose(1)
     assert (gpu.calls["copies"], gpu.calls["cuStreamSynchronize"]) == (2 * stages + 3, 1)
+
+
+def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(folders: Folders, machine: Ort) -> None:
+    """Lanes grow with the longest conversation; the answers are those of each alone."""
+    model, gpu = opened(folders("fp16")), machine.gpu
+
+    def streams() -> list[AnswerStream]:
+        options = Options(40, ignore_eos=True)
+        images = [model.open([random_image(number)]) for number in range(LANES)]
+        return [image.stream(QUESTIONS[n % 2], (None, 2)[n % 3 > 0], options) for n, image in enumerate(images)]
+
+    alone = [stream.read().token_ids for stream in streams()]
+    batching = Batching(model, LANES, LANES)
+    together = streams()
+    for _ in range(3):  # so that lanes are taken
+        batching.decode(together)
+        assert all([stepped(stream) for stream in together])
+    gpu.calls.clear()
+    gpu.copies.clear()
+    batching.decode(together)
+    stages = len(model.manifest.stages)
+    counted = {name: gpu.calls[name] for name in ("run on arrays", "run", "cuStreamSynchronize", "cuMemAlloc_v2")}
+    assert counted == {"run on arrays": 1, "run": stages + 1, "cuStreamSynchronize": 2, "cuMemAlloc_v2": 0}
+    hidden, vocab = model.manifest.model.hidden, model.manifest.model.vocab
+    copied = {side: sum(nbytes for at, nbytes in gpu.copies if at == side) for side in ("in", "out")}
+    assert copied["in"] == LANES * (8 + stages * (8 + 4) + 4 * hidden)  # an id, and positions and last slots
+    assert copied["out"] == LANES * 4 * (2 * hidden + vocab)
+    batching.decode(together)
+    assert [stream.read().token_ids for stream in together] == alone
+    assert read_together(model, streams()) == alone
 
 
 def test_a_long_prompt_runs_in_parts(folders: Folders, machine: Ort, monkeypatch: pytest.MonkeyPatch) -> None:

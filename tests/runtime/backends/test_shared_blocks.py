@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.conversation import Conversation
@@ -27,7 +27,7 @@ CONVERSATIONS, HIDDEN = 8, Tiny().hidden
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     pytest.importorskip("openvino", reason="needs vtx-edge[openvino]")
     options = ExportOptions(str(tiny_checkpoint(Tiny(layers=4, image=126, context=512))), (3,), "fp32", 256)
     folder = export_with(options, tmp_path_factory.mktemp("shared") / "bundle").folder
@@ -53,14 +53,16 @@ def pool_of(model: Model) -> BlockPool:
 @pytest.mark.parametrize("k", [None, 3])
 def test_the_blocks_of_an_image_are_in_memory_once_for_all_who_ask_about_it(model: Model, k: int | None) -> None:
     gc.collect()
-    pool, images = pool_of(model), (model.loaded.prepare(random_image(4, (126, 126))),)
+    pool, images = pool_of(model), (model.loaded.images.prepare(random_image(4, (126, 126))),)
     before, words = pool.taken, ["red?", *(f"how many of {n} are there, and where?" for n in range(3))]
     first = Conversation(model.loaded, images)
     alone = [Conversation(model.loaded, images).ask(each, k, OPTIONS) for each in words]
     first.ask(words[0], k, OPTIONS)
     gc.collect()
     one, size = pool.taken - before, first.cache_bytes
-    image = model.loaded.layout.max_tokens // BLOCK  # whole blocks that hold nothing but the image and what is before
+    image = (
+        model.loaded.images.layout.max_tokens // BLOCK
+    )  # whole blocks that hold nothing but the image and what is before
     sharing = [Conversation(model.loaded, images) for _ in words[1:]]
     for conversation in sharing:
         conversation.share_prefix(first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.support.bundles import copy, export_all
 from tests.support.engines import DUAL, build_for, open_model, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, prompt
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -76,7 +76,7 @@ def test_answers_are_those_of_onnxruntime(
 def test_images_at_their_own_resolution_are_answered_as_on_onnxruntime(
     tiny: Tiny,
     dialect: str,
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     tmp_path: Path,
     device: Gpu,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,7 +241,7 @@ def test_an_application_may_use_another_gpu(with_engines: Path, device: Gpu) -> 
 
 @pytest.mark.parametrize("dialect", ["trt", "trt10"])
 def test_addresses_are_aligned_whatever_the_number_of_slots(
-    dialect: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    dialect: str, tiny_checkpoint: Checkpoints, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "bundle"
     export_all(tiny_checkpoint(Tiny(kv_heads=1)), folder, (2,), max_context=233)

@@ -17,8 +17,8 @@ from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.backends import device_lanes
 from vtx.runtime.backends.slots import LANES
-from vtx.runtime.backends.tensorrt import batch
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -55,7 +55,7 @@ def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(
     device: Gpu,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch, "GROWTH", 256)
+    monkeypatch.setattr(device_lanes, "GROWTH", 256)
     model = open_model(request.getfixturevalue("on_jetpack_6") if jetpack else with_engines)
     count = 2 if jetpack else LANES  # of a Jetson's engines
     alone = [stream.read().token_ids for stream in streams(model, count)]
@@ -135,5 +135,5 @@ def test_engines_of_one_conversation_say_how_to_have_several(with_engines: Path,
         profiles = tuple({size: r for size, r in profile.items() if size != "batch"} for profile in record.profiles)
         engines[graph] = replace(record, profiles=profiles)
     rewrite(folder, engines=engines)
-    with pytest.raises(DeviceError, match=r"take one conversation at a time; export the bundle again and build with"):
+    with pytest.raises(DeviceError, match=r"take one conversation at a time; build them with: .* --batch 8$"):
         open_model(folder).backend.share_caches(2)

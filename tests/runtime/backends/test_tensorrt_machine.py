@@ -31,7 +31,7 @@ from vtx.runtime.errors import BundleError, ContextError, DeviceError
 from vtx.runtime.report.compare import compare, first_difference
 from vtx.runtime.units import size
 from vtx.runtime.vision.tokens import TokenStates
-from vtx.tools.tensorrt.releases import TENSORRT
+from vtx.tools.tensorrt.releases import RTX, TENSORRT
 
 # --- what does not fit ----------------------------------------------------------------------------
 
@@ -87,16 +87,34 @@ def test_a_machine_without_a_gpu_says_so(bundle: Path, device: Gpu, monkeypatch:
         open_model(bundle)
 
 
+OLDER = r"is for CUDA 13, NVIDIA's driver here supports CUDA 12\.\d; install driver 580 or newer"
+EITHER = r"; or remove tensorrt-cu13 and tensorrt-cu12, then .*pip install .*tensorrt-cu12$"
+
+
 @pytest.mark.parametrize(
-    ("cuda", "said"),
-    [((12, 4), "this TensorRT-RTX is for CUDA 13, NVIDIA's driver here supports CUDA 12.4; install driver 580"),
-     ((13, 0), None)],
-)  # fmt: skip
+    ("cuda", "wheels", "said"),
+    [
+        ((12, 2), ["tensorrt-rtx-cu13"], f"this TensorRT-RTX {OLDER}$"),
+        ((12, 8), ["tensorrt-rtx-cu13"], f"this TensorRT-RTX {OLDER}$"),
+        ((12, 8), ["tensorrt-cu13"], f"this TensorRT {OLDER}{EITHER}"),
+        ((12, 8), ["tensorrt-cu12", "tensorrt-cu13"], f"this TensorRT {OLDER}{EITHER}"),
+        ((12, 8), ["tensorrt-cu12"], None),
+        ((13, 0), ["tensorrt-cu12", "tensorrt-cu13"], None),
+        ((13, 0), ["tensorrt-rtx-cu13"], None),
+    ],
+    ids=["535", "570", "570-tensorrt", "570-two-releases", "570-cuda-12", "580-two-releases", "580"],
+)
 def test_a_driver_older_than_the_cuda_of_tensorrt_is_one_error(
-    cuda: tuple[int, int], said: str | None, bundle: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+    cuda: tuple[int, int],
+    wheels: list[str],
+    said: str | None,
+    bundle: Path,
+    device: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: replace(CARD, cuda=cuda))
-    monkeypatch.setattr(tensorrt, "version", lambda name: "1.7.1" if name == "tensorrt-rtx-cu13" else None)
+    monkeypatch.setattr(tensorrt, "version", lambda name: "1.7.1" if name in wheels else None)
+    rewrite(bundle, flavour=RTX if "rtx" in wheels[0] else TENSORRT)
     with nullcontext() if said is None else pytest.raises(DeviceError, match=said):
         open_model(bundle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,23 @@ def test_unused_memory_makes_room_for_what_does_not_fit_beside_it(with_engines: 
     assert cache.length == 0
     del other
     cache.append(TokenStates(rows), np.arange(40))
+
+
+@dataclass
+class Slots:
+    """Memory of a stage, without any."""
+
+    capacity: int
+
+    def clear(self) -> None: ...
+
+
+@pytest.mark.parametrize(("capacity", "taken"), [(512, 512), (2048, 4096), (4096, 4096), (2047, 2047)])
+def test_a_short_conversation_does_not_take_the_memory_of_a_long_one(capacity: int, taken: int) -> None:
+    """A token reads all slots, so memory that is lent has at most twice those that are asked for."""
+    pool = MemoryPool(Cuda(Gpu()))
+    pool.give_back("stage", Slots(4096))
+    assert pool.borrow("stage", capacity, Slots).capacity == taken
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is(with_engines: Path, device: Gpu) -> None:

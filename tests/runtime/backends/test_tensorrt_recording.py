@@ -142,13 +142,17 @@ def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(
     content = kernels.read_bytes()
     assert compiled() == 0
     assert kernels.read_bytes() == content
-    kernels.write_bytes(content.replace(b'"card": 0', b'"card": 1'))  # of another card
+    caplog.set_level("INFO")
+    device.driver = 570  # an older one, under which they are compiled anew
+    assert compiled() == first
+    assert "is of another GPU, driver or release: kernels are compiled anew" in caplog.text
+    assert kernels.read_bytes() != content
+    device.driver = 580
     assert compiled() == first
     assert kernels.read_bytes() == content
     kernels.write_bytes(b"damaged")
     assert compiled() == first
     assert not [path for path in kernels.parent.iterdir() if path.name.startswith(".")]
-    caplog.set_level("INFO")
     kernels.unlink()
     kernels.mkdir()  # as a folder that cannot be written
     assert compiled() == first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from tests.support.bundles import export_all
 from tests.support.engines import build_for, open_model
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu
 from tests.support.tiny import Tiny, random_video
 from vtx.runtime.api.load import load
@@ -27,7 +27,7 @@ from vtx.runtime.vision.video import video
 def test_videos_are_answered_as_on_onnxruntime(
     tiny: Tiny,
     dialect: str,
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     tmp_path: Path,
     device: Gpu,
     monkeypatch: pytest.MonkeyPatch,

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.bundles import export_all
-from tests.support.engines import JETPACK_6, ORIN, open_model, shorten
+from tests.support.engines import JETPACK_6, ORIN, open_model, read_together, shorten
 from tests.support.exported import QUESTIONS, THREADS, greedy, policy, prompt
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import Gpu, build_all
 from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
+from vtx.runtime.api.stream import AnswerStream
 from vtx.runtime.backends.slots import part_ends
 from vtx.runtime.backends.tensorrt import backend as tensorrt
+from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
+from vtx.runtime.backends.tensorrt.cache import TensorrtStageCache
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import ContextError
 from vtx.runtime.session.session import Session
@@ -35,7 +40,7 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The bundle of a family with engines of both dialects."""
     folder = tmp_path_factory.mktemp("engines")
 
@@ -118,6 +123,36 @@ def test_a_token_is_awaited_once_and_layers_that_share_are_launched_after_the_ot
     made = device.calls - before
     assert made["cuStreamSynchronize"] == 1
     assert made["cuGraphLaunch"] == (2 if family == "gemma4" else 1)
+
+
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4-aligned"])
+def test_conversations_that_decode_together_read_their_own_slots(
+    family: str, dialect: str, bundle: Callable[[str], Path], device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one has left its lane of a layer that is read, and has another one since."""
+    if dialect == "trt10":
+        monkeypatch.setattr(tensorrt, "find_gpu", lambda *_: ORIN)
+    model = open_model(bundle(family))
+    ks = (None, *FAMILIES[family][1])
+
+    def streams() -> list[AnswerStream]:
+        options = Options(2 * STEPS, ignore_eos=True)
+        images = [model.open([random_image(n)]) for n in range(3)]
+        return [image.stream(QUESTIONS[n % 2], ks[n % len(ks)], options) for n, image in enumerate(images)]
+
+    alone = [stream.read().token_ids for stream in streams()]
+    real, caches = TensorrtBackend.append_each, list[TensorrtStageCache]()
+
+    def leaving(self: Any, index: int, several: Any, *rest: Any) -> Any:
+        done = real(self, index, several, *rest)
+        if not index:
+            caches.append(several[len(caches) % len(several)])
+            caches[-1].leave_lane()
+        return done
+
+    monkeypatch.setattr(TensorrtBackend, "append_each", leaving)
+    assert read_together(model, streams()) == alone
 
 
 def test_a_prompt_in_parts_cuts_no_image_in_two(bundle: Callable[[str], Path], device: Gpu) -> None:

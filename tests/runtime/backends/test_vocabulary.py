@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tests.support.bundles import export
 from tests.support.exported import DEVICES, THREADS, policy
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -36,7 +37,7 @@ WAYS_IN: dict[str, Callable[[Model], object]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("ids") / "bundle", (3,)).folder
 
 

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from tests.support import bundles
 from tests.support.cards import card_of
 from tests.support.exported import Models
+from tests.support.fixtures import Checkpoints
 from tests.support.keys import write_keys
 from tests.support.tiny import random_image
 from vtx.cli import doctor, run
@@ -70,7 +71,7 @@ def test_a_card_for_another_engine_is_ignored_with_a_message(
     write_card(bundle.folder, card_of(bundle, 5, FASTV, device, compute))
     with caplog.at_level(logging.WARNING, "vtx"), load(bundle.folder, device=asked, threads=1) as model:
         assert model.loaded.card is None
-        assert model.loaded.default_k == 2
+        assert model.loaded.defaults.k == 2
     assert "card.json" in caplog.text
     assert "ignored" in caplog.text
     assert reason in caplog.text
@@ -111,7 +112,7 @@ def test_an_altered_card_is_refused(bundle: Bundle) -> None:
 
 
 def test_a_card_of_a_signed_bundle_must_be_signed_by_the_same_key(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, keys: tuple[Path, Path]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, keys: tuple[Path, Path]
 ) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",)))
     signing = SigningKey.load(keys[0])

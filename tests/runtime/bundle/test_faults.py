@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.support.bundles import export
 from tests.support.exported import THREADS
 from tests.support.faults import Disk, failing
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import BundleError, ImageError
@@ -19,7 +19,7 @@ from vtx.runtime.vision.image import load_image
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("faults") / "bundle", (3,)).folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 import vtx
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.prepare import ExportOptions, plan_export
 from vtx.runtime.bundle.bundle import Bundle
@@ -36,12 +36,12 @@ SETTINGS = [
 
 
 @pytest.fixture
-def checkpoint(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def checkpoint(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint(), tmp_path / "model"))
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundles.export(tiny_checkpoint(), tmp_path_factory.mktemp("bundle") / "whole", (3,)).folder
 
 

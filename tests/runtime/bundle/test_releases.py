@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 import vtx
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from tests.support.keys import export_signed, write_keys
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -23,9 +24,7 @@ from vtx.runtime.errors import BundleError, DeviceError
 
 
 @pytest.fixture(scope="module")
-def exported(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]
-) -> Path:
+def exported(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
     options = ExportOptions(
         str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",), release=BundleRelease("kitchen", 7)
     )

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
 import vtx
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import write_json
 from tests.support.keys import PEM, PKCS8, export_signed, write_keys
 from tests.support.tiny import random_image
 from vtx import cli
@@ -30,9 +32,7 @@ from vtx.runtime.errors import BundleError, DeviceError, RequestError
 
 
 @pytest.fixture(scope="module")
-def whole(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]
-) -> Path:
+def whole(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
     return export_signed(
         ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",)),
         tmp_path_factory.mktemp("bundle") / "signed",
@@ -103,7 +103,7 @@ def test_a_missing_checksum_is_named(folder: Path) -> None:
 
 def test_a_bundle_of_an_older_format_says_so_rather_than_that_its_checksum_is_missing(folder: Path) -> None:
     (folder / "vtx.json.sha256").unlink()
-    (folder / "vtx.json").write_text(json.dumps({**bundles.manifest(folder), "format": 1}))
+    write_json(folder / "vtx.json", {**bundles.manifest(folder), "format": 1})
     with pytest.raises(BundleError, match="older than this vtx reads"):
         Bundle.open(folder)
 

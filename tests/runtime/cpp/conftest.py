@@ -11,6 +11,7 @@ from tests.support.bundles import export_all
 from tests.support.cabi import Loaded
 from tests.support.cpp import write_pictures
 from tests.support.cpp_tensorrt import BUILT, REDUCTIONS, Machine, build, machine_in
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 
@@ -35,7 +36,7 @@ def opened() -> Iterator[Callable[..., Loaded]]:
 
 
 @pytest.fixture(scope="session")
-def engines(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engines(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with engines of the stand-ins for every release of TensorRT."""
     folder = tmp_path_factory.mktemp("cpp-tensorrt") / "bundle"
     export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS)

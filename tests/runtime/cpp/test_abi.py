@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from tests.support.cabi import (
     options_of,
 )  # fmt: skip
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime
+from tests.support.exported import Models
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.model import Model
 
@@ -49,7 +50,7 @@ def library() -> c.CDLL:
 
 
 @pytest.fixture(scope="module")
-def python(models: Callable[..., Model]) -> Model:
+def python(models: Models) -> Model:
     return models()
 
 
@@ -133,9 +134,7 @@ def test_another_thread_is_told_that_it_is_busy_and_can_cancel(library: c.CDLL, 
     library.vtx_conversation_free(conversation)
 
 
-def test_thresholds_that_differ_in_the_seventh_digit_merge_an_image_anew(
-    library: c.CDLL, models: Callable[..., Model]
-) -> None:
+def test_thresholds_that_differ_in_the_seventh_digit_merge_an_image_anew(library: c.CDLL, models: Models) -> None:
     python = models(Tiny(), (3,), "fp32", ("lsm:tau=0.5",))
     array = np.asarray(random_image(4))
 
@@ -163,7 +162,7 @@ def test_token_ids_are_asked_about_without_a_tokenizer(library: c.CDLL, model: c
     conversation = opened(library, model, np.asarray(image))
     with python.open(image) as other:
         want = other.ask("red?", max_new_tokens=8)
-        ids = python.loaded.prompt_ids(other.opening("red?")).tolist()
+        ids = python.loaded.prompts.ids(other.opening("red?")).tolist()
     answer, options = c.c_void_p(), options_of(library)
     array = (c.c_int64 * len(ids))(*ids)
     assert library.vtx_ask_ids(conversation, array, len(ids), c.byref(options), c.byref(answer)) == OK

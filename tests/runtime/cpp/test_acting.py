@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import ORT, export, export_with
-from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, run
+from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST
+from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, WORDS, TinyPi0, make_pi0, random_pi0
+from tests.support.fixtures import Libraries
+from tests.support.json_files import write_json
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -33,7 +36,6 @@ pytestmark = needs_cpp
 
 SAME = 1e-5
 TINY = TinyPi0()
-ENGINES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 PICTURES = [random_image(number, size) for number, size in enumerate(((80, 60), (40, 90), (56, 56), (301, 7)))]
 STATE = [0.1, -0.2, 3.0, 0.5]
 
@@ -53,27 +55,23 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
     return np.random.default_rng(seed).standard_normal((tiny.horizon, tiny.width), np.float32)
 
 
-@ENGINES
+@DEVICES
 @pytest.mark.parametrize("cameras", [1, 3])
-def test_actions_are_those_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, device: str, cameras: int
-) -> None:
+def test_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str, cameras: int) -> None:
     library, images = opened(folder, device), PICTURES[4 - cameras :]
     for k in (None, *KS):
         status, found, facts = library.act(images, WORDS, STATE, noise=noise(cameras), k=str(k or "none").encode())
         assert status == OK, facts
-        np.testing.assert_allclose(
-            found, python.act(images, WORDS, STATE, noise=noise(cameras), k=k), atol=SAME, rtol=0
-        )
+        assert_near(found, python.act(images, WORDS, STATE, noise=noise(cameras), k=k), SAME)
         assert facts["actions"] == found.tolist()
         assert facts["encoded"] == (cameras if k is None else 0)
 
 
 @pytest.mark.slow
-@ENGINES
+@DEVICES
 @pytest.mark.parametrize(("precision", "kv"), [("fp16", None), ("int8", "int8")])
 def test_actions_of_other_precisions_are_those_of_python(
-    opened: Callable[..., Loaded], tmp_path: Path, device: str, precision: str, kv: str | None
+    opened: Libraries, tmp_path: Path, device: str, precision: str, kv: str | None
 ) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
     options = ExportOptions(str(checkpoint), (3,), precision, kv_precision=kv, dialects=(*ORT, "plain"))
@@ -83,10 +81,10 @@ def test_actions_of_other_precisions_are_those_of_python(
         for k in (None, 3):
             wanted = model.act(PICTURES[:2], WORDS, STATE, noise=noise(1), k=k)
             _, found, _ = library.act(PICTURES[:2], WORDS, STATE, noise=noise(1), k=str(k or "none").encode())
-            np.testing.assert_allclose(found, wanted, atol=1e-3, rtol=0)
+            assert_near(found, wanted, 1e-3)
 
 
-def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Libraries, folder: Path) -> None:
     own, fresh = opened(folder), opened(folder)
     changed = [PICTURES[0], PICTURES[2]]
     encoded, last = [], None
@@ -96,27 +94,25 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(opened: Calla
     assert encoded == [2, 1, 0, 0]
     _, wanted, facts = fresh.act(changed[::-1], "circle", STATE, noise=noise(1))
     assert facts["encoded"] == 2
-    np.testing.assert_allclose(last, wanted, atol=SAME, rtol=0)
+    assert_near(last, wanted, SAME)
 
 
-def test_released_inputs_are_those_of_python(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_released_inputs_are_those_of_python(opened: Libraries, folder: Path) -> None:
     """Of openpi: pictures in the middle of black, and an instruction without line breaks and underscores."""
     words = " pick_up\nthe cup\n"
     with load(folder, device="cpu", threads=THREADS, fit="released") as python:
         wanted = python.act(PICTURES, words, STATE, noise=noise(3))
     _, found, _ = opened(folder, fit="released").act(PICTURES, words, STATE, noise=noise(3))
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
     _, plain, _ = opened(folder).act(PICTURES, words, STATE, noise=noise(3))
     assert np.abs(plain - wanted).max() > SAME
 
 
-def test_a_seed_draws_the_noise_that_it_draws_in_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path
-) -> None:
+def test_a_seed_draws_the_noise_that_it_draws_in_python(opened: Libraries, python: Model, folder: Path) -> None:
     library = opened(folder)
     for seed in (0, 7, (1 << 62) + 5):
         _, found, _ = library.act(PICTURES[:1], WORDS, STATE, has_seed=1, seed=seed)
-        np.testing.assert_allclose(found, python.act(PICTURES[:1], WORDS, STATE, seed=seed), atol=SAME, rtol=0)
+        assert_near(found, python.act(PICTURES[:1], WORDS, STATE, seed=seed), SAME)
     _, first, _ = library.act(PICTURES[:1], WORDS, STATE)
     _, other, _ = library.act(PICTURES[:1], WORDS, STATE)
     assert np.abs(first - other).max() > 0.01
@@ -144,7 +140,7 @@ def test_normals_are_those_of_numpy() -> None:
     ids=["no picture", "thirty", "words", "state", "nan", "inf", "both", "steps", "k"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Libraries, python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:2], "instruction": WORDS, "state": STATE, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -158,7 +154,7 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, STATE, noise=np.zeros((8, 5)))
     assert (status, facts["error"]) == (REQUEST, "noise has the shape [40], this model's is [7, 5]")
@@ -172,7 +168,7 @@ def test_another_horizon_and_a_deadline_are_refused_by_name(opened: Callable[...
 
 
 def test_words_and_actions_are_not_asked_of_the_wrong_model(
-    opened: Callable[..., Loaded], python: Model, folder: Path, models: Models, tmp_path: Path
+    opened: Libraries, python: Model, folder: Path, models: Models, tmp_path: Path
 ) -> None:
     with pytest.raises(VtxError) as refused:
         models().act(PICTURES[:1], WORDS, [0.0])
@@ -183,7 +179,7 @@ def test_words_and_actions_are_not_asked_of_the_wrong_model(
     assert b"outputs actions, not text; use act, or vtx-run --act" in done.stderr
 
 
-def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Libraries, tmp_path: Path) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", replace(TINY, statistics=False, hub_names=False))
     options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))
     bundle = export_with(options, tmp_path / "bundle").folder
@@ -193,7 +189,7 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..
         swapped = images[::-1]
         for pictures, cameras in ((images, ()), (images, ("base", "wrist")), (swapped, ("wrist", "base"))):
             _, found, facts = library.act(pictures, WORDS, state, noise=noise(1), normalized=1, cameras=cameras)
-            np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0, err_msg=str(facts))
+            assert_near(found, wanted, SAME, str(facts))
         for names in (("base",), ("base", "wrist", "other")):
             with pytest.raises(VtxError) as refused:
                 model.act(dict(zip(names, PICTURES, strict=False)), WORDS, state, normalized=True)
@@ -208,7 +204,7 @@ def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Callable[..
     assert "has no means and deviations of states" in facts["error"]
 
 
-def test_actions_that_are_not_numbers_are_withheld(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_actions_that_are_not_numbers_are_withheld(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     for normalized, size, state in ((1, 3e38, np.zeros(TINY.state)), (0, 3.3e38, STATE)):
         status, found, facts = library.act(
@@ -219,7 +215,7 @@ def test_actions_that_are_not_numbers_are_withheld(opened: Callable[..., Loaded]
 
 
 def test_the_command_prints_actions_as_python_does(python: Model, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(STATE))
+    write_json(tmp_path / "state.json", STATE)
     pictures = [tmp_path / f"{number}.png" for number in range(2)]
     for picture, path in zip(PICTURES, pictures, strict=False):
         picture.save(path)
@@ -235,9 +231,7 @@ def test_the_command_prints_actions_as_python_does(python: Model, folder: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "2"))))
-def test_random_configurations_act_as_in_python_on_both_engines(
-    opened: Callable[..., Loaded], tmp_path: Path, number: int
-) -> None:
+def test_random_configurations_act_as_in_python_on_both_engines(opened: Libraries, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
     tiny, ks = random_pi0(chance)
     checkpoint = make_pi0(tmp_path / "checkpoint", tiny, number)
@@ -254,4 +248,4 @@ def test_random_configurations_act_as_in_python_on_both_engines(
         for k, actions in wanted.items():
             status, found, facts = library.act(images, WORDS, state, k=str(k or "none").encode(), **asked)
             assert status == OK, facts
-            np.testing.assert_allclose(found, actions, atol=SAME, rtol=0)
+            assert_near(found, actions, SAME)

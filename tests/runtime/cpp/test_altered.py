@@ -18,6 +18,7 @@ from tests.support.families.minicpm import MINICPM
 from tests.support.families.qwen import QWEN2, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import VIDEO_LLAVA
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.runtime.bundle.vtx_json import parse_manifest
 from vtx.runtime.errors import BundleError
@@ -115,9 +116,9 @@ def altered_by(value: Any, changes: Any, image: int) -> Any:
 def test_altered_manifests_are_refused_by_both_runtimes(
     models: Models, tmp_path: Path, tiny: Tiny, changes: dict[str, Any], named: str
 ) -> None:
-    written: dict[str, Any] = json.loads((models(tiny, (3, 5)).bundle.folder / "vtx.json").read_text(encoding="utf-8"))
+    written: dict[str, Any] = read_json(models(tiny, (3, 5)).bundle.folder / "vtx.json")
     altered = altered_by(written, changes, written["text"]["image_token_id"])
-    (tmp_path / "vtx.json").write_text(json.dumps(altered), encoding="utf-8")
+    write_json(tmp_path / "vtx.json", altered)
     refused = failure("probe", "parse", "manifest", tmp_path / "vtx.json")
     assert any(part in refused for part in named.split("|")), refused
     with pytest.raises(BundleError):

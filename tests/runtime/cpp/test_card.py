@@ -70,7 +70,7 @@ def test_a_card_limits_images_unless_a_limit_is_given(
     [fitted] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "4")
     with load(folder, threads=1) as model, model.open(tmp_path / "wide.png") as image:
         answer = image.ask("red?", max_new_tokens=4)
-        assert fitted["vision_tokens"] == answer.stats.vision_tokens == model.loaded.layout.count(200, 100)
+        assert fitted["vision_tokens"] == answer.stats.vision_tokens == model.loaded.images.layout.count(200, 100)
         assert fitted["token_ids"] == list(answer.token_ids)
     [given] = ask(folder, tmp_path / "wide.png", "red?", "--max-new-tokens", "1", *whole_images)
     assert given["vision_tokens"] > fitted["vision_tokens"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support.bundles import ORT, export, write_gate
 from tests.support.cabi import Frames, Loaded
 from tests.support.contract import FAMILIES, REPRESENTATIVES, Family
 from tests.support.cpp import (
+    DEVICES,
     ask,
     assert_answers_equal,
     assert_prepared_equal,
@@ -40,6 +40,7 @@ from tests.support.families.original import ANYRES, PAD
 from tests.support.families.pixtral import MISTRAL3
 from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
@@ -77,7 +78,6 @@ ROUNDED = [
         )
     ),
 ]  # fmt: skip
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 LIMITS = [
     (CROPS, "--max-tiles", (1, 2, 3), -1),
     (LFM2, "--max-tiles", (1, 2, 3, 4), -1),
@@ -122,7 +122,7 @@ def test_pixels_and_answers_are_those_of_python(models: Models, pictures: list[P
 
 @pytest.mark.slow
 def test_an_internvit_beside_a_llava_is_that_of_python(
-    tiny_checkpoint: Callable[..., Path], pictures: list[Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, pictures: list[Path], tmp_path: Path
 ) -> None:
     checkpoint = Path(shutil.copytree(tiny_checkpoint(INTERNVL_CHAT_1), tmp_path / "checkpoint"))
     with_internvit(checkpoint)
@@ -153,7 +153,7 @@ def traced(family: Family, device: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("name", "device"), traced_on_devices())
-def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, device: str) -> None:
+def test_traces_are_met(tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, device: str) -> None:
     """First, second and third questions, chats, images, K and gates: ids, logits and the lengths of caches."""
     family, gates = FAMILIES[name], write_gate(tmp_path, 168)
     checkpoint = tiny_checkpoint(replace(family.tiny, context=512))
@@ -165,7 +165,7 @@ def test_traces_are_met(tiny_checkpoint: Callable[..., Path], tmp_path: Path, na
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "device", "name"), ROUNDED)
 def test_traces_are_met_at_every_precision(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, device: str, name: str
 ) -> None:
     """That a family has several of them, the contract in Python shows."""
     family, kv = FAMILIES[name], "int8" if precision == "int8" else None

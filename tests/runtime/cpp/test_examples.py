@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime, output
+from tests.support.exported import Models
 from tests.support.tiny import random_image
 from tests.support.v4l2_camera import needs_video4linux, v4l2_camera
 from vtx.runtime.api.model import Model
@@ -30,7 +30,7 @@ ENVIRONMENT = {**os.environ, "VTX_ONNXRUNTIME": onnxruntime()}
 
 
 @pytest.fixture(scope="module")
-def model(models: Callable[..., Model]) -> Model:
+def model(models: Models) -> Model:
     return models()
 
 

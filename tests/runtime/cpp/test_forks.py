@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.cabi import BUSY, OK, ON_TOKEN, REQUEST, Frames, Loaded
-from tests.support.cpp import BUILD, needs_cpp, needs_openvino
+from tests.support.cpp import ENGINES, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.paligemma import PALIGEMMA
@@ -20,7 +20,7 @@ from tests.support.tiny import Tiny, random_image
 
 pytestmark = [
     needs_cpp,
-    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+    needs_abi,
     pytest.mark.dialects("ort", "plain"),
 ]
 FASTV, DUAL = "fastv:k=3", "mustdrop:gamma=0.05,alpha=1,tau=off,key=0,layers=2/4/6"
@@ -31,7 +31,7 @@ PICTURES = [np.asarray(random_image(seed, (150, 60))) for seed in (4, 5)]
 QUESTIONS = ("How many?", "red?", "What is the shape of it?")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("openvino", marks=needs_openvino)])
+@pytest.fixture(scope="module", params=ENGINES)
 def device(request: pytest.FixtureRequest) -> str:
     device: str = request.param
     return device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,11 @@ import pytest
 
 from tests.support.bundles import ORT, export_anew, write_gate
 from tests.support.cabi import Frames, Loaded
-from tests.support.cpp import (
-    needs_abi,
-    needs_cpp,
-    needs_openvino,
-    run,
-)
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp, needs_openvino, run
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from tests.support.traces import meets
 from vtx.exporter.bundling.options import ExportOptions
@@ -30,7 +26,6 @@ from vtx.runtime.errors import RequestError
 pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 
 CROPS = replace(GEMMA3, crops=3, context=512)
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 REDUCTIONS = "fastv:k=3,ratio=0.5", "divprune:keep=6", "dart:keep=8,k=6,pivots=2,text_pivots=2"
 SIZES = ((60, 60),)
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
@@ -44,7 +39,7 @@ SAME = 1e-4  # of logits, as a share of their largest magnitude
 )
 @DEVICES
 def test_traces_are_met(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, reductions: tuple[str, ...], device: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, reductions: tuple[str, ...], device: str
 ) -> None:
     """First, second and third questions, chats, two images, replaced ones, K and gates: ids, logits and caches."""
     told = reductions if device == "cpu" else ()  # windows of a second image would have gaps: refused
@@ -53,7 +48,7 @@ def test_traces_are_met(
 
 
 def test_a_k_that_layers_behind_do_not_follow_is_refused_in_bundles_that_have_it(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, pictures: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(ByLayer, "first_source", None)
@@ -84,7 +79,7 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(models: 
             want = conversation.ask(question, k, max_new_tokens=4, logprobs=True)
             assert min(found["vision_tokens"], found["prompt_tokens"] - found["vision_tokens"]) > 512
             assert found["token_ids"] == list(want.token_ids)
-            np.testing.assert_allclose(found["logprobs"], want.logprobs or (), atol=SAME, rtol=0)
+            assert_near(found["logprobs"], want.logprobs or (), SAME)
 
 
 @needs_openvino

@@ -16,7 +16,7 @@ from benchmarks import schemas
 
 from tests.support.bundles import export
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, run
+from tests.support.cpp import DEVICES, needs_cpp, run
 from tests.support.exported import THREADS, Models
 from tests.support.guided import EXPLODING, LONG, plain_scores
 from tests.support.serving import serving, user
@@ -131,7 +131,7 @@ def test_forced_runs_end_where_the_answer_is_cut(model: Model, loaded: Loaded, p
         assert cut["forced"] == max(0, tokens - 2)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_the_probabilities_of_choices_are_those_of_plain_scoring(
     model: Model, loaded: Loaded, picture: Path, device: str
 ) -> None:

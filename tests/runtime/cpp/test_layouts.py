@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +17,12 @@ from tests.support.cpp import (
     needs_cpp,
     run,
 )
+from tests.support.exported import Models
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
-from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.bundle import seal_manifest
 from vtx.runtime.errors import ContextError, RequestError
 
@@ -33,7 +33,7 @@ QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
 
 def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_values(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, pictures: list[Path]
+    tiny_checkpoint: Checkpoints, tmp_path: Path, pictures: list[Path]
 ) -> None:
     checkpoint = onevision_of_another_scale(tiny_checkpoint(ONEVISION), tmp_path / "checkpoint")
     folder = export(checkpoint, tmp_path / "bundle", (3, 5), dialects=ORT).folder
@@ -43,7 +43,7 @@ def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_
 
 @pytest.mark.parametrize("changed", [{"mean": [2.0, 0.5, 0.5]}, {"mean": [0.0] * 3, "std": [1.0] * 3}], ids=str)
 def test_bars_without_a_colour_are_refused_as_in_python(
-    models: Callable[..., Model], tmp_path: Path, pictures: list[Path], changed: dict[str, list[float]]
+    models: Models, tmp_path: Path, pictures: list[Path], changed: dict[str, list[float]]
 ) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(models(ONEVISION, (3, 5)).bundle.folder, folder)
@@ -54,7 +54,7 @@ def test_bars_without_a_colour_are_refused_as_in_python(
     assert str(refused.value) in failure("run", "--bundle", folder, pictures[1], "red?", "--image", pictures[2])
 
 
-def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+def test_the_layout_of_cdpruners_code_is_that_of_python(models: Models, pictures: list[Path]) -> None:
     model, spec = models(LLAVA_NEXT, (3, 5)), "cdpruner:keep=5"
     with load(model.bundle.folder, device="cpu", threads=1, fit="released") as released:
         for picture in pictures:
@@ -65,9 +65,7 @@ def test_the_layout_of_cdpruners_code_is_that_of_python(models: Callable[..., Mo
                 assert conversation.ask("red?", reduce="none", max_new_tokens=1).stats.vision_tokens == 80
 
 
-def test_cdpruner_on_one_tile_with_a_newline_chooses_as_in_python(
-    models: Callable[..., Model], pictures: list[Path]
-) -> None:
+def test_cdpruner_on_one_tile_with_a_newline_chooses_as_in_python(models: Models, pictures: list[Path]) -> None:
     """Each of several images has one tile, and a token behind it that no view has."""
     model, spec = models(ONEVISION, (3, 5)), "cdpruner:keep=5"
     answers = assert_asked_equal(model, pictures[1:3], QUESTIONS, reduce=spec, max_new_tokens=6)
@@ -76,7 +74,7 @@ def test_cdpruner_on_one_tile_with_a_newline_chooses_as_in_python(
 
 @pytest.mark.parametrize("tiny", [ONEVISION, Tiny()], ids=["onevision", "llava"])
 def test_the_released_layout_is_refused_where_images_are_seen_otherwise(
-    models: Callable[..., Model], pictures: list[Path], tiny: Tiny
+    models: Models, pictures: list[Path], tiny: Tiny
 ) -> None:
     model = models(tiny, (3, 5))
     with pytest.raises(RequestError) as refused:
@@ -85,10 +83,10 @@ def test_the_released_layout_is_refused_where_images_are_seen_otherwise(
     assert done.stderr.decode() == f"Error: {refused.value}\n"
 
 
-def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Models, pictures: list[Path]) -> None:
     model = models(LLAVA_NEXT, (3, 5))
     [found] = ask(model.bundle.folder, pictures[1], "red?", "--max-tiles", "1", "--max-new-tokens", "4")
-    assert found["vision_tokens"] == model.loaded.layout.limited(1).count(150, 60)
+    assert found["vision_tokens"] == model.loaded.images.layout.limited(1).count(150, 60)
     many = [word for _ in range(9) for word in ("--image", pictures[3])]
     with pytest.raises(ContextError) as room, model.open([pictures[3]] * 10) as conversation:
         conversation.ask("red?")
@@ -100,6 +98,6 @@ def test_fewer_tiles_and_what_does_not_fit_are_as_in_python(models: Callable[...
         assert message in failure("run", "--bundle", model.bundle.folder, pictures[3], "red?", *arguments)
 
 
-def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Callable[..., Model], pictures: list[Path]) -> None:
+def test_tiles_have_no_place_in_a_bundle_of_one_view(models: Models, pictures: list[Path]) -> None:
     done = run("run", "--bundle", models().bundle.folder, pictures[0], "red?", "--max-tiles", "2")
     assert b"max_tiles has no effect here: this model sees each image in one piece" in done.stderr

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.bundles import ORT, export_with
-from tests.support.cabi import OK, REQUEST, Loaded
+from tests.support.cabi import OK, REQUEST
 from tests.support.cpp import needs_cpp
 from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
+from tests.support.fixtures import Libraries
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -23,9 +24,7 @@ CAMERAS = {"top": random_image(0, (80, 60)), "wrist": random_image(1, (40, 90))}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_actions_of_a_policy_are_those_of_python(
-    opened: Callable[..., Loaded], policy: str, tmp_path: Path, tiny_pi: None
-) -> None:
+def test_actions_of_a_policy_are_those_of_python(opened: Libraries, policy: str, tmp_path: Path, tiny_pi: None) -> None:
     checkpoint = make_policy(tmp_path / "checkpoint", policy)
     bundle = export_with(ExportOptions(str(checkpoint), (2,), "fp32", dialects=ORT), tmp_path / "bundle").folder
     noise = np.random.default_rng(5).standard_normal((7, 5), np.float32)
@@ -40,7 +39,7 @@ def test_actions_of_a_policy_are_those_of_python(
                         [*images.values()], f"{WORDS}\n", state, noise=noise, k=str(k or "none").encode(), cameras=names
                     )
                     assert status == OK, facts
-                    np.testing.assert_allclose(found, wanted, atol=SAME * np.abs(wanted).max(), rtol=0)
+                    assert_near(found, wanted, SAME * np.abs(wanted).max())
     for names, words, message in (
         (("left",), WORDS, "the pictures lack top, wrist"),
         (("top", "left"), WORDS, "hold left"),

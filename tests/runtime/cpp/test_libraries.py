@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.cpp import BUILD, needs_cpp, needs_openvino, onnxruntime
-from vtx.runtime.api.model import Model
+from tests.support.exported import Models
 from vtx.runtime.backends.ort.library import SILENCE
 
 pytestmark = [
@@ -31,7 +30,7 @@ OTHER_OPENVINO = "int get_openvino_version(void) { return 0; }\n"
 
 
 @pytest.fixture(scope="module")
-def bundle(models: Callable[..., Model]) -> Path:
+def bundle(models: Models) -> Path:
     return models().bundle.folder
 
 

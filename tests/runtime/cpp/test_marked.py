@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from tests.support.cpp import (
     failure,
     needs_cpp,
 )
+from tests.support.exported import Models
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
-from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError, RequestError
 
 pytestmark = needs_cpp
@@ -31,7 +30,7 @@ SIZES += ((56, 56), (90, 91))
 QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture?", "red?")
 
 
-def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., Model], pictures: list[Path]) -> None:
+def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Models, pictures: list[Path]) -> None:
     folder = models(SMOLVLM, (3, 5)).bundle.folder
     options = ("--k", "5", "--max-tiles", "4", "--max-new-tokens", "6")
     found = ask(folder, pictures[1], *QUESTIONS, "--chat", *options)
@@ -41,7 +40,7 @@ def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Callable[..., 
             assert expected(answer) == expected(chat.ask(question, max_new_tokens=6).to_dict()), question
 
 
-def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Model]) -> None:
+def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Models) -> None:
     model, image, answer = models(SMOLVLM, (3, 5)), random_image(1, (150, 60)), c.c_void_p()
     with model.open(image) as conversation:
         want = conversation.ask("red?", max_new_tokens=8)
@@ -60,14 +59,12 @@ def test_a_prompt_in_ids_gets_the_text_among_the_tiles(models: Callable[..., Mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fastv", "dart:keep=0.5,k=3,pivots=2,text_pivots=1"])
-def test_reductions_are_those_of_python(models: Callable[..., Model], pictures: list[Path], spec: str) -> None:
+def test_reductions_are_those_of_python(models: Models, pictures: list[Path], spec: str) -> None:
     model = models(SMOLVLM, (), "fp32", (spec,))
     assert_asked_equal(model, pictures[1:2], QUESTIONS, max_new_tokens=6)
 
 
-def test_what_cannot_be_asked_is_refused_in_the_words_of_python(
-    models: Callable[..., Model], pictures: list[Path]
-) -> None:
+def test_what_cannot_be_asked_is_refused_in_the_words_of_python(models: Models, pictures: list[Path]) -> None:
     model = models(SMOLVLM, (3, 5))
     with pytest.raises(ContextError) as room, model.open([pictures[8]] * 16) as conversation:
         conversation.ask("red?")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.support.cpp import (
 from tests.support.drawn import qwen_vl
 from tests.support.exported import Models
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25
+from tests.support.fixtures import Checkpoints
 from tests.support.traces import meets
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
@@ -58,7 +58,7 @@ def test_many_tokens_of_int4_go_in_runs_of_their_own(models: Models, tmp_path: P
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
-def test_random_models_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, seed: int) -> None:
+def test_random_models_meet_their_traces(tiny_checkpoint: Checkpoints, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny = replace(qwen_vl(rng), context=512)
     ks = tuple(sorted(rng.sample(range(2, tiny.layers + 1), 3)))
@@ -69,9 +69,7 @@ def test_random_models_meet_their_traces(tiny_checkpoint: Callable[..., Path], t
     assert asked > 60
 
 
-def test_fewer_pixels_and_what_does_not_fit_are_as_in_python(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_fewer_pixels_and_what_does_not_fit_are_as_in_python(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = export(tiny_checkpoint(QWEN2), tmp_path / "bundle", (), max_context=80).folder
     pictures = write_pictures(tmp_path, [(160, 150), (150, 160)])
     more = ("--image", pictures[1])

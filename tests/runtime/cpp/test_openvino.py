@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tests.support.bundles import export_with
 from tests.support.cabi import Loaded
 from tests.support.cpp import needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -31,7 +33,7 @@ Hidden = NDArray[np.float32]
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """int4 in blocks of 128, which run in parts of at most 256 rows."""
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "int4", int4_block=128, dialects=("ort", "plain"))
@@ -70,16 +72,16 @@ def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_on
 ) -> None:
     assert engine.most_tokens("int4", "f32") == 256
     monkeypatch.setattr(engine, "most_tokens", lambda *_: None)
-    np.testing.assert_allclose(whole, in_python(bundle, hidden), atol=SAME, rtol=0)
+    assert_near(whole, in_python(bundle, hidden), SAME)
 
 
 def test_int8_in_blocks_of_64_multiplies_integers_as_python_does(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+    tiny_checkpoint: Checkpoints, tmp_path: Path, hidden: Hidden
 ) -> None:
     checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "int8", int8_block=64, dialects=("ort", "plain"))
     folder = export_with(options, tmp_path / "bundle").folder
-    np.testing.assert_allclose(in_cpp(folder, hidden[:100]), in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+    assert_near(in_cpp(folder, hidden[:100]), in_python(folder, hidden[:100]), SAME)
 
 
 def test_hidden_states_share_a_scale_with_as_many_as_weights_do(
@@ -98,7 +100,7 @@ def test_int4_multiplies_integers_as_python_does_by_the_number_of_tokens(
     """Few tokens multiply by int4, many by the same weights in int8; one more comes behind them."""
     needs_arithmetic("int8")
     found = in_cpp(bundle, hidden[:count], compute="int8")
-    np.testing.assert_allclose(found, in_python(bundle, hidden[:count], "int8"), atol=SAME, rtol=0)
+    assert_near(found, in_python(bundle, hidden[:count], "int8"), SAME)
     differs = np.abs(found[:count] - whole[:count]).max()
     assert differs > 100 * SAME if count > FEW else differs < SAME
 
@@ -116,7 +118,7 @@ def test_without_room_for_weights_in_int8_the_folder_is_named(
 def test_rows_that_nobody_asks_for_fill_their_slots_alone(bundle: Path, hidden: Hidden, whole: Hidden) -> None:
     """In three runs, of which the middle one is asked for nothing."""
     asked = 0, 3, 199, 400, 599
-    np.testing.assert_allclose(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], atol=SAME, rtol=0)
+    assert_near(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], SAME)
 
 
 def test_questions_at_one_k_after_another_reuse_and_answer_as_in_python(bundle: Path, tmp_path: Path) -> None:
@@ -141,13 +143,13 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_keys_of_8_bits_are_brought_to_one_range_as_by_python(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, hidden: Hidden
+    tiny_checkpoint: Checkpoints, tmp_path: Path, hidden: Hidden
 ) -> None:
     checkpoint = tiny_checkpoint(Tiny(text="qwen2", hidden=256, ffn=384, heads=4, head_dim=64, context=700))
     options = ExportOptions(str(checkpoint), (3,), "fp32", kv_precision="int8", dialects=("ort", "plain"))
     folder = export_with(options, tmp_path / "bundle").folder
     found = in_cpp(folder, hidden[:100])
-    np.testing.assert_allclose(found, in_python(folder, hidden[:100]), atol=SAME, rtol=0)
+    assert_near(found, in_python(folder, hidden[:100]), SAME)
 
 
 @pytest.mark.parametrize("compute", ["int8", "bf16"])
@@ -160,7 +162,7 @@ def test_arithmetic_without_instructions_is_refused_as_in_python(bundle: Path, c
 
 @pytest.mark.parametrize("kept", [(), ("bf16",), ("bf16", "int8")])
 def test_both_runtimes_use_the_same_arithmetic_by_default(
-    kept: tuple[str, ...], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    kept: tuple[str, ...], tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Whatever the processor here has instructions for."""
     options = ExportOptions(str(tiny_checkpoint(Tiny())), (2,), "int8", dialects=("ort", "plain"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cpp import BUILD, needs_cpp, onnxruntime
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 
 pytestmark = [needs_cpp, pytest.mark.slow]
@@ -64,7 +65,7 @@ def link(build: Path, library: Path, output: Callable[..., str]) -> None:
     output("env", "-C", BUILD, *kept)
 
 
-def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_planted_method_answers_alike_in_both_runtimes(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     tree, build, bundle, picture = (tmp_path / name for name in ("tree", "build", "bundle", "picture.png"))
     tree.mkdir()
     for part in PARTS:

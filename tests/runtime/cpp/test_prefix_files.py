@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from tests.support.cabi import BUNDLE, REQUEST, Frames, Loaded
-from tests.support.cpp import BUILD, needs_cpp, needs_openvino
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN3, QWEN25
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.keys import export_signed
 from tests.support.prefix_files import DAMAGES, needs_openssl, sign
 from tests.support.tiny import Tiny, random_image
@@ -30,11 +31,10 @@ from vtx.runtime.session.prefix_file import check_prefix
 
 pytestmark = [
     needs_cpp,
-    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+    needs_abi,
     pytest.mark.dialects("ort", "plain"),
 ]
 QUESTION, SYSTEM = "How many?", "Be brief, please."
-DEVICES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize(
     "tiny", [Tiny(context=512), SMOLVLM, *(replace(tiny, context=512) for tiny in (QWEN25, QWEN3, GEMMA3, GEMMA4))],
@@ -172,7 +172,7 @@ def test_a_prefix_file_is_refused_where_it_cannot_serve(models: Models, tmp_path
 
 @needs_openssl
 def test_where_bundles_must_be_signed_a_file_needs_a_signature_by_the_same_key_and_none_is_written(
-    tiny_checkpoint: Callable[..., Path], keys: tuple[Path, Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, keys: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = ExportOptions(str(tiny_checkpoint(Tiny(context=512))), (3,), "fp32")
     folder, file = export_signed(options, tmp_path / "signed", keys[0]), tmp_path / "shelf.safetensors"

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.cabi import BUSY, OK, ON_TOKEN, REQUEST, Frames, Loaded, images_of, options_of
-from tests.support.cpp import BUILD, needs_cpp, needs_openvino, output
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp, output
 from tests.support.exported import Models
 from tests.support.families.internvl import INTERNVL
 from tests.support.families.paligemma import PALIGEMMA
@@ -25,7 +25,7 @@ from vtx.runtime.api.model import Model
 
 pytestmark = [
     needs_cpp,
-    pytest.mark.skipif("sanitize" in BUILD.name, reason="a sanitized library needs its runtime loaded first"),
+    needs_abi,
     pytest.mark.dialects("ort", "plain"),
 ]
 QUESTION, SYSTEM = "How many?", "Be brief, please."
@@ -83,7 +83,7 @@ def test_images_and_text_before_the_one_that_changes_are_not_run_again(models: M
         assert prompt / 2 - 10 < reused < prompt
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_sequence_of_frames_is_answered_as_by_python(models: Models, family: str, device: str) -> None:
     """Other K, methods that rank all tokens or shrink caches, frames that are equal, and images that come and go."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import pytest
 from tests.support import bundles
 from tests.support.cabi import Frames, Loaded
 from tests.support.cards import card_of
-from tests.support.cpp import ask, failure, needs_abi, needs_cpp, needs_openvino
+from tests.support.cpp import DEVICES, ask, failure, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
@@ -28,7 +29,6 @@ pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 KS = (2, 5, 8)
 STEPS = 6
 QUESTIONS = ("red?", "How many circle shapes are there?", "What is the colour of the square in the picture?", "left?")
-DEVICES = ["cpu", pytest.param("openvino", marks=needs_openvino)]
 SAME = ("token_ids", "k", "rest", "kv_slots", "vision_tokens_kept", "reused_layers", "kept", "vision_tokens_mean")
 CASES: dict[str, Sequence[tuple[int | str, str | None]]] = {
     "shares": [(5, "10%"), (5, "40%"), (8, "10%"), (2, "12.5%"), (5, None), (8, "40%")],
@@ -43,7 +43,7 @@ def picture(tmp_path: Path) -> Path:
 
 
 @needs_abi
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("turns", [(), range(6)], ids=["questions", "chat"])
 def test_answers_are_pythons(models: Models, picture: Path, device: str, case: str, turns: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ def test_a_picture_with_no_text_behind_it_is_refused_in_pythons_words(models: Mo
 
 
 def test_a_k_behind_a_layer_with_a_state_keeps_no_rest(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, picture: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path, picture: Path
 ) -> None:
     bundle = bundles.export(tiny_checkpoint(QWEN35), tmp_path / "bundle", tuple(range(2, QWEN35.layers + 1)), "fp32")
     convolved = bundle.manifest.model.conv_layers

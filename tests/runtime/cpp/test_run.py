@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import copy, cut_output, export, export_with, write_gate
-from tests.support.cpp import ask, expected, needs_cpp, needs_openvino, run
+from tests.support.cpp import DEVICES, ask, expected, needs_cpp, needs_openvino, run
 from tests.support.exported import THREADS, Models
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -43,7 +43,7 @@ REDUCTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Model:
     options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("cpp") / "bundle"
     return load(export_with(options, out).folder, device="cpu", threads=THREADS)
@@ -77,7 +77,7 @@ def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str,
 
 
 def test_a_template_that_counts_images_is_rendered(
-    pictures: list[Path], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    pictures: list[Path], tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     checkpoint = copy(tiny_checkpoint(), tmp_path / "checkpoint")
     template = checkpoint / "chat_template.jinja"
@@ -209,7 +209,7 @@ def test_an_altered_bundle_is_refused(model: Model, pictures: list[Path], tmp_pa
     assert b"vtx.json was altered" in run("run", "--bundle", bundle, pictures[0], "red?").stderr
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize(("graph", "rows"), [("embed", 1), ("head", 0)])
 def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(
     model: Model, pictures: list[Path], tmp_path: Path, device: str, graph: str, rows: int
@@ -263,7 +263,7 @@ def test_a_picture_that_is_damaged_is_refused(model: Model, pictures: list[Path]
 
 
 def test_a_gate_at_its_threshold_and_just_above_it_decides_as_in_python(
-    tiny_checkpoint: Callable[..., Path], pictures: list[Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, pictures: list[Path], tmp_path: Path
 ) -> None:
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort",), gates=write_gate(tmp_path, 168))
     folder = export_with(options, tmp_path / "bundle").folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from tests.support.bundles import copy, export, reseal
 from tests.support.cpp import needs_cpp, run, write_pictures
+from tests.support.fixtures import Checkpoints
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.safetensors import read_header
 from vtx.runtime.errors import BundleError
@@ -20,7 +20,7 @@ pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def damaged(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def damaged(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose head has a row of what is not a number, so that one token's logit is none."""
     place = tmp_path_factory.mktemp("damaged")
     folder = copy(export(tiny_checkpoint(), place / "whole", (2,), "fp32").folder, place / "bundle")

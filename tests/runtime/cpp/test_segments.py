@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes as c
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 
 from tests.support.cabi import OK, AskOptions, LoadOptions, VtxImage, load_library
 from tests.support.cpp import ask, expected, needs_cpp, onnxruntime, output, run
+from tests.support.exported import Models
 from tests.support.families.lisa import LISA, QUESTION
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import STEPS, TOLERANCE
 from vtx.runtime.api.model import Model
 
@@ -24,7 +25,7 @@ SIZES = ((150, 60), (40, 90))
 
 
 @pytest.fixture(scope="module")
-def model(models: Callable[..., Model]) -> Model:
+def model(models: Models) -> Model:
     return models(LISA, (3, 5))
 
 
@@ -41,7 +42,7 @@ def compared(found: dict[str, Any], want: dict[str, Any]) -> int:
 
 def test_pixels_are_those_of_python(model: Model, pictures: list[Path]) -> None:
     lines = output("probe", "layout", model.bundle.folder, *pictures).decode().splitlines()
-    assert lines == [f"{prepared.tokens} {prepared.key}" for prepared in map(model.loaded.prepare, pictures)]
+    assert lines == [f"{prepared.tokens} {prepared.key}" for prepared in map(model.loaded.images.prepare, pictures)]
 
 
 def test_the_states_in_the_json_are_those_of_python(model: Model, pictures: list[Path]) -> None:
@@ -86,9 +87,9 @@ def test_the_states_of_the_abi_are_those_of_the_json(model: Model, pictures: lis
     ("id", "named"), [(-1, "is -1, outside 0.."), (1 << 24, "outside 0.."), ("x", "is '\"x\"', not int")]
 )
 def test_an_altered_id_of_the_token_is_refused_by_name(model: Model, tmp_path: Path, id: object, named: str) -> None:
-    manifest = json.loads((model.bundle.folder / "vtx.json").read_text(encoding="utf-8"))
+    manifest = read_json(model.bundle.folder / "vtx.json")
     manifest["text"]["seg_token_id"] = id
-    (tmp_path / "vtx.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(tmp_path / "vtx.json", manifest)
     done = run("probe", "parse", "manifest", tmp_path / "vtx.json")
     assert done.returncode == 1
     assert "seg_token_id" in done.stderr.decode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from tests.support import clip, selection
 from tests.support.bundles import export_with
 from tests.support.cpp import ask, needs_cpp, output
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.reference import Reference
 from tests.support.selection import CASES, Drawn, cdpruner, divprune, divprune_count, random_tokens
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -51,7 +53,7 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """576 image tokens, and a text tower with CLIP's segments and width."""
     tiny = Tiny(
         layers=4, hidden=512, heads=8, ffn=256, image=336, context=1024, vision_hidden=256, vision_heads=4,
@@ -76,13 +78,13 @@ def test_tokens_kept_by_the_text_tower_are_those_of_python_and_of_the_statement(
     for number in (1, 4):
         picture = random_image(number, (336, 336))
         picture.save(tmp_path / "a.png")
-        image = model.backend.vision(model.loaded.prepare(picture).pixels[None])
+        image = model.backend.vision(model.loaded.images.prepare(picture).pixels[None])
         patches = image.patches.signals[CLIP_PATCHES]
         for keep, spec in zip(KEEPS, SPECS, strict=True):
             found = ask(model.bundle.folder, tmp_path / "a.png", *QUESTIONS, "--reduce", spec, "--max-new-tokens", "1")
             with model.open(tmp_path / "a.png") as conversation:
                 for question, answer in zip(QUESTIONS, found, strict=True):
-                    texts = model.loaded.embed_question(prompt_messages(question))
+                    texts = model.loaded.prompts.embed_question(prompt_messages(question))
                     wanted = stated(image.hidden, by_clip(patches, texts), keep)
                     kept = conversation.ask(question, reduce=spec, max_new_tokens=1).to_dict()["kept"][0]["patches"][0]
                     assert [*kept] == wanted, (number, keep, question)
@@ -257,7 +259,7 @@ def test_the_cosines_of_an_image_are_worked_out_once_for_all_questions() -> None
 
 def test_pivots_take_turns_in_the_order_of_darts_code() -> None:
     """The recorded cases, to which tests/runtime/policies/test_methods.py holds Python's statement of the rule."""
-    cases = json.loads(SET_ORDERS.read_text(encoding="utf-8"))
+    cases = read_json(SET_ORDERS)
     random = np.random.default_rng(168)
     more = [random.integers(0, most, count).tolist() for count in (4, 8, 30) for most in (64, 700, 1 << 40)]
     lines = "\n".join(json.dumps(numbers) for numbers in [*(numbers for numbers, _ in cases), *more])

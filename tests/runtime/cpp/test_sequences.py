@@ -20,10 +20,11 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.cabi import Frames, Loaded
-from tests.support.cpp import needs_abi, needs_cpp, needs_openvino
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.families.gemma import GEMMA3
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 
@@ -94,10 +95,10 @@ def fresh(folder: Path, device: str) -> Iterator[Ask]:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("tiny", [QWEN35, GEMMA3, PALIGEMMA], ids=["stateful", "windowed", "two-way"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize("runtime", [python, libvtx])
 def test_any_sequence_equals_fresh_answers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, device: str, runtime: Any
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, device: str, runtime: Any
 ) -> None:
     rng = random.Random(None if GIVEN else 7)
     for first in range(0, SEQUENCES, OF_A_BUNDLE):

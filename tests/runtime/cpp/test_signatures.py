@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 import vtx
 from tests.support import bundles
 from tests.support.cpp import BUILD, ask, needs_cpp, run
+from tests.support.fixtures import Checkpoints
 from tests.support.keys import export_signed, write_keys
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.bundle import QUICK_BYTES, Bundle, seal_manifest
@@ -28,9 +28,7 @@ pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def signed(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]
-) -> Path:
+def signed(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory, keys: tuple[Path, Path]) -> Path:
     return export_signed(
         ExportOptions(str(tiny_checkpoint()), (3,), "fp32", dialects=("ort", "trt")),
         tmp_path_factory.mktemp("bundle") / "signed",

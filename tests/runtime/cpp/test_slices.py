@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes as c
 import json
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.support.cabi import Frames, Loaded, options_of
 from tests.support.cpp import assert_prepared_equal, needs_abi, needs_cpp, run, write_pictures
 from tests.support.exported import Models
 from tests.support.families.minicpm import MINICPM
+from tests.support.fixtures import Checkpoints
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import edited, random_image
 from vtx.runtime.api.load import load
@@ -33,7 +33,7 @@ QUESTIONS = ("red?", "What is <slice> <image_id>7</image_id> really?", "red?")
 @pytest.mark.slow
 @needs_pillow_13
 def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Nine slices of 448 x 448 in patches of 14."""
     changes = {"scale_resolution": 448, "max_slice_nums": 9}
@@ -45,7 +45,7 @@ def test_published_sizes_have_the_pixels_and_tokens_that_python_gives_them(
     rng = np.random.default_rng(9)
     sizes += [(int(width), int(width * 2 ** rng.uniform(-3, 2)) or 1) for width in rng.integers(1, 1000, 8)]
     with load(folder, device="cpu", threads=1) as model:
-        assert max(model.loaded.layout.passes(*size) for size in sizes) == 1 + 9
+        assert max(model.loaded.images.layout.passes(*size) for size in sizes) == 1 + 9
         assert_prepared_equal(model, write_pictures(tmp_path, sizes))
 
 

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cabi import Loaded
-from tests.support.cpp import (
-    needs_abi,
-    needs_cpp,
-    needs_openvino,
-)
+from tests.support.cpp import DEVICES, needs_abi, needs_cpp
 from tests.support.exported import Models
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.lfm3_vl import LFM3
@@ -28,7 +24,6 @@ pytestmark = [needs_cpp, pytest.mark.dialects("ort", "plain")]
 FINE = replace(MINICPM, downsample="4x", numbered=False)
 MADE = {"lfm2_vl": LFM2, "lfm3_vl": LFM3, "qwen3_5": QWEN35, "minicpmv4_6": MINICPM, "minicpmv4_6, 4x": FINE}
 FAMILIES = pytest.mark.parametrize("tiny", MADE.values(), ids=MADE)
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SIZES = (60, 60), (150, 60)
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 

@@ -37,7 +37,7 @@ from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.minicpm import MINICPM
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
-from tests.support.reference import Reference
+from tests.support.fixtures import Checkpoints, References
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -132,7 +132,7 @@ def test_every_release_meets_the_traces(
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25, QWEN3], ids=lambda tiny: tiny.family)
 def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
-    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+    tiny: Tiny, release: str, tiny_checkpoint: Checkpoints, machine: Machine, tmp_path: Path
 ) -> None:
     """onnxruntime's, and those of Python's backend on its own stand-in for the same release and card."""
     bundle, gates = tmp_path / "bundle", write_gate(tmp_path, 168)
@@ -158,7 +158,7 @@ def test_images_at_their_own_resolution_meet_the_traces_of_both_python_backends(
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4, PALIGEMMA], ids=lambda tiny: tiny.family)
 def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
-    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+    tiny: Tiny, release: str, tiny_checkpoint: Checkpoints, machine: Machine, tmp_path: Path
 ) -> None:
     """Of both Python backends, at no K and at several, also in parts, none of which ends within an image of Gemma 3."""
     bundle = exported_for(release, tiny_checkpoint(tiny), tmp_path)
@@ -179,7 +179,7 @@ def test_windows_shared_keys_and_prompts_seen_both_ways_meet_the_traces(
 @pytest.mark.parametrize("release", BUILT)
 @pytest.mark.parametrize("tiny", [LFM2, QWEN35, MINICPM], ids=lambda tiny: tiny.family)
 def test_layers_that_keep_a_state_meet_the_traces(
-    tiny: Tiny, release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+    tiny: Tiny, release: str, tiny_checkpoint: Checkpoints, machine: Machine, tmp_path: Path
 ) -> None:
     """Later questions and chats go back to states after the image and turns; at 2 and 8 stages have no K and V."""
     reductions = (f"fastv:k={tiny.attending[0] + 1},ratio=0.5",)
@@ -197,7 +197,7 @@ def test_layers_that_keep_a_state_meet_the_traces(
 
 @pytest.mark.parametrize("release", BUILT[-1:])
 def test_states_stay_on_the_device_and_long_views_are_refused(
-    release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+    release: str, tiny_checkpoint: Checkpoints, machine: Machine, tmp_path: Path
 ) -> None:
     """A token copies its K and V, and each state once more than the recorded work does."""
     bundle, report = tmp_path / "bundle", machine(release)
@@ -230,8 +230,8 @@ def test_states_stay_on_the_device_and_long_views_are_refused(
 @pytest.mark.parametrize("release", BUILT[-1:])
 def test_half_precision_a_gate_and_clip_s_text_tower_meet_the_traces(
     release: str,
-    tiny_checkpoint: Callable[..., Path],
-    reference: Callable[..., Reference],
+    tiny_checkpoint: Checkpoints,
+    reference: References,
     machine: Machine,
     tmp_path: Path,
 ) -> None:
@@ -350,7 +350,7 @@ def test_the_second_gpu_is_used_if_it_is_named(
 
 @pytest.mark.parametrize("release", BUILT)
 def test_parts_are_aligned_and_long_prompts_run_in_parts(
-    release: str, tiny_checkpoint: Callable[..., Path], machine: Machine, tmp_path: Path
+    release: str, tiny_checkpoint: Checkpoints, machine: Machine, tmp_path: Path
 ) -> None:
     bundle = tmp_path / "bundle"
     export_all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from tests.support.bundles import export_with
 from tests.support.clip import make_clip
 from tests.support.cpp import ask, expected, needs_cpp, output, run
-from tests.support.exported import THREADS
-from tests.support.reference import Reference
+from tests.support.exported import THREADS, Models
+from tests.support.fixtures import Checkpoints, References
 from tests.support.tiny import Tiny, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.load import load
@@ -29,9 +28,7 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def model(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path_factory: pytest.TempPathFactory
-) -> Model:
+def model(tiny_checkpoint: Checkpoints, reference: References, tmp_path_factory: pytest.TempPathFactory) -> Model:
     tiny, folder = Tiny(image=126, context=768), tmp_path_factory.mktemp("tower")
     clip = make_clip(folder / "clip", reference(tiny))
     options = ExportOptions(
@@ -74,7 +71,7 @@ def test_answers_selected_by_the_tower_are_those_of_python(model: Model, tmp_pat
 
 
 def test_tiles_are_selected_by_the_tower_as_in_python(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     tiny, spec = Tiny(family="llava_next"), "cdpruner:keep=5,text=tower"
     clip = make_clip(tmp_path / "clip", reference(tiny))
@@ -92,7 +89,7 @@ def test_tiles_are_selected_by_the_tower_as_in_python(
             assert want.stats.vision_tokens == 5 * views > 10
 
 
-def test_a_bundle_without_the_tower_says_how_to_export_it(models: Callable[..., Model], tmp_path: Path) -> None:
+def test_a_bundle_without_the_tower_says_how_to_export_it(models: Models, tmp_path: Path) -> None:
     random_image(3).save(tmp_path / "a.png")
     done = run("run", "--bundle", models().bundle.folder, tmp_path / "a.png", "red?", "--reduce", SPEC)
     assert b"it lacks CLIP's text tower; export it with" in done.stderr

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cabi import Loaded
 from tests.support.calling import CHANNEL, SWITCHED, THINKING, calling_bundle, switched_template
 from tests.support.cpp import needs_cpp, output
 from tests.support.exported import Models
+from tests.support.fixtures import Libraries
 from tests.support.text import make_settings, make_tokenizer
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
@@ -57,9 +57,7 @@ def test_prompts_with_and_without_thoughts_are_python_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 0])
-def test_thoughts_and_answers_are_python_s(
-    model: Model, opened: Callable[..., Loaded], picture: Path, limit: int
-) -> None:
+def test_thoughts_and_answers_are_python_s(model: Model, opened: Libraries, picture: Path, limit: int) -> None:
     cpp = opened(model.bundle.folder)
     with model.open(picture) as image:
         for thinking, code in ((True, 1), (False, -1), (None, 0)):
@@ -75,9 +73,7 @@ def test_thoughts_and_answers_are_python_s(
                 assert "</think>" not in facts["thought"] + facts["text"]
 
 
-def test_a_chat_goes_on_without_the_thoughts_of_its_turns(
-    model: Model, opened: Callable[..., Loaded], picture: Path
-) -> None:
+def test_a_chat_goes_on_without_the_thoughts_of_its_turns(model: Model, opened: Libraries, picture: Path) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "max_thinking_tokens": 3}
     with model.open(picture) as image:
         chat = image.chat()
@@ -87,9 +83,7 @@ def test_a_chat_goes_on_without_the_thoughts_of_its_turns(
         assert {name: facts.get(name) for name in SAME} == {name: python.get(name) for name in SAME}
 
 
-def test_thoughts_are_refused_where_there_are_none(
-    models: Models, opened: Callable[..., Loaded], picture: Path
-) -> None:
+def test_thoughts_are_refused_where_there_are_none(models: Models, opened: Libraries, picture: Path) -> None:
     cpp = opened(models(Tiny()).bundle.folder)
     for fields, words in (
         ({"thinking": 1}, "no switch for thoughts"),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.cpp import needs_cpp, run
+from tests.support.exported import Models
 from tests.support.tiny import random_image
-from vtx.runtime.api.model import Model
 
 pytestmark = needs_cpp
 
 
-def test_threads_that_share_a_model_get_the_answers_of_one_alone(models: Callable[..., Model], tmp_path: Path) -> None:
+def test_threads_that_share_a_model_get_the_answers_of_one_alone(models: Models, tmp_path: Path) -> None:
     random_image(1).save(tmp_path / "a.png")
     done = run("threads", models().bundle.folder, tmp_path / "a.png")
     assert done.returncode == 0, done.stderr.decode()[-4000:]

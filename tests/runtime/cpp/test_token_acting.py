@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.bundles import ORT, copy, export, forge, manifest
 from tests.support.cabi import BUNDLE, CONTEXT, DEADLINE, OK, REQUEST, Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, output, run
+from tests.support.cpp import DEVICES, needs_cpp, output, run
 from tests.support.exported import THREADS
 from tests.support.families.openvla import (
     BRIDGE,
@@ -31,6 +31,8 @@ from tests.support.families.openvla import (
     make_openvla,
     with_towers,
 )
+from tests.support.fixtures import Libraries
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -39,7 +41,6 @@ from vtx.runtime.errors import VtxError
 pytestmark = needs_cpp
 
 SAME = 1e-5
-ENGINES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 PICTURES = [random_image(number, size) for number, size in enumerate(((80, 60), (40, 90), (301, 7)))]
 
 
@@ -60,14 +61,12 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
     status, found, facts = library.act([picture], words, [], k=str(k or "none").encode(), **encoded)
     assert status == OK, facts
     assert facts["token_ids"] == list(python.actor.token_ids)
-    np.testing.assert_allclose(found, wanted, atol=SAME, rtol=0)
+    assert_near(found, wanted, SAME)
     assert facts["actions"] == found.tolist()
 
 
-@ENGINES
-def test_ids_and_actions_are_those_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, device: str
-) -> None:
+@DEVICES
+def test_ids_and_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str) -> None:
     library, answers = opened(folder, device), set()
     for picture in PICTURES:
         for k in (None, *KS):
@@ -76,7 +75,7 @@ def test_ids_and_actions_are_those_of_python(
     assert len(answers) > len(PICTURES), "K changes nothing, so the test shows nothing"
 
 
-def test_reductions_are_those_of_python(opened: Callable[..., Loaded], python: Model, folder: Path) -> None:
+def test_reductions_are_those_of_python(opened: Libraries, python: Model, folder: Path) -> None:
     library = opened(folder)
     for reduce in (FASTV, "divprune:keep=5", "default"):
         for k in (None, 5):
@@ -88,20 +87,18 @@ def test_reductions_are_those_of_python(opened: Callable[..., Loaded], python: M
     "words", ["Block the ROBOT", "take </S> the <PAD>", "ÉPÉE, İzmir", "ΟΔΟΣ ΣΑΣ Σ", "  two  spaces ", "a\nb"]
 )
 def test_an_instruction_is_put_in_the_prompt_as_in_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, words: str
+    opened: Libraries, python: Model, folder: Path, words: str
 ) -> None:
     compare(opened(folder), python, PICTURES[0], words, 5, reduce="none")
 
 
-def test_a_picture_that_is_the_same_is_not_encoded_again(
-    opened: Callable[..., Loaded], python: Model, folder: Path
-) -> None:
+def test_a_picture_that_is_the_same_is_not_encoded_again(opened: Libraries, python: Model, folder: Path) -> None:
     own, encoded = opened(folder), []
     for picture, words in ((0, "pick"), (1, "pick"), (1, "take red"), (0, "take red")):
         status, found, facts = own.act([PICTURES[picture]], words, [], k=b"5")
         assert status == OK, facts
         encoded.append(facts["encoded"])
-        np.testing.assert_allclose(found, python.act(PICTURES[picture], words, k=5), atol=SAME, rtol=0)
+        assert_near(found, python.act(PICTURES[picture], words, k=5), SAME)
         assert facts["seconds"]["prompt"] > 0
     assert encoded == [1, 1, 0, 1]
 
@@ -124,7 +121,7 @@ def test_a_picture_that_is_the_same_is_not_encoded_again(
     ids=["no picture", "two", "words", "long", "state", "noise", "steps", "key", "k", "cls", "visionzip"],
 )
 def test_what_does_not_fit_is_refused_in_the_words_of_python(
-    opened: Callable[..., Loaded], python: Model, folder: Path, changed: dict[str, Any], status: int
+    opened: Libraries, python: Model, folder: Path, changed: dict[str, Any], status: int
 ) -> None:
     given = {"pictures": PICTURES[:1], "instruction": WORDS, "state": None, **changed}
     images, words, state = (given.pop(name) for name in ("pictures", "instruction", "state"))
@@ -137,7 +134,7 @@ def test_what_does_not_fit_is_refused_in_the_words_of_python(
     assert (found, facts["error"]) == (status, str(refused.value))
 
 
-def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Callable[..., Loaded], folder: Path) -> None:
+def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Libraries, folder: Path) -> None:
     library = opened(folder)
     status, _, facts = library.act(PICTURES[:1], WORDS, [], cameras=("base",))
     assert (status, facts["error"]) == (REQUEST, "this bundle names no cameras; give the picture itself")
@@ -150,7 +147,7 @@ def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Callable[.
     assert library.act(PICTURES[:1], WORDS, [], deadline_ms=1e9)[0] == OK
 
 
-def test_several_data_sets_need_a_name(opened: Callable[..., Loaded], tmp_path: Path) -> None:
+def test_several_data_sets_need_a_name(opened: Libraries, tmp_path: Path) -> None:
     tiny = TinyOpenVLA(norm_stats={"bridge_orig": BRIDGE, "fractal": OTHER})
     patch = with_towers(tiny)
     try:
@@ -172,7 +169,7 @@ def test_several_data_sets_need_a_name(opened: Callable[..., Loaded], tmp_path: 
 
 
 def test_an_answer_that_ends_too_early_is_no_action(
-    opened: Callable[..., Loaded], python: Model, folder: Path, tmp_path: Path
+    opened: Libraries, python: Model, folder: Path, tmp_path: Path
 ) -> None:
     python.act(PICTURES[0], WORDS, k=None, reduce=None)
     second = python.actor.token_ids[1]
@@ -224,9 +221,7 @@ def test_the_command_prints_an_action_as_python_does(python: Model, folder: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(int(os.environ.get("VTX_CONFIGURATIONS", "1"))))
-def test_random_configurations_act_as_in_python_on_both_engines(
-    opened: Callable[..., Loaded], tmp_path: Path, number: int
-) -> None:
+def test_random_configurations_act_as_in_python_on_both_engines(opened: Libraries, tmp_path: Path, number: int) -> None:
     tiny, ks = drawn(number)
     patch = with_towers(tiny)
     try:

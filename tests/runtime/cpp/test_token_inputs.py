@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cpp import assert_answers_equal, needs_cpp, needs_openvino, run, write_pictures
+from tests.support.cpp import DEVICES, assert_answers_equal, needs_cpp, run, write_pictures
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.token_inputs import export_with_token_inputs
 from tests.support.traces import compared
 from vtx.runtime.api.load import load
@@ -19,14 +19,14 @@ pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("inputs") / "bundle"
     export_with_token_inputs(tiny_checkpoint(), made)
     return made
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_traces_meet_those_of_python(folder: Path, tmp_path: Path, device: str) -> None:
     assert compared(folder, tmp_path, device) > 20
 
@@ -38,7 +38,7 @@ def test_answers_equal_those_of_python(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stage_that_reads_what_is_not_declared_is_refused(folder: Path, tmp_path: Path) -> None:
-    manifest = json.loads((folder / "vtx.json").read_text())
+    manifest = read_json(folder / "vtx.json")
     del manifest["token_inputs"]
     assert "stage 1..2 reads token inputs ['bias'], the bundle declares []" in refused(manifest, tmp_path)
 
@@ -56,13 +56,13 @@ def test_a_stage_that_reads_what_is_not_declared_is_refused(folder: Path, tmp_pa
 def test_a_declaration_that_does_not_fit_is_refused(
     folder: Path, tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    manifest = json.loads((folder / "vtx.json").read_text())
+    manifest = read_json(folder / "vtx.json")
     manifest["token_inputs"][0] |= change
     assert named in refused(manifest, tmp_path)
 
 
 def refused(manifest: dict[str, Any], folder: Path) -> str:
-    (folder / "vtx.json").write_text(json.dumps(manifest))
+    write_json(folder / "vtx.json", manifest)
     done = run("probe", "parse", "manifest", folder / "vtx.json")
     assert done.returncode == 1
     return done.stderr.decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.cpp import needs_cpp, output
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 
 pytestmark = needs_cpp
@@ -117,18 +118,18 @@ def demo() -> Path:
 
 def qwen(path: Path, expression: str) -> Path:
     """The demo's tokenizer with the normal form of Qwen's, and an expression of one."""
-    spec = json.loads(demo().read_text(encoding="utf-8"))
+    spec = read_json(demo())
     spec["normalizer"] = {"type": "NFC"}
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, levels]}
-    path.write_text(json.dumps(spec), encoding="utf-8")
+    write_json(path, spec)
     return path
 
 
 def llama(source: Path, path: Path) -> Path:
     """A tokenizer of Llama's older form: a space that a normalizer prepends, and no pre-tokenizer."""
-    spec = json.loads(source.read_text(encoding="utf-8"))
+    spec = read_json(source)
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     spec["normalizer"] = {"type": "Sequence", "normalizers": steps}
     spec["pre_tokenizer"] = None
@@ -141,13 +142,13 @@ def llama(source: Path, path: Path) -> Path:
             {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         ],
     }
-    path.write_text(json.dumps(spec), encoding="utf-8")
+    write_json(path, spec)
     return path
 
 
 def gemma(source: Path, path: Path, *, marked: bool) -> Path:
     """A tokenizer of Gemma's form: words end behind spaces; `marked`: a normalizer leaves none, so none ends."""
-    spec = json.loads(source.read_text(encoding="utf-8"))
+    spec = read_json(source)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     spec["normalizer"] = replaced if marked else None
     spec["pre_tokenizer"] = {
@@ -155,7 +156,7 @@ def gemma(source: Path, path: Path, *, marked: bool) -> Path:
     }  # fmt: skip
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
     spec["decoder"] = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
-    path.write_text(json.dumps(spec), encoding="utf-8")
+    write_json(path, spec)
     return path
 
 
@@ -163,7 +164,7 @@ KINDS = "demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama", "gemma", "spa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     if kind == "demo":
         path = demo()
     elif kind.startswith("qwen"):
@@ -189,7 +190,7 @@ def test_other_tokenizers_are_refused_by_name(tmp_path: Path, change: dict[str, 
     from tests.support.cpp import run
 
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(demo().read_text(encoding="utf-8")), **change}), encoding="utf-8")
+    write_json(path, {**read_json(demo()), **change})
     done = run("probe", "parse", "tokenizer", path)
     assert done.returncode == 1
     assert message in done.stderr.decode()

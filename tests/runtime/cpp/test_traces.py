@@ -9,9 +9,10 @@ import pytest
 
 from tests.support.bundles import export_with, write_gate
 from tests.support.cabi import Loaded
-from tests.support.cpp import needs_cpp, needs_openvino, write_pictures
+from tests.support.cpp import DEVICES, needs_cpp, needs_openvino, write_pictures
 from tests.support.exported import THREADS
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from tests.support.traces import REDUCTIONS, meets
 from vtx.exporter.bundling.options import ExportOptions
@@ -33,15 +34,13 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gate(tmp_path_factory.mktemp("gates"), 168)
 
 
-def test_every_policy_meets_its_traces(tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path) -> None:
+def test_every_policy_meets_its_traces(tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path) -> None:
     assert meets(tiny_checkpoint(), tmp_path, "fp32", ks=(3,), gates=gates) > 100
     cases = {(case.k, case.reduce): case for case in read_index(tmp_path / "cpp").cases}
     assert {question.k for question in cases["auto", "none"].questions} == {None, 3}, "the gate decides alike for all"
 
 
-def test_gates_are_told_where_python_tells_them(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path
-) -> None:
+def test_gates_are_told_where_python_tells_them(tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path) -> None:
     """Not again in a turn that had to run the chat's first question again, after another question."""
     options = ExportOptions(str(tiny_checkpoint()), (3,), "fp32", gates=gates)
     bundle = export_with(options, tmp_path / "bundle").folder
@@ -61,9 +60,9 @@ def test_gates_are_told_where_python_tells_them(
             assert len(answer["gate"]) == len(want.stats.gate or ()) == (number in (0, 2)), question
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 def test_prompts_that_see_themselves_both_ways_meet_their_traces(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str
 ) -> None:
     reductions = ("divprune:keep=0.3",)
     checkpoint = tiny_checkpoint(PALIGEMMA)
@@ -71,10 +70,10 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
+@DEVICES
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
 def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_other_precisions(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, device: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, device: str
 ) -> None:
     kv = "int8" if precision == "int8" else None
     assert meets(tiny_checkpoint(PALIGEMMA), tmp_path, precision, kv=kv, device=device, reductions=()) > 10
@@ -82,9 +81,7 @@ def test_prompts_that_see_themselves_both_ways_meet_their_traces_at_other_precis
 
 @pytest.mark.slow
 @needs_openvino
-def test_policies_meet_their_traces_on_openvino(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path
-) -> None:
+def test_policies_meet_their_traces_on_openvino(tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path) -> None:
     """Every third of them, for what they choose does not depend on engines."""
     checkpoint = tiny_checkpoint(Tiny(kv_heads=4, tokenizer="bytes"))
     assert meets(checkpoint, tmp_path, "fp32", ks=(3,), device="openvino", reductions=REDUCTIONS[::3], gates=gates) > 50
@@ -94,7 +91,7 @@ def test_policies_meet_their_traces_on_openvino(
 @needs_openvino
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_products_of_integers_meet_their_traces(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str,
+    tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path, precision: str,
     needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Much closer than arithmetic in float32 would: both runtimes round the same hidden states."""
@@ -112,6 +109,6 @@ def test_products_of_integers_meet_their_traces(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
-def test_int8_caches_meet_their_traces(tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str) -> None:
+@DEVICES
+def test_int8_caches_meet_their_traces(tiny_checkpoint: Checkpoints, tmp_path: Path, device: str) -> None:
     assert meets(tiny_checkpoint(), tmp_path, "fp16", kv="int8", device=device, reductions=FEW) > 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.support.cabi import (
     images_of,
     options_of,
 )
-from tests.support.cpp import ask, expected, failure, needs_abi, needs_cpp, needs_openvino, output, run, write_pictures
+from tests.support.cpp import DEVICES, ask, expected, failure, needs_abi, needs_cpp, output, run, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.llava_onevision import ONEVISION
@@ -36,6 +36,8 @@ from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.old_pillow import needs_pillow_13
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from vtx.runtime.api.load import load
@@ -53,7 +55,6 @@ TINY = {
     "onevision": replace(ONEVISION, image=70), "next": NEXT_VIDEO, "video_llava": VIDEO_LLAVA, "vila": VILA,
 }  # fmt: skip
 PAIRS = ("qwen2", "qwen2.5", "qwen3", "qwen3.5", "lfm3")
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=needs_openvino)])
 SAME = 1e-4  # of logits, as a share of their largest magnitude
 STEPS = 4
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
@@ -99,7 +100,7 @@ def assert_as_python(
         found = probed(model, device, files, given, question, k, reduce)
         kinds = [{"type": "video" if isinstance(each, Video) else "image"} for each in shown]
         messages: list[Any] = [{"role": "user", "content": [*kinds, {"type": "text", "text": question}]}]
-        prepared = model.loaded.prepare_all(shown, messages=messages)
+        prepared = model.loaded.images.prepare_all(shown, messages=messages)
         assert found["keys"] == [image.key[:64] for image in prepared]
         if reduce == "none":
             asked = prompt(model, messages, shown)
@@ -114,10 +115,10 @@ def assert_as_python(
             rows = logits.copy()
             rows -= rows.max(-1, keepdims=True)
             chances = (rows - np.log(np.exp(rows).sum(-1, keepdims=True)))[range(len(ids)), ids]
-            np.testing.assert_allclose(chances, answer.logprobs or (), atol=SAME, rtol=0)
+            assert_near(chances, answer.logprobs or (), SAME)
             assert len(found["ids"]) == answer.stats.prompt_tokens
     assert found["tokens"] == ids
-    np.testing.assert_allclose(found["logits"], logits, atol=SAME * float(np.abs(logits).max()), rtol=0)
+    assert_near(found["logits"], logits, SAME * float(np.abs(logits).max()))
 
 
 @DEVICES
@@ -162,7 +163,7 @@ def test_what_reductions_leave_of_a_video_is_answered_as_in_python(
 
 
 def layout_form(model: Model, count: int, rate: float, wanted: int, width: int, height: int) -> dict[str, Any]:
-    layout = model.loaded.frames_layout()
+    layout = model.loaded.images.frames_layout()
     places = layout.sampling.numbers(count, rate, wanted or None)
     form = layout.prompt_image(SampledFrames(tuple(places), count, rate), width, height)
     return {"numbers": places, "spans": [*form.spans], "texts": [*form.texts], "span": form.span}
@@ -351,7 +352,7 @@ def test_programs_of_older_headers_open_images_as_before(models: Models) -> None
 
 @pytest.mark.parametrize("name", ["qwen2.5", "video_llava", "smolvlm"])
 def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit_as_python_does(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str
 ) -> None:
     context = {"qwen2.5": 120, "video_llava": 200, "smolvlm": 700}[name]
     folder = export(tiny_checkpoint(TINY[name]), tmp_path / "bundle", (), max_context=context).folder

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from tests.support.cpp import needs_cpp, output
+from tests.support.exported import Models
 from vtx.runtime.api.model import Model
 
 pytestmark = needs_cpp
 
 
 @pytest.fixture(scope="module")
-def model(models: Callable[..., Model]) -> Model:
+def model(models: Models) -> Model:
     return models()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vtx.runtime.errors import CheckpointError, ImageError, RequestError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's"),
@@ -23,7 +23,7 @@ LARGE = replace(SMALL, file=64 << 20)
 
 
 def run(kind: str, limits: ChildLimits = SMALL) -> object:
-    return confine("tests.support.failing:fail", kind, subject="the file of a stranger", limits=limits)
+    return confine(ChildTask("tests.support.failing:fail", kind, limits), Subject("the file of a stranger"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_child_that_waits_is_ended_at_the_deadline() -> None:
 
 def test_the_error_is_the_one_the_caller_names() -> None:
     with pytest.raises(ImageError, match="the picture crashes"):
-        confine("tests.support.failing:fail", "abort", subject="the picture", error=ImageError)
+        confine(ChildTask("tests.support.failing:fail", "abort"), Subject("the picture", ImageError))
 
 
 def test_a_result_comes_back_and_prints_do_not_harm_it() -> None:
@@ -72,7 +72,9 @@ def test_a_result_comes_back_and_prints_do_not_harm_it() -> None:
 
 def test_items_arrive_before_the_result_each_with_its_payload() -> None:
     items: list[Any] = []
-    value = confine("tests.support.failing:count", 3, subject="it", receive=lambda *item: items.append(item))
+    value = confine(
+        ChildTask("tests.support.failing:count", 3), Subject("it"), receive=lambda *item: items.append(item)
+    )
     assert value == "end"
     assert items == [({"number": 1}, b"ab"), ({"number": 2}, b"aab"), ({"number": 3}, b"aaab")]
 
@@ -83,26 +85,27 @@ def test_what_the_receiver_raises_ends_the_child() -> None:
             raise ImageError("enough")
 
     with pytest.raises(ImageError, match="enough"):
-        confine("tests.support.failing:count", -1, subject="it", receive=receive)
+        confine(ChildTask("tests.support.failing:count", -1), Subject("it"), receive=receive)
 
 
 def test_a_child_whose_result_nobody_wants_any_more_is_ended() -> None:
     stopping = threading.Event()
     threading.Timer(0.2, stopping.set).start()
     with pytest.raises(RequestError, match="it is no longer wanted"):
-        confine("tests.support.failing:fail", "sleep", subject="it", stopped=stopping.is_set)
+        confine(ChildTask("tests.support.failing:fail", "sleep"), Subject("it"), stopped=stopping.is_set)
 
 
 def test_threads_have_children_side_by_side() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = [
-            threads.submit(confine, "tests.support.failing:fail", f"fine {number}", subject="it") for number in range(8)
+            threads.submit(confine, ChildTask("tests.support.failing:fail", f"fine {number}"), Subject("it"))
+            for number in range(8)
         ]
         assert [future.result() for future in found] == [f"fine {number}" for number in range(8)]
 
 
 def test_the_child_loads_no_heavy_library() -> None:
-    modules = confine("tests.support.failing:loaded", None, subject="nothing", limits=SMALL)
+    modules = confine(ChildTask("tests.support.failing:loaded", None, SMALL), Subject("nothing"))
     assert isinstance(modules, list)
     assert not {"torch", "onnx", "onnxruntime", "PIL", "transformers"} & set(modules)
 

@@ -10,7 +10,7 @@ import pytest
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host import interpreter
-from vtx.runtime.host.confined import confine
+from vtx.runtime.host.confined import ChildTask, Subject, confine
 
 
 @pytest.mark.usefixtures("children_started")
@@ -20,14 +20,14 @@ def test_a_program_that_is_no_python_starts_no_copy_of_itself(
 ) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(DeviceError, match=r"is not a Python, .*; run it with python, or freeze it with PyInstaller"):
-        confine("json:loads", "1", subject="a number")
+        confine(ChildTask("json:loads", "1"), Subject("a number"))
 
 
 @pytest.mark.usefixtures("children_started")
 def test_a_frozen_program_without_the_hook_starts_no_copy_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(DeviceError, match="is not a Python"):
-        confine("json:loads", "1", subject="a number")
+        confine(ChildTask("json:loads", "1"), Subject("a number"))
 
 
 def test_a_frozen_program_with_the_hook_runs_the_child_and_nothing_else() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 
 POSIX = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "syslog", "readline", "curses")
@@ -67,7 +67,7 @@ with vtx.load(sys.argv[1], device="cpu", threads=1) as model, model.open(sys.arg
 """
 
 
-def test_a_bundle_answers_without_posix(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_bundle_answers_without_posix(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     export(tiny_checkpoint(Tiny(layers=2)), tmp_path / "bundle", (2,))
     random_image(1).save(tmp_path / "image.png")
     assert 1 <= int(run(ANSWER, str(tmp_path / "bundle"), str(tmp_path / "image.png"))) <= 3

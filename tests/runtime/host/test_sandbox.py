@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import attempts
-from vtx.runtime.host.confined import ChildLimits, confine, confinement
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine, confinement
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="seccomp and Landlock are Linux's"),
@@ -24,10 +24,10 @@ def held() -> list[str]:
     return list(confinement())
 
 
-def tried(name: str, request: Any = None, **options: Any) -> str:
+def tried(name: str, request: Any = None, **task: Any) -> str:
     """What becomes of an attempt in the child: "done", or the error's name."""
     given = {"attempt": name, "request": request}
-    return str(confine("tests.support.attempts:attempt", given, subject="it", limits=SMALL, **options))
+    return str(confine(ChildTask("tests.support.attempts:attempt", given, SMALL, **task), Subject("it")))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_child_reads_what_was_named_and_no_other_file(held: list[str], tmp_p
 
 def test_the_child_does_not_see_the_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VTX_API_KEY", "secret")
-    names = confine("tests.support.attempts:environment", None, subject="nothing", limits=SMALL)
+    names = confine(ChildTask("tests.support.attempts:environment", None, SMALL), Subject("nothing"))
     assert "PATH" in names
     assert "VTX_API_KEY" not in names
 

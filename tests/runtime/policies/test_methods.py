@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.boundaries import attention, boundary
+from tests.support.json_files import read_json
 from vtx.runtime.policies import Boundary, PromptText
 from vtx.runtime.policies.methods.cdpruner import COSINES, CDPruner, cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
@@ -187,7 +187,7 @@ def test_tokens_that_keep_their_positions_go_on_keeping_them() -> None:
 
 def test_pivots_in_the_order_of_darts_code_follow_the_recorded_cases() -> None:
     """Those that tests/runtime/cpp/test_selection.py holds libvtx to; CPython's own sets gave them."""
-    cases = json.loads(SET_ORDERS.read_text(encoding="utf-8"))
+    cases = read_json(SET_ORDERS)
     assert len(cases) > 50
     for numbers, order in cases:
         assert set_order(numbers) == order

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.boundaries import ROOT, boundary
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import random_image
 from vtx import cli
 from vtx.runtime.api.load import load

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tests.support.templates import EXPRESSIONS
 from vtx.runtime.errors import TemplateError, VtxError
-from vtx.runtime.host.confined import ChildLimits, confine
+from vtx.runtime.host.confined import ChildLimits, ChildTask, Subject, confine
 from vtx.runtime.prompt.template import MAX_SOURCE, ChatTemplate
 
 CHAT: list[dict[str, Any]] = [
@@ -150,11 +150,8 @@ PATIENT = ChildLimits(memory=1 << 30, cpu_seconds=60)  # for what must succeed: 
 
 def render_confined(source: str, limits: ChildLimits = CHILD) -> Any:
     return confine(
-        "tests.support.confined:render",
-        {"source": source, "messages": CHAT},
-        subject="the template",
-        limits=limits,
-        cure="give another with --chat-template FILE",
+        ChildTask("tests.support.confined:render", {"source": source, "messages": CHAT}, limits),
+        Subject("the template", cure="give another with --chat-template FILE"),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.calling import CHANNEL, HERMES, SWITCHED, THINKING, switched_template
 from tests.support.text import VICUNA, make_settings, make_tokenizer
-from vtx.runtime.api.answering import TextOutput
+from vtx.runtime.api.writing import TextOutput
 from vtx.runtime.prompt.messages import Message, with_tools
 from vtx.runtime.prompt.template import ShapingTemplate
 from vtx.runtime.prompt.text import Text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from onnx import numpy_helper
 from tests.support import bundles
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.qwen import QWEN3
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.cli import doctor
 from vtx.exporter.bundling.options import ExportOptions
@@ -29,7 +29,7 @@ GOLDEN = "golden.safetensors"
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compare") / "bundle"
     return bundles.export_all(tiny_checkpoint(Tiny(layers=4)), folder, (2, 3), reductions=REDUCTIONS).folder
 
@@ -69,7 +69,7 @@ def test_sources_of_a_sound_bundle_agree(other: str, whole: Path) -> None:
 
 @pytest.mark.parametrize("other", ["plain", "trt", "openvino"])
 def test_inputs_of_stages_per_token_are_given_and_compared(
-    other: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    other: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     if other == "openvino":
         pytest.importorskip("openvino")
@@ -82,7 +82,7 @@ def test_inputs_of_stages_per_token_are_given_and_compared(
 @pytest.mark.parametrize("other", ["plain", "trt", "trt10", "openvino"])
 @pytest.mark.parametrize("tiny", [GEMMA3, GEMMA4], ids=lambda tiny: tiny.family)
 def test_layers_that_slide_and_layers_that_read_others_are_compared(
-    tiny: Tiny, other: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, other: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     if other == "openvino":
         pytest.importorskip("openvino")
@@ -92,7 +92,7 @@ def test_layers_that_slide_and_layers_that_read_others_are_compared(
     assert first_difference(graphs) is None
 
 
-def test_k_and_v_in_8_bits_are_compared_as_numbers(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_k_and_v_in_8_bits_are_compared_as_numbers(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     options = ExportOptions(str(tiny_checkpoint(Tiny(layers=2))), (2,), "fp32", kv_precision="int8")
     bundle = bundles.export_with(options, tmp_path / "bundle")
     graphs = list(compare(bundle, "ort", "plain"))

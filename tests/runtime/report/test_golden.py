@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 import vtx
 from tests.support import bundles
+from tests.support.fixtures import Checkpoints
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.bundle.safetensors import read_header, read_tensor, write_safetensors
 from vtx.runtime.errors import BundleError, VtxError
@@ -132,7 +132,7 @@ def test_the_golden_picture_is_always_the_same() -> None:
     assert golden_image().size == (200, 150)
 
 
-def test_an_fp32_bundle_with_fp16_k_and_v_has_their_limit(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_fp32_bundle_with_fp16_k_and_v_has_their_limit(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     options = ExportOptions(str(tiny_checkpoint()), (), "fp32", kv_precision="fp16", dialects=("ort",))
     by_name = checks(bundles.export_with(options, tmp_path / "bundle").folder)
     assert by_name["vision features"].limit == 1e-4

@@ -16,6 +16,8 @@ from click.testing import CliRunner
 from tests.support.bundles import export, export_with, write_gate
 from tests.support.exported import THREADS
 from tests.support.families.qwen import QWEN2, QWEN3
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
@@ -41,7 +43,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Model:
     options = ExportOptions(str(tiny_checkpoint()), (3, 5), "fp32", dialects=("ort", "plain"), reductions=REDUCTIONS)
     out = tmp_path_factory.mktemp("traces") / "bundle"
     return load(export_with(options, out).folder, device="cpu", threads=THREADS)
@@ -116,7 +118,7 @@ def test_traces_that_end_half_way_leave_a_folder_that_can_be_named_again(model: 
 
 
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-def test_positions_of_three_parts_are_traced(tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny) -> None:
+def test_positions_of_three_parts_are_traced(tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny) -> None:
     tiny = replace(tiny, layers=2, maps=(0, 1))
     model = load(export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), dialects=("ort",)).folder, device="cpu")
     for name in ("once", "again"):
@@ -141,7 +143,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 def test_engines_meet_each_other_at_every_precision_and_for_every_kind_of_policy_at_int8(
-    tiny_checkpoint: Callable[..., Path], gates: Path, tmp_path: Path, precision: str
+    tiny_checkpoint: Checkpoints, gates: Path, tmp_path: Path, precision: str
 ) -> None:
     pytest.importorskip("openvino", reason='openvino is not installed; pip install "vtx-edge[openvino]"')
     kinds = EVERY_KIND if precision == "int8" else ()
@@ -173,8 +175,8 @@ def test_another_choice_is_refused_on_the_same_engine_and_beyond_the_share(
 
     other = altered(traces, tmp_path, change)
     assert "kept.0[0] is 1, expected 0" in failures(model, traces, other)[0]
-    index = json.loads((other / "traces.json").read_text())
-    (other / "traces.json").write_text(json.dumps({**index, "device": "another"}))
+    index = read_json(other / "traces.json")
+    write_json(other / "traces.json", {**index, "device": "another"})
 
     def checked(choices: float) -> list[Check]:
         return [check for check in compare_traces(traces, other, 1e-4, choices) if check.difference or not check.passed]
@@ -246,10 +248,10 @@ def test_logits_that_are_not_numbers_are_refused(model: Model, traces: Path, tmp
 
 def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(traces, tmp_path / "fewer"))
-    index = json.loads((folder / "traces.json").read_text())
+    index = read_json(folder / "traces.json")
     del index["cases"][1]
     del index["cases"][0]["questions"][-1]
-    (folder / "traces.json").write_text(json.dumps(index))
+    write_json(folder / "traces.json", index)
     found = failures(model, traces, folder)
     assert [line.rpartition(": ")[2] for line in found] == ["this question is missing", "this case is missing"]
 
@@ -258,25 +260,25 @@ def test_a_missing_case_and_a_missing_question_are_refused(model: Model, traces:
     ("key", "value"), [("format", 1), ("format", "2"), ("steps", None), ("cases", {}), ("surprise", 1)]
 )
 def test_an_index_that_is_not_one_is_refused(traces: Path, tmp_path: Path, key: str, value: Any) -> None:
-    index = {**json.loads((traces / "traces.json").read_text()), key: value}
-    (tmp_path / "traces.json").write_text(json.dumps(index))
+    index = {**read_json(traces / "traces.json"), key: value}
+    write_json(tmp_path / "traces.json", index)
     with pytest.raises(RequestError, match="write the traces again"):
         read_index(tmp_path)
 
 
 def test_traces_of_another_bundle_and_files_elsewhere_are_refused(model: Model, traces: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(traces, tmp_path / "other"))
-    index = json.loads((folder / "traces.json").read_text())
-    (folder / "traces.json").write_text(json.dumps({**index, "manifest": "0" * 64}))
+    index = read_json(folder / "traces.json")
+    write_json(folder / "traces.json", {**index, "manifest": "0" * 64})
     with pytest.raises(RequestError, match="of another bundle"):
         judged(model, traces, folder)
     index["cases"][0]["file"] = "../case-00.safetensors"
-    (folder / "traces.json").write_text(json.dumps(index))
+    write_json(folder / "traces.json", index)
     with pytest.raises(RequestError, match="not in its directory"):
         judged(model, traces, folder)
 
 
-def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_doctor_writes_traces_and_judges_them(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = load(export(tiny_checkpoint(), tmp_path / "bundle", (5,)).folder, device="cpu", threads=THREADS)
     bundle, out = str(model.bundle.folder), tmp_path / "traces"
     done = CliRunner().invoke(cli.doctor, [bundle, "--device", "cpu", "--write-traces", str(out)])

@@ -309,11 +309,14 @@ def test_questions_about_a_picture_in_use_share_its_prefix(
     first: tuple[int | None, str], second: tuple[int | None, str], model: Model
 ) -> None:
     """Each begins while those before it decode, and answers as alone; with equal settings the picture runs once."""
-    pool, images = ConversationPool(model.loaded, 1 << 30, 8), [model.loaded.prepare(random_image(4, (126, 126)))]
+    pool, images = (
+        ConversationPool(model.loaded, 1 << 30, 8),
+        [model.loaded.images.prepare(random_image(4, (126, 126)))],
+    )
 
     def stream(conversation: Conversation | None, words: str, settings: tuple[int | None, str]) -> AnswerStream:
         messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}]
-        conversation = conversation or pool.lease(images, model.loaded.prompt_ids(messages, images))
+        conversation = conversation or pool.lease(images, model.loaded.prompts.ids(messages, images))
         options = Options(6, ignore_eos=True, logprobs=True)
         return conversation.stream_messages(messages, Settings(settings[0], options, settings[1]), resume=True)
 
@@ -338,7 +341,10 @@ def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
     settings: list[tuple[int | None, str]], model: Model
 ) -> None:
     """With all image tokens, and after some have left, by earlier questions of the conversation that has it."""
-    images, options = (model.loaded.prepare(random_image(6, (126, 126))),), Options(4, ignore_eos=True, logprobs=True)
+    images, options = (
+        (model.loaded.images.prepare(random_image(6, (126, 126))),),
+        Options(4, ignore_eos=True, logprobs=True),
+    )
     held = Conversation(model.loaded, images)
     for k, reduce in settings:
         held.ask("red?", k, options, reduce=reduce)
@@ -362,12 +368,12 @@ def test_the_ends_of_prompts_about_one_picture_run_in_one_pass(
     """
     batching = Batching(model, 8, 16)
     assert batching.joins_prompts
-    images = [model.loaded.prepare(random_image(4, (126, 126)))]
+    images = [model.loaded.images.prepare(random_image(4, (126, 126)))]
     pool, options = ConversationPool(model.loaded, 1 << 30, 8), Options(6, ignore_eos=True, logprobs=True)
 
     def stream(conversation: Conversation | None, words: str) -> AnswerStream:
         messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": words}]}]
-        conversation = conversation or pool.lease(images, model.loaded.prompt_ids(messages, images))
+        conversation = conversation or pool.lease(images, model.loaded.prompts.ids(messages, images))
         return conversation.stream_messages(messages, Settings(settings[0], options, settings[1]), resume=True)
 
     asked = ["red?", "what is the shape?", "how many are there?", "blue?"]

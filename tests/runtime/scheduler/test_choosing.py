@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.clock import Clock
+from tests.support.json_files import write_json
 from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
 from vtx.runtime.errors import RequestError
 from vtx.runtime.scheduler.choosing import Allowed, Chooser, read_allowed
-from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, TooLateError
+from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, Terms, TooLateError
 
 NONE, DEEP, EARLY = Allowed("none", None, "none", 0.84, 1000.0), Allowed("K = 5", 5, "none", 0.83, 600.0), Allowed(
     "K = 3", 3, "none", 0.81, 300.0
@@ -110,7 +110,7 @@ def loaded_queue(deadlines: list[float], allowed: list[Allowed]) -> tuple[list[s
             if isinstance(event, Done | TooLateError):
                 ended.release()
 
-        job = Job(begin, lambda _: None, emit, ends_at=ends_at, urgent=True)
+        job = Job(begin, lambda _: None, emit, Terms(ends_at, urgent=True))
         job.quickest = lambda: chooser.quickest(1000)
         made.submit(job)
 
@@ -151,7 +151,7 @@ def test_a_request_is_refused_only_if_the_quickest_method_does_not_make_it() -> 
 
     def job(seconds: float = 0.0, left: float = math.inf, *, adapts: bool = True) -> Job:
         stream: Any = Stream(seconds, clock, gate)
-        made = Job(lambda: stream, lambda _: None, emit, ends_at=clock.now + left, urgent=left < math.inf)
+        made = Job(lambda: stream, lambda _: None, emit, Terms(clock.now + left, left < math.inf))
         if adapts:
             made.quickest = lambda: chooser.quickest(1000)
         return made
@@ -189,7 +189,7 @@ def report(folder: Path, bundle: str, **changes: Any) -> Path:
         "methods": [method(allowed) for allowed in (EARLY, NONE, DEEP)], **changes,
     }  # fmt: skip
     file = folder / "report.json"
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     return file
 
 

@@ -22,9 +22,9 @@ from vtx.exporter.bundling.options import ExportOptions
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.conversation import Conversation
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import opening_parts
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options, Settings
+from vtx.runtime.api.prompts import opening_parts
 from vtx.runtime.errors import ImageError, RequestError
 from vtx.runtime.prompt.messages import Message
 from vtx.runtime.scheduler.conversations import ConversationPool, NoMemoryError
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Iterator[Model]:
 
 
 def asked(model: Model, picture: int, words: str, k: Any, reduce: str, temperature: float) -> AnswerRequest:
-    images = (model.loaded.prepare(random_image(picture, (126, 126))),)
+    images = (model.loaded.images.prepare(random_image(picture, (126, 126))),)
     messages: list[Message] = [{"role": "user", "content": opening_parts(images, words)}]
     sampling = Sampling(temperature=temperature, seed=7)
     options = Options(12, ignore_eos=True, logprobs=True, sampling=sampling)
@@ -174,7 +174,7 @@ def test_pictures_that_take_the_memory_of_ten_are_computed_alone_and_change_no_o
     settings = Settings(None, Options(6, ignore_eos=True), "none")
 
     def of(words: str, *pictures: Any) -> AnswerRequest:
-        images = tiled.loaded.prepare_all(pictures)
+        images = tiled.loaded.images.prepare_all(pictures)
         messages: list[Message] = [{"role": "user", "content": opening_parts(images, words)}]
         return AnswerRequest.of(tiled.loaded, images, messages, settings)
 

@@ -24,7 +24,7 @@ from vtx.runtime.scheduler.engine import Capacity, Engine
 from vtx.runtime.session.encoded_images import PictureCache, PreparedImage
 from vtx.runtime.vision.image import load_image
 
-READ = "vtx.runtime.api.loaded.load_image"
+READ = "vtx.runtime.api.images.load_image"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def model(models: Models) -> Model:
 
 @pytest.fixture
 def cache(model: Model) -> Iterator[PictureCache]:
-    with patch.object(model.loaded, "picture_cache", PictureCache(1 << 30)) as cache:
+    with patch.object(model.loaded.caches, "pictures", PictureCache(1 << 30)) as cache:
         yield cache
 
 
@@ -64,10 +64,10 @@ def test_threads_that_need_one_picture_read_it_once(model: Model, cache: Picture
         return load_image(given, *more)
 
     with patch(READ, slowly), patch.object(cache, "prepared", asking), ThreadPoolExecutor(4) as pool:
-        images = list(pool.map(model.loaded.prepare, [source] * 4))
+        images = list(pool.map(model.loaded.images.prepare, [source] * 4))
     assert read == [source]
-    with patch.object(model.loaded, "picture_cache", None):
-        fresh = model.loaded.prepare(source)
+    with patch.object(model.loaded.caches, "pictures", None):
+        fresh = model.loaded.images.prepare(source)
     for image in images:
         same(image, fresh)
 
@@ -79,14 +79,14 @@ def test_other_bytes_another_fit_and_more_pictures_in_a_prompt_are_other_picture
     model = models(tiny)
     sources = [png(1), png(2), data_url(random_image(1, (40, 30)))]
     settings = dict[str, Any](), more
-    fresh = [model.loaded.prepare(source, **each) for source in sources for each in settings]
-    with patch.object(model.loaded, "picture_cache", PictureCache(1 << 30)):
+    fresh = [model.loaded.images.prepare(source, **each) for source in sources for each in settings]
+    with patch.object(model.loaded.caches, "pictures", PictureCache(1 << 30)):
         for _ in range(2):
-            found = [model.loaded.prepare(source, **each) for source in sources for each in settings]
+            found = [model.loaded.images.prepare(source, **each) for source in sources for each in settings]
             for one, other in zip(found, fresh, strict=True):
                 same(one, other)
         with patch(READ, side_effect=AssertionError("read again")):
-            assert not np.array_equal(*(model.loaded.prepare(sources[2], **each).views[0] for each in settings))
+            assert not np.array_equal(*(model.loaded.images.prepare(sources[2], **each).views[0] for each in settings))
 
 
 def decoded(model: Model, *sources: Any) -> list[bool]:
@@ -95,19 +95,19 @@ def decoded(model: Model, *sources: Any) -> list[bool]:
     for source in sources:
         checked = list[Any]()
         with patch(READ, wraps=load_image) as read:
-            model.loaded.prepare(source, check=checked.append)
+            model.loaded.images.prepare(source, check=checked.append)
         assert len(checked) == read.call_count
         found.append(bool(checked))
     return found
 
 
 def test_the_least_recently_used_leave_and_what_is_too_large_is_not_kept(model: Model) -> None:
-    size = model.loaded.prepare(png(1)).nbytes
-    with patch.object(model.loaded, "picture_cache", PictureCache(2 * size)) as cache:
+    size = model.loaded.images.prepare(png(1)).nbytes
+    with patch.object(model.loaded.caches, "pictures", PictureCache(2 * size)) as cache:
         assert decoded(model, *map(png, (1, 2, 1, 3))) == [True, True, False, True]
         assert cache.bytes == 2 * size
         assert decoded(model, *map(png, (3, 1, 2))) == [False, False, True]
-    with patch.object(model.loaded, "picture_cache", PictureCache(size - 1)) as cache:
+    with patch.object(model.loaded.caches, "pictures", PictureCache(size - 1)) as cache:
         assert decoded(model, png(1), png(1)) == [True, True]
         assert cache.bytes == 0
 
@@ -116,18 +116,18 @@ def test_a_tenant_finds_no_picture_of_another(model: Model, cache: PictureCache)
     for tenant in ("alice", "bob"):
         for calls in (1, 0):
             with patch(READ, wraps=load_image) as read:
-                model.loaded.prepare(png(1), tenant=tenant)
+                model.loaded.images.prepare(png(1), tenant=tenant)
             assert read.call_count == calls, tenant
 
 
 def test_a_picture_that_cannot_be_read_is_told_to_each_and_tried_again(model: Model, cache: PictureCache) -> None:
     for _ in range(2):
         with pytest.raises(ImageError, match="not an image"):
-            model.loaded.prepare(b"no picture at all")
+            model.loaded.images.prepare(b"no picture at all")
     with patch(READ, side_effect=MemoryError), pytest.raises(MemoryError):
-        model.loaded.prepare(png(1))
+        model.loaded.images.prepare(png(1))
     assert cache.bytes == 0
-    assert model.loaded.prepare(png(1)).size == (40, 30)
+    assert model.loaded.images.prepare(png(1)).size == (40, 30)
 
 
 def test_a_file_is_known_by_its_content_wherever_it_comes_from(
@@ -140,10 +140,10 @@ def test_a_file_is_known_by_its_content_wherever_it_comes_from(
     assert decoded(model, path, str(path), other, png(1), bytearray(png(1)), url) == [True, *[False] * 5]
     path.write_bytes(png(2))
     assert decoded(model, path, other) == [True, False]
-    same(model.loaded.prepare(path), model.loaded.prepare(random_image(2, (40, 30))))
+    same(model.loaded.images.prepare(path), model.loaded.images.prepare(random_image(2, (40, 30))))
     other.write_bytes(b"no picture at all")
     with pytest.raises(ImageError, match=r"other\.png' is not an image"):
-        model.loaded.prepare(other)
+        model.loaded.images.prepare(other)
 
 
 def test_what_is_no_file_is_read_each_time(model: Model, cache: PictureCache) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.serving import WAIT, until
 from vtx.runtime.api.answer import Progress
-from vtx.runtime.scheduler.scheduler import JOINING, ClosedError, Done, Event, Job, Piece, Scheduler
+from vtx.runtime.scheduler.scheduler import JOINING, ClosedError, Done, Event, Job, Piece, Scheduler, Terms
 
 
 class Script:
@@ -113,7 +113,7 @@ def test_an_urgent_request_is_tried_if_nothing_else_is_to_be_done() -> None:
     """Whatever earlier answers took: times that were once long would else refuse all that come."""
     stream: Any = Script("a", 2, [])
     client = Client(stream)
-    client.job = Job(lambda: stream, client.kept.append, client.emit, ends_at=time.monotonic() + WAIT, urgent=True)
+    client.job = Job(lambda: stream, client.kept.append, client.emit, Terms(time.monotonic() + WAIT, urgent=True))
     with scheduler(1) as made, patch.object(made, "_prompt_seconds", 10 * WAIT):
         made.submit(client.job)
         assert client.ended.wait(WAIT)
@@ -314,7 +314,8 @@ def chunked(parallel: int, *streams: tuple[str, int, int, float, float], late: t
     for name, chunks, tokens, seconds, end in reversed((*streams, *late)):
         during = (lambda: made.submit(clients[0].job)) if late and len(clients) == 1 else lambda: None
         client = Client(Chunks(name, chunks, tokens, order, clock, gate=gate, seconds=seconds, during=during))
-        client.job.ends_at = client.job.order = end
+        client.job.terms = Terms(end)
+        client.job.order = end
         clients.append(client)
     try:
         for client in reversed(clients[len(late) :]):

@@ -48,7 +48,7 @@ def arrays(tokens: ImageTokens) -> list[NDArray[Any]]:
 
 
 def test_only_tiles_that_changed_are_encoded_and_all_are_as_fresh_ones(model: Model) -> None:
-    images = [model.loaded.prepare(frame) for frame in frames()]
+    images = [model.loaded.images.prepare(frame) for frame in frames()]
     tiles, passes, seen = ImageCache(64 << 20), 0, set[bytes]()
     original = type(model.backend).vision
 
@@ -70,7 +70,7 @@ def test_only_tiles_that_changed_are_encoded_and_all_are_as_fresh_ones(model: Mo
 
 def test_a_tenant_finds_the_tiles_that_it_put_there_and_no_others(models: Models) -> None:
     model, tiles = models(LLAVA_NEXT), ImageCache(64 << 20)
-    image, vision = model.loaded.prepare(frames()[0]), type(model.backend).vision
+    image, vision = model.loaded.images.prepare(frames()[0]), type(model.backend).vision
     for tenant in ("alice", "bob"):
         for passes in (len({view.tobytes() for view in image.views}), 0):
             with patch.object(type(model.backend), "vision", autospec=True, side_effect=vision) as run:
@@ -80,14 +80,14 @@ def test_a_tenant_finds_the_tiles_that_it_put_there_and_no_others(models: Models
 
 def test_tiles_are_kept_within_a_bound_and_not_for_images_of_one_view(models: Models) -> None:
     model = models(LLAVA_NEXT)
-    images = [model.loaded.prepare(frame) for frame in frames()]
+    images = [model.loaded.images.prepare(frame) for frame in frames()]
     size = nbytes(model.backend.vision(images[0].views[:1], {}))
     tiles = ImageCache(2 * size)
     for image in images:
         image.encode(model.backend, tiles=tiles)
         assert 0 < tiles.bytes <= 2 * size
     plain, tiles = models(Tiny(context=512), (3,)), ImageCache(64 << 20)
-    plain.loaded.prepare(frames()[0]).encode(plain.backend, tiles=tiles)
+    plain.loaded.images.prepare(frames()[0]).encode(plain.backend, tiles=tiles)
     assert tiles.bytes == 0
 
 
@@ -95,7 +95,7 @@ def test_answers_about_frames_with_common_tiles_are_those_of_fresh_questions(mod
     settings = Settings(None, Options(STEPS, ignore_eos=True))
     requests = list[AnswerRequest]()
     for frame in frames():
-        images = (model.loaded.prepare(frame),)
+        images = (model.loaded.images.prepare(frame),)
         messages = Conversation(model.loaded, images).opening("red?")
         requests.append(AnswerRequest.of(model.loaded, images, messages, settings))
     wanted = [Conversation(model.loaded, r.images).stream_messages(r.messages, settings).read() for r in requests]
@@ -103,7 +103,7 @@ def test_answers_about_frames_with_common_tiles_are_those_of_fresh_questions(mod
         found = dict(engine.answers((number, [request]) for number, request in enumerate(requests)))
         assert engine.tiles is not None
         assert engine.tiles.hits > 0
-    assert model.loaded.tile_cache is None
+    assert model.loaded.caches.tiles is None
     for number, answer in enumerate(wanted):
         (got,) = found[number]
         assert (got.token_ids, got.text) == (answer.token_ids, answer.text)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -21,7 +22,7 @@ def packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(packages: None, lasting: Path, tiny_checkpoint: Callable[..., Path]) -> Path:
+def tiny_bundle(packages: None, lasting: Path, tiny_checkpoint: Checkpoints) -> Path:
     """A bundle with K of 3 and 5, and FastV."""
     return export(tiny_checkpoint(Tiny()), lasting / "tiny", (3, 5), "fp32", reductions=("fastv:k=3,ratio=0.5",)).folder
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.serving import Served, asking, serving, until, user
+from tests.support.serving import Served, asking, serving, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.model import Model
@@ -58,7 +58,7 @@ def test_a_picture_that_is_sent_again_is_not_read_again(served: Served, local: M
     turns = user("red?", image), {"role": "assistant", "content": first}, user("blue?")
     asked = [(user("how many?", image),), turns]
     wanted = [list(expected(local, *messages).token_ids) for messages in asked]
-    reading = [f"vtx.runtime.{name}" for name in ("api.loaded.load_image", "server.endpoints.image_size")]
+    reading = [f"vtx.runtime.{name}" for name in ("api.images.load_image", "server.endpoints.image_size")]
     with patch(reading[0], side_effect=AssertionError), patch(reading[1], side_effect=AssertionError):
         found = [served.chat(asking(*messages, **NONE)).json for messages in asked]
     assert [facts(completion)["token_ids"] for completion in found] == wanted
@@ -238,7 +238,7 @@ def test_the_metrics_count_what_was_done(tiny_bundle: Path) -> None:
             served.chat(asking(user("red?", IMAGE), k=3, reduce="none"))
         served.chat(asking(user("which?", IMAGE, OTHER), **NONE))
         served.chat({"model": "other", "messages": [user("red?")]})
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "all have ended")
+        served.until_active(0, "all have ended")
         figures = served.metrics()
     assert figures['vtx_requests_total{status="200"}'] == 3
     assert figures['vtx_requests_total{status="404"}'] == 1

@@ -14,7 +14,7 @@ import pytest
 from tests.support.clock import Clock
 from tests.support.serving import WAIT, asking, held, serving, until, user
 from vtx.runtime.api.answer import Progress
-from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, TooLateError
+from vtx.runtime.scheduler.scheduler import Done, Event, Job, Scheduler, Terms, TooLateError
 from vtx.runtime.server.limits import Limits
 from vtx.runtime.server.refusal import refusal_of
 
@@ -69,7 +69,7 @@ def test_the_nearest_end_begins_first_and_a_priority_moves_it() -> None:
                 ended.release()
 
         ends_at = time.monotonic() + ends_in
-        return Job(lambda: stream, lambda _: None, emit, ends_at=ends_at, limit=400, priority=priority)
+        return Job(lambda: stream, lambda _: None, emit, Terms(ends_at, limit=400, priority=priority))
 
     with scheduler() as made:
         made.submit(job("running", 600))
@@ -113,11 +113,7 @@ def test_no_flood_of_privileged_requests_or_near_deadlines_keeps_another_waiting
             stream: Any = Second("flood", [], go)
             limit, priority = (5, 0) if urgent else (100, 10)
             ends_at = clock.now + limit
-            flood.append(
-                Job(
-                    lambda: stream, lambda _: None, more, ends_at=ends_at, urgent=urgent, limit=limit, priority=priority
-                )
-            )
+            flood.append(Job(lambda: stream, lambda _: None, more, Terms(ends_at, urgent, limit, priority)))
             made.submit(flood[-1])
 
     made = Scheduler("test", 1, clock=clock)
@@ -125,7 +121,7 @@ def test_no_flood_of_privileged_requests_or_near_deadlines_keeps_another_waiting
         go.clear()
         more()
         until(lambda: made.active == 1, "the flood begins")
-        made.submit(Job(begin, lambda _: None, emit, ends_at=clock.now + 100, limit=100))
+        made.submit(Job(begin, lambda _: None, emit, Terms(clock.now + 100, limit=100)))
         more()
         more()
         go.set()
@@ -147,7 +143,7 @@ def test_an_urgent_request_that_cannot_make_it_is_refused_at_once() -> None:
             if isinstance(event, Done):
                 ended.release()
 
-        return Job(lambda: stream, lambda _: None, emit, ends_at=time.monotonic() + ends_in, urgent=urgent)
+        return Job(lambda: stream, lambda _: None, emit, Terms(time.monotonic() + ends_in, urgent))
 
     with scheduler() as made:
         made.submit(job(0.01, urgent=True))  # nothing is known yet
@@ -190,7 +186,7 @@ def test_admission_counts_the_whole_answer_by_its_expected_length() -> None:
         stream: Any = Tokens(tokens)
         emit = lambda event: ended.set() if isinstance(event, Done) else None  # noqa: E731
         ends_at = clock.now + ends_in
-        return Job(lambda: stream, lambda _: None, emit, ends_at=ends_at, urgent=urgent, tokens=tokens)
+        return Job(lambda: stream, lambda _: None, emit, Terms(ends_at, urgent, tokens=tokens))
 
     made = Scheduler("test", 2, clock=clock)
     try:
@@ -217,7 +213,7 @@ def test_a_full_queue_refuses_the_least_important_and_of_these_the_latest(tiny_b
         bodies = [asking(user("red?"), priority=priority, max_tokens=2) for priority in (-10, 0, 10)]
         with held(served):
             running = served.open_chat(asking(user("red?"), max_tokens=100))
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first is computed")
+            served.until_active(1, "the first is computed")
             least = served.open_chat(bodies[0], Connection="close")
             until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "it waits")
             middle = served.open_chat(bodies[1], Connection="close")

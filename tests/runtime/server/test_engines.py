@@ -119,11 +119,11 @@ def test_bundles_are_named_by_their_directory_or_as_told(tmp_path: Path) -> None
 
 def asked(pool: ConversationPool, model: Model, question: str, seed: int | None = 1) -> bool:
     """Ask through the pool; whether a kept conversation served."""
-    images = [] if seed is None else [model.loaded.prepare(random_image(seed))]
+    images = [] if seed is None else [model.loaded.images.prepare(random_image(seed))]
     content: list[Any] = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
     messages: Any = [{"role": "user", "content": content}]
     before = pool.hits
-    conversation = pool.lease(images, model.loaded.prompt_ids(messages, images))
+    conversation = pool.lease(images, model.loaded.prompts.ids(messages, images))
     conversation.stream_messages(messages, Settings(None, Options(max_new_tokens=2), "none"), resume=True).read()
     pool.give_back(conversation)
     return pool.hits > before
@@ -165,9 +165,9 @@ def test_conversations_in_use_count_too(local: Model) -> None:
     asked(pool, local, "red?", 1)
     pool = ConversationPool(local.loaded, int(1.5 * pool.kept_bytes), MANY)
     asked(pool, local, "red?", 1)
-    images = [local.loaded.prepare(random_image(2))]
+    images = [local.loaded.images.prepare(random_image(2))]
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
-    conversation = pool.lease(images, local.loaded.prompt_ids(messages, images))
+    conversation = pool.lease(images, local.loaded.prompts.ids(messages, images))
     conversation.stream_messages(messages, Settings(None, Options(max_new_tokens=2), "none"), resume=True).read()
     pool.give_back(conversation)
     assert not asked(pool, local, "red?", 1)
@@ -181,9 +181,9 @@ def test_what_is_in_use_leaves_less_room_for_what_is_kept(local: Model) -> None:
     pool = ConversationPool(local.loaded, int(2.5 * one), MANY)
     for seed in (1, 2):
         assert not asked(pool, local, "red?", seed)
-    images = [local.loaded.prepare(random_image(1))]
+    images = [local.loaded.images.prepare(random_image(1))]
     messages: Any = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red?"}]}]
-    in_use = pool.lease(images, local.loaded.prompt_ids(messages, images))
+    in_use = pool.lease(images, local.loaded.prompts.ids(messages, images))
     assert in_use.cache_bytes == one, "a kept one"
     assert not asked(pool, local, "red?", 3), "a third"
     assert pool.kept_bytes == one, "beside it one is kept, and not two"
@@ -229,7 +229,7 @@ def test_a_bundle_is_replaced_while_its_answers_run(tiny_bundle: Path, later: Pa
         assert served.engines.reload() == ["tiny was replaced"]
         for answer in answers:
             assert answer.result(WAIT).json["usage"]["vtx"]["token_ids"] == wanted
-        assert old.model.loaded.closed
+        assert old.model.loaded.conversations.closed
         assert served.engines.loaded != [old]
         assert ks(served) == [4]
         assert served.chat(body).status == 400
@@ -251,7 +251,7 @@ def test_a_bundle_that_fails_does_not_take_the_place_of_the_old_one(
         (old,) = served.engines.loaded
         replaced(folder, later)
         assert served.engines.reload() == ["tiny was not replaced: logits differ"]
-        assert [model.loaded.closed for model in verified] == [True]
+        assert [model.loaded.conversations.closed for model in verified] == [True]
         (folder / "vtx.json").write_text("{}")
         (told,) = served.engines.reload()
         assert "was altered" in told

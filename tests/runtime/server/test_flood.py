@@ -58,7 +58,7 @@ def test_of_a_flood_of_clients_half_of_whom_leave_the_others_get_their_own_answe
                 status, reply = received(connection)
             assert status == 200, reply
             assert reply["usage"]["vtx"]["token_ids"] == wanted[number % len(bodies)], number
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "all have ended")
+        served.until_active(0, "all have ended")
         figures = served.metrics()
         assert figures["vtx_requests_waiting"] == 0
         assert figures["vtx_kv_kept_bytes"] <= ROOM
@@ -76,7 +76,7 @@ def test_a_request_waits_while_its_memory_would_exceed_the_limit_next_to_those_i
     with serving({"tiny": tiny_bundle}, Limits(kv=1)) as served:
         with held(served):
             first = served.open_chat(asking(user("how many?")), Connection="close")
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first is computed")
+            served.until_active(1, "the first is computed")
             second = served.open_chat(body, Connection="close")
             until(lambda: served.metrics()["vtx_requests_waiting"] == 1, "the second waits")
         for connection in (first, second):
@@ -105,7 +105,7 @@ def test_a_request_for_which_there_is_no_memory_is_refused_in_openais_form(
         free[0] = 1 << 40
         with patch.object(backend, "head", wait):
             running = served.open_chat(asking(user("how many?"), max_tokens=200))
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "another one is computed")
+            served.until_active(1, "another one is computed")
             free[0] = 0
             refused.append(served.chat({**body, "deadline_ms": 1500}))
             running.close()
@@ -118,5 +118,5 @@ def test_a_request_for_which_there_is_no_memory_is_refused_in_openais_form(
         assert "of memory are free; ask again later" in refused[0].json["error"]["message"]
         assert "within 1.5 s" in refused[-1].json["error"]["message"]
         free[0] = 1 << 40
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "the other one has ended")
+        served.until_active(0, "the other one has ended")
         assert served.chat(body).status == 200

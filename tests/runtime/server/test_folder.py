@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT, Served, asking, serving, until, user
 from tests.support.tiny import Tiny, random_image
 from vtx.cli import serve
@@ -22,7 +23,7 @@ QUESTION = asking(user("red?", random_image(1)), k="none")
 
 
 @pytest.fixture(scope="module")
-def later(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def later(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with another K."""
     return export(tiny_checkpoint(Tiny()), tmp_path_factory.mktemp("later") / "later", (4,), "fp32").folder
 
@@ -88,7 +89,7 @@ def test_a_changed_bundle_takes_the_place_of_the_old_one_whose_answers_end(
         assert answer.result(WAIT).json["usage"]["vtx"]["token_ids"] == wanted
     until(lambda: not old.users, "its client has its answer a moment before")
     followed.look()
-    assert old.model.loaded.closed
+    assert old.model.loaded.conversations.closed
 
 
 def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: Followed, tiny_bundle: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: F
         assert answer.result(WAIT).status == 200
     until(lambda: not old.users, "its client has its answer a moment before")
     followed.look()
-    assert old.model.loaded.closed
+    assert old.model.loaded.conversations.closed
     assert followed.names == ["other"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fresh import FreshAnswers, Setting
-from tests.support.serving import Served, asking, serving, until, user
+from tests.support.serving import Served, asking, serving, user
 from tests.support.tiny import random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
@@ -80,4 +80,4 @@ def test_requests_side_by_side_get_fresh_answers(served: Served, fresh: FreshAns
     assert answered
     for asked, found in answered:
         fresh.check(found, *asked)
-    until(lambda: served.metrics()["vtx_requests_active"] == 0, "the answers of those who left have ended")
+    served.until_active(0, "the answers of those who left have ended")

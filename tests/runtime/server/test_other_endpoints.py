@@ -52,9 +52,9 @@ def test_a_completion_of_the_rendered_prompt_is_the_chat_s_answer(client: Any, s
 def test_control_tokens_of_a_raw_prompt_are_read_as_such(served: Served, local: Model) -> None:
     settings = local.manifest.text
     stream = local.open()
-    ids = local.loaded.prompt_ids([{"role": "prompt", "content": "a</s>b"}])
+    ids = local.loaded.prompts.ids([{"role": "prompt", "content": "a</s>b"}])
     assert settings.end_ids[0] in ids
-    assert settings.end_ids[0] not in local.loaded.prompt_ids([{"role": "user", "content": "a</s>b"}])[:-3]
+    assert settings.end_ids[0] not in local.loaded.prompts.ids([{"role": "user", "content": "a</s>b"}])[:-3]
     stream.close()
 
 
@@ -62,11 +62,11 @@ def test_embeddings_are_means_of_image_tokens_of_length_1(client: Any, local: Mo
     floats = client.embeddings.create(model="tiny", input=URLS, encoding_format="float")
     coded = client.embeddings.create(model="tiny", input=URLS)  # the client asks for base64
     for index, seed in enumerate((1, 2)):
-        prepared = local.loaded.prepare(random_image(seed))
+        prepared = local.loaded.images.prepare(random_image(seed))
         mean = prepared.encode(local.backend).hidden.mean(axis=0)
         np.testing.assert_allclose(floats.data[index].embedding, mean / np.linalg.norm(mean), atol=1e-6)
         np.testing.assert_allclose(coded.data[index].embedding, floats.data[index].embedding, atol=1e-6)
-    assert floats.usage.prompt_tokens == 2 * local.loaded.layout.max_tokens
+    assert floats.usage.prompt_tokens == 2 * local.loaded.images.layout.max_tokens
 
 
 @pytest.mark.parametrize(

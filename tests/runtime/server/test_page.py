@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.browser import launched
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT, Served, serving, until
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
@@ -20,7 +21,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 @pytest.fixture(scope="module")
-def roomy(packages: None, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Path:
+def roomy(packages: None, tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Path:
     """A bundle with room for several answers, as the page asks for them."""
     folder = tmp_path_factory.mktemp("roomy") / "tiny"
     return export(

@@ -15,7 +15,7 @@ from tests.support.tiny import random_image
 from vtx.commands.serve import aliases_of
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import RequestError
-from vtx.runtime.server.engines import Engines
+from vtx.runtime.server.engines import Engines, Serving
 from vtx.runtime.server.keys import Keys, read_keys
 from vtx.runtime.server.limits import Limits
 
@@ -161,7 +161,7 @@ def test_an_alias_means_its_bundle_and_is_listed(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize("aliases", [{"tiny": "tiny"}, {"a": "other"}])
 def test_an_alias_of_no_bundle_or_with_a_bundle_s_name_is_refused(tiny_bundle: Path, aliases: dict[str, str]) -> None:
     with pytest.raises(RequestError, match="alias"):
-        Engines({"tiny": tiny_bundle}, lambda _: pytest.fail("loaded"), Limits(), aliases=aliases)
+        Engines({"tiny": tiny_bundle}, lambda _: pytest.fail("loaded"), Limits(), serving=Serving(aliases=aliases))
 
 
 @pytest.mark.parametrize("specs", [("a",), ("a=",), ("=b",), ("a=b", "a=c")])

@@ -225,7 +225,7 @@ def test_a_full_queue_says_when_to_come_back(tiny_bundle: Path) -> None:
         assert response.status == 429
         assert int(response.headers["retry-after"]) > 0
         assert response.json["error"]["code"] == "queue_full"
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "both have ended")
+        served.until_active(0, "both have ended")
         assert served.chat(GOOD).status == 200
 
 
@@ -239,7 +239,7 @@ def test_an_answer_that_takes_too_long_is_ended(tiny_bundle: Path) -> None:
             assert response.json["choices"][0]["finish_reason"] == "length"
             assert response.json["usage"]["vtx"]["stopped"] == "timeout"
             assert 0 < response.json["usage"]["completion_tokens"] < 230
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "the answer ends")
+        served.until_active(0, "the answer ends")
 
 
 def test_a_request_that_waits_is_ended_at_its_limit_too(tiny_bundle: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_request_that_waits_is_ended_at_its_limit_too(tiny_bundle: Path) -> No
     with (
         serving({"tiny": tiny_bundle}, Limits(parallel=1, seconds=1.5)) as served, held(served), served.open_chat(long)
     ):  # fmt: skip
-        until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first answer begins")
+        served.until_active(1, "the first answer begins")
         for stream in (False, True):
             response = served.chat({**GOOD, "stream": stream})
             assert response.status == 408
@@ -283,10 +283,10 @@ def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -
         with held(served):
             counted = served.metrics()["vtx_completion_tokens_total"]
             connection = served.open_chat(asking(user("red?"), max_tokens=230, stream=stream))
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the answer begins")
+            served.until_active(1, "the answer begins")
             connection.close()
             until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the answer is cancelled")
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "the engine is free")
+        served.until_active(0, "the engine is free")
         assert served.metrics()["vtx_completion_tokens_total"] == counted
         assert served.chat(GOOD).status == 200
 
@@ -294,10 +294,10 @@ def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -
 def test_a_client_that_leaves_while_it_waits_is_not_computed(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, Limits(parallel=1)) as served:
         with held(served), served.open_chat(asking(user("red?"), max_tokens=200, stream=True)):
-            until(lambda: served.metrics()["vtx_requests_active"] == 1, "the first answer begins")
+            served.until_active(1, "the first answer begins")
             served.open_chat(asking(user("which?"), max_tokens=200)).close()
             until(lambda: served.metrics()["vtx_cancelled_total"] == 1, "the one that waits is cancelled")
-        until(lambda: served.metrics()["vtx_requests_active"] == 0, "both have ended")
+        served.until_active(0, "both have ended")
         assert served.chat(GOOD).status == 200
 
 

@@ -241,7 +241,7 @@ def test_the_answers_of_a_request_count_and_end_together() -> None:
 
 def test_no_key_loses_its_share_of_memory_to_another(local: Model) -> None:
     """Kept conversations and images of a key that has few outlive a flood of another's."""
-    cache, image = ImageCache(1000), local.loaded.prepare(IMAGE)
+    cache, image = ImageCache(1000), local.loaded.images.prepare(IMAGE)
     tokens = image.encode(local.backend)
     cache.limit_bytes = 4 * (tokens.hidden.nbytes + tokens.patches.indices.nbytes + 4096)
     cache.put("rare", tokens, "alice")
@@ -250,7 +250,7 @@ def test_no_key_loses_its_share_of_memory_to_another(local: Model) -> None:
     assert cache.get("rare", "alice") is tokens
     assert cache.get("rare", "bob") is None
     pool = ConversationPool(local.loaded, 1 << 30, 4)
-    prompts = [local.loaded.prompt_ids([{"role": "user", "content": f"red? {'x' * n}"}]) for n in range(21)]
+    prompts = [local.loaded.prompts.ids([{"role": "user", "content": f"red? {'x' * n}"}]) for n in range(21)]
     for number, ids in enumerate(prompts):
         conversation = pool.lease((), ids, tenant="bob" if number else "alice")
         list(conversation.stream_messages([{"role": "user", "content": f"red? {'x' * number}"}], SETTINGS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.families.videos import VIDEO_LLAVA
+from tests.support.fixtures import Checkpoints
 from tests.support.serving import WAIT, Served, asking, data_url, serving, until, user
 from tests.support.tiny import random_image
 from tests.support.video_files import write_video
@@ -24,9 +25,7 @@ QUESTION = {"type": "text", "text": "What happens?"}
 
 
 @pytest.fixture(scope="module")
-def bundles(
-    packages: None, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def bundles(packages: None, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("videos")
     return {"tiny": export(tiny_checkpoint(VIDEO_LLAVA), folder / "bundle").folder}
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.contract import FAMILIES, NEAR, Family, on_one_device, on_other_devices, with_rows
 from tests.support.dialects import DialectBackend
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     assert_chat_as_reference,
@@ -49,7 +49,7 @@ def loaded(models: Models) -> Callable[..., Model]:
 
 
 @pytest.fixture(scope="module")
-def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Models:
+def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
     """Bundles with the graphs of all dialects."""
     return Models(tmp_path_factory.mktemp("every_graph"), tiny_checkpoint, DIALECTS)
 
@@ -76,7 +76,7 @@ def model(drawn: tuple[Family, str], loaded: Callable[..., Model]) -> Model:
 
 
 @pytest.fixture(scope="module")
-def judge(family: Family, reference: Callable[..., Reference]) -> Reference:
+def judge(family: Family, reference: References) -> Reference:
     return reference(family.tiny)
 
 
@@ -92,7 +92,7 @@ def test_answers_are_those_of_transformers_and_at_k_of_the_statement(
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "device"), on_other_devices())
 def test_the_other_engine_answers_as_transformers_and_at_k_as_the_statement_too(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, device: str
 ) -> None:
     images, messages = [random_image(0, family.sizes[1])], prompt_messages(QUESTIONS[0])
     model, tolerance = loaded(device, family.tiny, family.ks), family.tolerance if device == "cpu" else NEAR
@@ -110,7 +110,7 @@ def test_images_of_extreme_shapes_and_text_alone_are_answered_as_by_transformers
         for k in (None, family.ks[-1]):
             wanted = judge.greedy(inputs, k, 2)
             found = greedy(model, given, k, 2, forced=wanted.ids)
-            np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+            assert_near(found.logits, wanted.logits, tolerance)
 
 
 def test_images_with_text_between_them_all_leave_at_k(
@@ -157,24 +157,24 @@ def test_a_replaced_image_is_answered_as_in_a_fresh_conversation(
             held.replace(images[1:2])
             found, wanted = held.ask("red?", k, options), fresh.ask("red?", k, options)
         assert found.token_ids == wanted.token_ids
-        np.testing.assert_allclose(found.logprobs or (), wanted.logprobs or (), atol=tolerance, rtol=0)
+        assert_near(found.logprobs or (), wanted.logprobs or (), tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.stated])
-def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Callable[..., Reference], name: str) -> None:
+def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: References, name: str) -> None:
     family, judge = FAMILIES[name], reference(FAMILIES[name].tiny)
     inputs = judge.inputs(prompt_messages(QUESTIONS[0]), [random_image(4, family.sizes[0])])
     for k in (None, *family.ks):
         found, wanted = Statement(judge).answer(inputs, Method(k=k), STEPS), judge.greedy(inputs, k, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "method"), with_rows("methods", 8))
 def test_reductions_are_those_of_the_statement(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, method: Method, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, method: Method, device: str
 ) -> None:
     specs = tuple(dict.fromkeys(word(replace(each, k=None)) for each in family.methods))
     ks = tuple(sorted({each.k for each in family.methods if each.k}))
@@ -192,7 +192,7 @@ def test_reductions_are_those_of_the_statement(
     for _ in range(2):  # also with caches that hold another question's
         found = talk.ask(messages, images, method, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
         assert list(found.done.slots) == slots
         last = list(range(sum(len(image.rows) for image in wanted.images)))
         for layer, kept in sorted(wanted.kept.items()):
@@ -206,7 +206,7 @@ def test_reductions_are_those_of_the_statement(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, tiny: Tiny, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, tiny: Tiny, device: str
 ) -> None:
     images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[0])]
     judge, asked = reference(tiny), prompt_messages(QUESTIONS[0], 2)
@@ -219,7 +219,7 @@ def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
-    loaded: Callable[..., Model], reference: Callable[..., Reference], family: Family, precision: str, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, precision: str, device: str
 ) -> None:
     tiny, most = replace(family.tiny, **family.rounding), family.rounded[precision]
     model = loaded(device, tiny, (3,), precision)
@@ -241,12 +241,12 @@ def test_graphs_of_other_dialects_compute_the_same(every_graph: Models, name: st
     for k in (None, family.ks[-1]):
         wanted, found = (greedy(each, prompt(each, messages, images), k, STEPS) for each in (model, other))
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=NEAR, rtol=0)
+        assert_near(found.logits, wanted.logits, NEAR)
 
 
 @pytest.mark.parametrize(("family", "spec"), with_rows("refused"))
 def test_reductions_without_a_meaning_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], family: Family, spec: str
+    tiny_checkpoint: Checkpoints, family: Family, spec: str
 ) -> None:
     options = ExportOptions(
         str(tiny_checkpoint(family.tiny)), (3,), "fp32", reductions=(spec,), allow_changed_answers=True

@@ -32,6 +32,7 @@ from tests.support.families.eagle import (
     rewrite,
     rewritten_config,
 )
+from tests.support.near import assert_near
 from tests.support.parity import assert_later_equal_fresh
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -90,12 +91,12 @@ def judge(checkpoint: Path) -> Judge:
 
 def near(found: Any, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     largest = float(wanted.abs().max())
-    np.testing.assert_allclose(np.asarray(found), wanted.numpy(), atol=tolerance * largest, rtol=0)
+    assert_near(np.asarray(found), wanted.numpy(), tolerance * largest)
 
 
 def compare(model: Model, judge: Judge, ks: tuple[int, ...], images: list[Any], question: str = QUESTION) -> set[Any]:
     """Pixels, features, ids and logits; returns the answers, by K."""
-    views = [np.asarray(model.loaded.prepare(image).views) for image in images]
+    views = [np.asarray(model.loaded.images.prepare(image).views) for image in images]
     near(np.concatenate(views), judge.pixels(images), 1e-6)
     hidden = np.stack([model.backend.vision(view).hidden.reshape(judge.tiny.tokens, -1) for view in views])
     near(hidden, judge.features(judge.pixels(images)))
@@ -192,7 +193,7 @@ def test_graphs_of_other_dialects_compute_the_same(model: Model, dialect: str) -
         asked = [prompt(m, prompt_messages(QUESTION, 2), PICTURES) for m in (model, other)]
         wanted, found = (greedy(m, p, k, STEPS) for m, p in zip((model, other), asked, strict=True))
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4, rtol=0)
+        assert_near(found.logits, wanted.logits, 1e-4)
 
 
 @pytest.mark.slow

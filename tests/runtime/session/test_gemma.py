@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 
 from tests.support.bundles import ORT, export
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4, settings
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
-from tests.support.reference import Reference
-from tests.support.tiny import Tiny, prompt_messages, random_image
+from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import FAMILY
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.api.load import load
@@ -25,7 +24,7 @@ from vtx.tools.model.decoder import PER_LAYER
 
 
 def test_the_graph_of_images_reads_one_row_of_the_table_of_inputs_to_layers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """E2B's table is 4.7 GB, which an engine would read and widen to gather a row while it loads."""
     folder = export(tiny_checkpoint(GEMMA4), tmp_path / "bundle", (4,)).folder
@@ -41,7 +40,7 @@ def test_the_graph_of_images_reads_one_row_of_the_table_of_inputs_to_layers(
 
 
 def test_a_smaller_budget_of_tokens_is_chosen_at_run_time(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[[Tiny], Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     tiny = replace(GEMMA4, budget=140)
     folder, judge = export(tiny_checkpoint(tiny), tmp_path / "bundle", (4,), dialects=ORT).folder, reference(tiny)
@@ -54,7 +53,7 @@ def test_a_smaller_budget_of_tokens_is_chosen_at_run_time(
             for k in (None, 4):
                 found = greedy(model, prompt(model, messages, pictures), k, 1)
                 wanted = judge.greedy(inputs, k, 1)
-                np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
+                assert_near(found.logits, wanted.logits, 1e-4)
         seen.append(found.done.vision_tokens)
     assert seen == [135, 60]
 
@@ -101,7 +100,7 @@ def test_more_patches_than_positions_are_refused() -> None:
 
 @pytest.mark.parametrize("k", [6, 7])  # layers 7 to 9 read keys and values of 5 and 6
 def test_a_withdrawal_that_layers_behind_would_not_follow_is_refused(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, k: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, k: int
 ) -> None:
     with pytest.raises(
         RequestError, match=f"K = {k} is behind layer 5: layers from 7 on .* name K from 2 to 5, or none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from tests.support.bundles import ORT, export
 from tests.support.exported import DEVICES, THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA3, gemma3_logits, settings3
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, STEPS
 from tests.support.reduced import Talk, word
 from tests.support.reference import Reference
@@ -37,13 +39,13 @@ TOLERANCE, TOKENS = 1e-4, 16
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(GEMMA3), tmp_path_factory.mktemp("gemma3") / "bundle", KS).folder
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def reduced(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
     place, words = tmp_path_factory.mktemp("reduced") / "bundle", tuple(map(word, METHODS))
     made = export(tiny_checkpoint(GEMMA3), place, (6,), reductions=words).folder
@@ -52,7 +54,7 @@ def reduced(
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(GEMMA3)
 
 
@@ -77,7 +79,7 @@ def test_tokens_that_a_reduction_keeps_still_see_each_other(
     assert int(vision.sum()) == (6 if method.divprune else TOKENS)
     assert [cut.layer for cut in done.cuts] == [n for n in (method.fastv and 4, method.dart and 5, k) if n]
     assert all(0 < cut.kept.sum() < len(cut.kept) for cut in done.cuts if cut.layer != k)
-    np.testing.assert_allclose(done.logits, wanted.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(done.logits, wanted.numpy(), TOLERANCE)
 
 
 def test_windows_over_gaps_within_an_image_are_refused_on_openvino(reduced: Model) -> None:
@@ -99,7 +101,7 @@ def test_an_image_before_the_one_that_changes_is_not_run_again(model: Model, k: 
         held.replace([first, random_image(3)])
         found, wanted = (conversation.ask(QUESTIONS[1], k, options) for conversation in (held, fresh))
     assert found.token_ids == wanted.token_ids
-    np.testing.assert_allclose(found.logprobs or (), wanted.logprobs or (), atol=TOLERANCE, rtol=0)
+    assert_near(found.logprobs or (), wanted.logprobs or (), TOLERANCE)
     assert found.stats.reused_tokens >= TOKENS
 
 
@@ -124,7 +126,7 @@ def test_a_long_prompt_runs_in_parts_none_of_which_ends_within_an_image(
     wanted = judge.greedy(judge.inputs(messages, pictures), None, 1)
     with load(folder, device="cpu", threads=THREADS) as model:
         found = greedy(model, prompt(model, messages, pictures), None, 1)
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(found.logits, wanted.logits, TOLERANCE)
 
 
 def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: Model) -> None:
@@ -151,7 +153,7 @@ def test_answers_decoded_together_are_those_of_each_alone(folder: Path, model: M
         with model.open(random_image(number)) as conversation:
             alone = conversation.ask("red?" * (1 + number), ks[number], options)
         assert stream.answer.token_ids == alone.token_ids
-        np.testing.assert_allclose(stream.answer.logprobs or (), alone.logprobs or (), atol=TOLERANCE, rtol=0)
+        assert_near(stream.answer.logprobs or (), alone.logprobs or (), TOLERANCE)
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -179,14 +181,14 @@ def test_what_is_not_built_or_does_not_fit_is_refused_by_name(
         FAMILY.read(config)
 
 
-def test_a_window_longer_than_the_context_hides_nothing(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_window_longer_than_the_context_hides_nothing(tiny_checkpoint: Checkpoints) -> None:
     config = settings3(replace(GEMMA3, sliding_window=100_000), 319)
     assert FAMILY.read(config).text.sliding.window == 100_000  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("k", [None, 4])
 def test_crops_follow_an_image_whose_sides_differ(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path, k: int | None
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, k: int | None
 ) -> None:
     tiny = replace(GEMMA3, crops=3, context=512)
     folder, judge = export(tiny_checkpoint(tiny), tmp_path / "bundle", (4,), dialects=ORT).folder, reference(tiny)
@@ -198,7 +200,7 @@ def test_crops_follow_an_image_whose_sides_differ(
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
         assert found.done.vision_tokens == 6 * TOKENS
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(found.logits, wanted.logits, TOLERANCE)
     with load(folder, device="cpu", threads=THREADS, max_tiles=1) as model:
         assert prompt(model, messages, pictures).is_vision.sum() == 2 * TOKENS
 
@@ -220,7 +222,7 @@ def test_crops_are_those_of_transformers(size: tuple[int, int]) -> None:
     )  # fmt: skip
     wanted = theirs([image], return_tensors="np")
     views = layout.views(image, image_settings({"size": {"height": 28, "width": 28}}, [PROCESSOR]))
-    np.testing.assert_allclose(views, wanted["pixel_values"], atol=1e-5, rtol=0)
+    assert_near(views, wanted["pixel_values"], 1e-5)
     assert layout.passes(*size) == 1 + wanted["num_crops"][0] == len(layout.prompt_image(*size).spans)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import pytest
 from PIL import Image
 
 from tests.support.bundles import ORT, export
-from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
+from tests.support.cpp import assert_budgets_equal, failure, needs_cpp, write_pictures
 from tests.support.exported import THREADS, greedy, prompt
 from tests.support.families.gemma import GEMMA4
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
-from tests.support.reference import Reference
 from tests.support.serving import asking, data_url, serving, user
-from tests.support.tiny import Tiny, edited, prompt_messages, random_image
+from tests.support.tiny import edited, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import ContextError, RequestError
@@ -31,7 +32,7 @@ SIZES = SIZE, (17, 19), (64, 64), (640, 480), (480, 640), (300, 900), (1024, 484
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose images have 70 tokens unless a request asks for more."""
     place = tmp_path_factory.mktemp("budgets")
     usual = edited(tiny_checkpoint(LARGE), place / "checkpoint", "preprocessor_config.json", {"max_soft_tokens": 70})
@@ -49,7 +50,7 @@ def sized(budget: object, image: Image.Image, question: str = "red?") -> dict[st
     return {"role": "user", "content": [part, {"type": "text", "text": question}]}
 
 
-def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Callable[[Tiny], Reference]) -> None:
+def test_each_budget_has_the_logits_of_transformers(model: Model, reference: References) -> None:
     judge, picture = reference(LARGE), random_image(2, SIZE)
     assert model.manifest.layout.max_tokens == 280
     for budget in BUDGETS:
@@ -61,9 +62,9 @@ def test_each_budget_has_the_logits_of_transformers(model: Model, reference: Cal
             answer = greedy(model, prompt(model, messages, [picture]), k, 2)
             wanted = judge.greedy(inputs, k, 2)
             assert answer.ids == wanted.ids
-            np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
-    usual = model.loaded.prepare(picture)
-    assert usual.key == model.loaded.prepare(picture, image_tokens=70).key
+            assert_near(answer.logits, wanted.logits, 1e-4)
+    usual = model.loaded.images.prepare(picture)
+    assert usual.key == model.loaded.images.prepare(picture, image_tokens=70).key
     assert model.open(picture, image_tokens=280).images[0].tokens > 2 * usual.tokens
 
 
@@ -89,7 +90,7 @@ def test_a_question_may_have_a_budget_of_its_own(model: Model) -> None:
 def test_pictures_of_several_budgets_are_never_mixed(model: Model) -> None:
     """Not even one of a single colour, whose pixels are equal."""
     grey = Image.new("RGB", (100, 100), (90, 90, 90))
-    images = [model.loaded.prepare(grey, image_tokens=budget) for budget in BUDGETS]
+    images = [model.loaded.images.prepare(grey, image_tokens=budget) for budget in BUDGETS]
     assert len({image.key for image in images}) == len({image.tokens for image in images}) == 3
     with model.open(grey, image_tokens=70) as conversation:
         counts = [conversation.ask("red?", max_new_tokens=2).stats.vision_tokens]
@@ -107,7 +108,7 @@ def test_turns_of_a_chat_have_budgets_of_their_own(model: Model) -> None:
     first, second = random_image(2, SIZE), random_image(3, SIZE)
     turns = [sized("low", first), {"role": "assistant", "content": "a"}, sized(280, second)]
     answer = model.generate(turns, max_new_tokens=2)
-    counts = [model.loaded.prepare(each, image_tokens=n).tokens for each, n in ((first, 70), (second, 280))]
+    counts = [model.loaded.images.prepare(each, image_tokens=n).tokens for each, n in ((first, 70), (second, 280))]
     assert answer.stats.vision_tokens == sum(counts)
     alike = model.generate([sized(70, first), *turns[1:]], max_new_tokens=2)
     assert (alike.token_ids, alike.stats.vision_tokens) == (answer.token_ids, answer.stats.vision_tokens)
@@ -171,7 +172,7 @@ def others(picture: Image.Image) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_the_largest_budgets_have_the_logits_of_transformers(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[[Tiny], Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     """Of the model that is published with them: positions of the tower for 1,120 tokens."""
     largest = replace(GEMMA4, budget=1120, context=2048, vision_layers=1)
@@ -190,20 +191,13 @@ def test_the_largest_budgets_have_the_logits_of_transformers(
                 answer = greedy(model, given, k, 2)
                 wanted = judge.greedy(inputs, k, 2)
                 assert answer.ids == wanted.ids
-                np.testing.assert_allclose(answer.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
+                assert_near(answer.logits, wanted.logits, 1e-4)
 
 
 @needs_cpp
 def test_libvtx_sees_each_budget_as_python_does(model: Model, tmp_path: Path) -> None:
     paths, bundle = write_pictures(tmp_path, SIZES), model.bundle.folder
-    for budget in BUDGETS:
-        lines = output("probe", "layout", bundle, f"tokens={budget}", *paths).decode().splitlines()
-        for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=budget)
-            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
-        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(budget), "--max-new-tokens", "3")
-        with model.open(paths[0], image_tokens=budget) as conversation:
-            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
+    assert_budgets_equal(model, paths, BUDGETS)
     for budget, few in ((560, "lower it"), (-1, "image_tokens is -1"), (30, "raise it")):
         assert few in failure("run", "--bundle", bundle, paths[0], "red?", "--image-tokens", str(budget))
     images = [part for path in paths[-1:] * 3 for part in ("--image", path)]

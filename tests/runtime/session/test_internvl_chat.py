@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from PIL import Image
 from tests.support.bundles import ORT, export
 from tests.support.exported import Models, prompt
 from tests.support.families.internvl_chat import ADDED, INTERNLM, counterpart
-from tests.support.families.original import write_json
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -70,14 +70,14 @@ class Judge(Reference):
 
             ids: list[int] = AutoTokenizer.from_pretrained(self.ours)(text)["input_ids"]
             return ids
-        added = json.loads((self.ours / "added_tokens.json").read_text())
+        added = read_json(self.ours / "added_tokens.json")
         cut = sentencepiece.SentencePieceProcessor(model_file=str(self.ours / "tokenizer.model"))
         pieces = [[added[piece]] if piece in added else cut.encode(piece) for piece in SPECIAL.split(text)]
         return [1, *(id for piece in pieces for id in piece)]
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Judge]:
+def judge(tiny_checkpoint: Checkpoints) -> Callable[[Tiny], Judge]:
     return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
 
 
@@ -90,7 +90,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
     models: Models, judge: Callable[[Tiny], Judge], tiny: Tiny
 ) -> None:
     model, judging = models(tiny, (3, 5)), judge(tiny)
-    assert model.loaded.layout == Tiles(112, 16, 1, 6)
+    assert model.loaded.images.layout == Tiles(112, 16, 1, 6)
     for shapes in ((WIDE,), (HIGH,), (HIGH, WIDE)):
         images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
         inputs, asked = judging.chat_inputs(images), prompt(model, prompt_messages(QUESTION, len(images)), images)
@@ -101,7 +101,7 @@ def test_a_bundle_answers_as_transformers_and_at_k_as_the_statement(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
 def test_fused_matrices_are_stored_as_separate_ones_are(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str
 ) -> None:
     """The bundle of InternVL's own layout and that of Hugging Face's have the same decoder."""
     answers = []
@@ -109,7 +109,7 @@ def test_fused_matrices_are_stored_as_separate_ones_are(
         folder = export(tiny_checkpoint(tiny), tmp_path / name, (3,), precision, dialects=ORT).folder
         with load(folder, device="cpu", threads=1) as model:
             images, ids = [random_image(0, WIDE)], np.arange(4, 40)
-            answers.append(model.loaded.prepare(images[0]).encode(model.backend).hidden)
+            answers.append(model.loaded.images.prepare(images[0]).encode(model.backend).hidden)
             hidden, cache = model.backend.embed(ids).hidden, model.backend.stage(0, 64)
             answers.append(cache.append(TokenStates(hidden), np.arange(len(ids))))
     np.testing.assert_array_equal(answers[0], answers[2])
@@ -133,9 +133,9 @@ def test_the_end_of_an_answer_is_the_templates(models: Models) -> None:
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], name: str, value: Any, message: str
+    tiny_checkpoint: Checkpoints, name: str, value: Any, message: str
 ) -> None:
-    config = json.loads((tiny_checkpoint(INTERNLM) / "config.json").read_text()) | {name: value}
+    config = read_json(tiny_checkpoint(INTERNLM) / "config.json") | {name: value}
     original = find_family(config).original
     assert original is not None
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):
@@ -143,7 +143,7 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 def test_a_tokenizer_that_does_not_say_the_images_token_is_refused(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(INTERNLM), tmp_path / "checkpoint"))
     write_json(folder / "added_tokens.json", {"<|im_end|>": 318})

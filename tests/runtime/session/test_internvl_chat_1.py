@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,8 +12,10 @@ from PIL import Image
 from tests.support.bundles import export
 from tests.support.exported import greedy, prompt
 from tests.support.families.internvl_chat_1 import INTERNVIT, INTERNVL_CHAT_1, TRAINED, with_internvit
-from tests.support.families.original import QUESTION, VICUNA, counterpart, write_json
-from tests.support.reference import Reference
+from tests.support.families.original import QUESTION, VICUNA, counterpart
+from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
@@ -44,7 +43,7 @@ def pixels(images: list[Image.Image]) -> torch.Tensor:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_a_bundle_answers_as_transformers_parts(
-    tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], tmp_path: Path
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(INTERNVL_CHAT_1), tmp_path / "checkpoint"))
     internvit, judge = with_internvit(folder), reference(counterpart(INTERNVL_CHAT_1))
@@ -68,14 +67,14 @@ def test_a_bundle_answers_as_transformers_parts(
                 found, now, image = greedy(model, asked, k, STEPS), torch.cat(rows)[None], vision
                 for step in range(STEPS):
                     logits = judge.last_logits(now, image, k)
-                    np.testing.assert_allclose(found.logits[step], logits.numpy(), atol=TOLERANCE, rtol=0)
+                    assert_near(found.logits[step], logits.numpy(), TOLERANCE)
                     assert found.ids[step] == int(logits.argmax())
                     now = torch.cat([now, embed(torch.tensor([[found.ids[step]]]))], 1)
                     image = torch.cat([image, torch.tensor([False])])
         assert all(check.passed for check in check_golden(model))
     opened = open_checkpoint(str(folder))
     named = folder / INTERNVIT
-    write_json(named / "config.json", json.loads((named / "config.json").read_text()) | {"qkv_bias": True})
+    write_json(named / "config.json", read_json(named / "config.json") | {"qkv_bias": True})
     assert read_config(opened.config).vision.position_grid == TRAINED
     with pytest.raises(UnsupportedModelError, match="vtx exports InternViT-6B only"):
         read_config(open_checkpoint(str(folder)).config)

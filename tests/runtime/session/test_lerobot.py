@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from PIL import Image
 from tests.support.bundles import ORT, export_with
 from tests.support.exported import THREADS
 from tests.support.families.lerobot import POLICIES, WORDS, make_policy, recorded
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -53,13 +54,13 @@ def test_actions_withdrawal_and_chunks_are_those_of_lerobot(policy: str, tmp_pat
             k = int(name) if name.isdecimal() else None
             images = {"wrist": pictures()["wrist"]} if name == "wrist" else pictures()
             found = model.act(images, WORDS, wanted["state"], k=k, noise=noise())
-            np.testing.assert_allclose(found, actions, atol=TOLERANCE * WIDEST, rtol=0)
+            assert_near(found, actions, TOLERANCE * WIDEST)
         left = restored(model.manifest.action, "actions", np.array(wanted["previous"], np.float32))
         for schedule in SCHEDULES:
             after = Continuation(left, 2, 5, schedule)
             found = model.act(pictures(), WORDS, wanted["state"], k=None, noise=noise(), after=after)
             chunk = wanted["chunks"][schedule.upper()]
-            np.testing.assert_allclose(found, chunk, atol=TOLERANCE * WIDEST, rtol=0)
+            assert_near(found, chunk, TOLERANCE * WIDEST)
         assert all(check.passed for check in check_golden(model)), list(check_golden(model))
 
 
@@ -79,7 +80,7 @@ def test_openvino_gives_the_same_actions(model: Model, smolvla: Path) -> None:
     with load(smolvla, device="openvino", threads=1) as other:
         for k in (None, 2):
             found = [m.act(pictures(), WORDS, np.zeros(4), k=k, noise=noise()) for m in (model, other)]
-            np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE, rtol=0)
+            assert_near(found[0], found[1], TOLERANCE)
 
 
 def test_openvino_gives_the_same_actions_of_adaptive_norms(tmp_path: Path, tiny_pi: None) -> None:
@@ -87,7 +88,7 @@ def test_openvino_gives_the_same_actions_of_adaptive_norms(tmp_path: Path, tiny_
     wanted = recorded()["pi05"]
     with load(export_policy(tmp_path, "pi05"), device="openvino", threads=1) as model:
         found = model.act(pictures(), WORDS, wanted["state"], k=2, noise=noise())
-    np.testing.assert_allclose(found, wanted["actions"]["2"], atol=TOLERANCE * WIDEST, rtol=0)
+    assert_near(found, wanted["actions"]["2"], TOLERANCE * WIDEST)
 
 
 def test_another_state_runs_through_the_decoder_alone(smolvla: Path) -> None:
@@ -131,9 +132,9 @@ def test_a_released_fit_is_refused(smolvla: Path) -> None:
 
 def altered(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     path = folder / name
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_json(path, content)
 
 
 def step_of(content: Any, name: str) -> Any:
@@ -179,19 +180,27 @@ def test_a_policy_without_statistics_acts_in_normalised_units(tmp_path: Path) ->
     assert action.state_mean is action.actions_mean is None
 
 
-def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(tmp_path: Path, tiny_pi: None) -> None:
+TABLES = {
+    "pi05": ("paligemma_with_expert.paligemma", "language_model"), "smolvla": ("vlm_with_expert.vlm", "text_model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", TABLES)
+def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
+    tmp_path: Path, policy: str, tiny_pi: None
+) -> None:
     """Published files hold the table under that name; with both, the embeddings count."""
     from safetensors.numpy import load_file, save_file
 
-    folder = make_policy(tmp_path / "both", "pi05")
+    folder = make_policy(tmp_path / "both", policy)
     both = plan_export(ExportOptions(str(folder))).checkpoint.tensors["text.embed_tokens.weight"].name
     tensors = load_file(folder / "model.safetensors")
-    name = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
-    assert both == name
-    del tensors[name]
+    model, decoder = TABLES[policy]
+    assert both == f"model.{model}.model.{decoder}.embed_tokens.weight"
+    del tensors[both]
     save_file({n.removeprefix("model."): t for n, t in tensors.items()}, folder / "model.safetensors")
     alone = plan_export(ExportOptions(str(folder))).checkpoint.tensors["text.embed_tokens.weight"].name
-    assert alone == "paligemma_with_expert.paligemma.lm_head.weight"
+    assert alone == f"{model}.lm_head.weight"
 
 
 @pytest.mark.parametrize(

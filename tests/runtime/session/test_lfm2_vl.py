@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ import pytest
 
 from tests.support.bundles import export
 from tests.support.families.lfm2_vl import LFM2, geometry
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -27,7 +27,7 @@ WIDE, HIGH = (150, 60), (40, 90)  # of 3 tiles and a whole image, of one piece
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(LFM2), tmp_path_factory.mktemp("lfm2") / "bundle", KS, "fp32").folder
 
 
@@ -82,10 +82,10 @@ def test_fewer_tiles_are_as_transformers_has_them_with_fewer(model: Model) -> No
     ids=str,
 )
 def test_text_models_that_do_not_fit_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, change: dict[str, Any], reason: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     checkpoint = tiny_checkpoint(replace(LFM2, names="saved"))
-    text = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["text_config"]
+    text = read_json(checkpoint / "config.json")["text_config"]
     broken = edited(checkpoint, tmp_path / "broken", "config.json", {"text_config": text | change})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         plan_export(ExportOptions(str(broken), (), "fp32"))
@@ -105,14 +105,14 @@ def test_text_models_that_do_not_fit_are_refused_by_name(
     ids=str,
 )
 def test_image_processors_that_do_not_fit_are_refused_by_name(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, change: dict[str, Any], reason: str
+    tiny_checkpoint: Checkpoints, tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     broken = edited(tiny_checkpoint(LFM2), tmp_path / "broken", "preprocessor_config.json", change)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=reason):
         plan_export(ExportOptions(str(broken), (), "fp32"))
 
 
-def test_graphs_for_gpus_are_exported(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_graphs_for_gpus_are_exported(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     plan = plan_export(ExportOptions(str(tiny_checkpoint(LFM2)), (3,), "fp32"))
     assert not plan.warnings
     assert [*plan.dialects] == [*DIALECTS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import torch
 from tests.support.clips import evs
 from tests.support.exported import Models, greedy
 from tests.support.families.lfm3_vl import LFM3
+from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.parity import STEPS, assert_later_equal_fresh, assert_same_on_openvino, video_prompts
 from tests.support.reference import Reference
 from tests.support.tiny import random_image, random_video
@@ -35,24 +36,24 @@ def model(models: Models) -> Model:
 
 def as_given(model: Model, clip: Any) -> tuple[torch.Tensor, Any]:
     """A prepared video as the reference takes it: its pairs of frames, and which frames they are."""
-    prepared = model.loaded.prepare_video(clip)
+    prepared = model.loaded.images.prepare_video(clip)
     return torch.from_numpy(np.stack([*prepared.views])), prepared.arrange.keywords["clip"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("pictures", [[CLIP], [random_image(1, (90, 70)), SMALL]], ids=["video", "image and video"])
 def test_videos_are_answered_as_by_transformers_and_at_k_by_the_withdrawal(
-    model: Model, reference: Callable[..., Reference], pictures: list[Any]
+    model: Model, reference: References, pictures: list[Any]
 ) -> None:
     judge = reference(LFM3)
     inputs, asked = video_prompts(model, judge, pictures, QUESTION, lambda clip: as_given(model, clip))
     for k in (None, *KS):
         wanted = judge.greedy(inputs, k, STEPS)
         answer = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(answer.logits, wanted.logits, atol=1e-4, rtol=0)
+        assert_near(answer.logits, wanted.logits, 1e-4)
     ids, logits = judge.generate_hf(inputs, STEPS)
     wanted = judge.greedy(inputs, None, STEPS)
     assert ids == wanted.ids
-    np.testing.assert_allclose(logits, wanted.logits, atol=1e-4, rtol=0)
+    assert_near(logits, wanted.logits, 1e-4)
 
 
 def test_later_questions_about_a_video_are_answered_as_alone(model: Model) -> None:
@@ -60,7 +61,7 @@ def test_later_questions_about_a_video_are_answered_as_alone(model: Model) -> No
 
 
 def test_tokens_of_a_pair_that_leave_before_the_decoder_leave_gaps_in_its_positions(model: Model) -> None:
-    tokens = model.loaded.prepare_video(CLIP).encode(model.backend)
+    tokens = model.loaded.images.prepare_video(CLIP).encode(model.backend)
     count = len(tokens) // 3
     assert tokens.offsets is not None
     assert tokens.offsets.tolist() == [*range(count)] * 3
@@ -93,11 +94,11 @@ def places(judge: Reference, inputs: Any, kept: list[int], count: int) -> torch.
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_a_method_of_clips_leaves_out_the_tokens_of_its_statement(
-    models: Models, reference: Callable[..., Reference], k: int | None
+    models: Models, reference: References, k: int | None
 ) -> None:
     model, judge = models(LFM3, KS, "fp32", ("evs:keep=0.5",)), reference(LFM3)
     inputs, _ = video_prompts(model, judge, [CLIP], QUESTION, lambda clip: as_given(model, clip))
-    hidden = torch.from_numpy(model.loaded.prepare_video(CLIP).encode(model.backend).hidden)
+    hidden = torch.from_numpy(model.loaded.images.prepare_video(CLIP).encode(model.backend).hidden)
     kept = evs(hidden.view(3, -1, hidden.shape[-1]), 0.5)
     rows, vision = judge.prompt(inputs)
     stays = torch.ones(len(vision), dtype=torch.bool)
@@ -108,7 +109,7 @@ def test_a_method_of_clips_leaves_out_the_tokens_of_its_statement(
     with model.open(CLIP) as conversation:
         answer = conversation.ask(QUESTION, k, Options(STEPS, ignore_eos=True, logprobs=True), reduce="evs:keep=0.5")
     assert list(answer.token_ids) == wanted.ids
-    np.testing.assert_allclose(answer.logprobs or (), chosen, atol=2e-4, rtol=0)
+    assert_near(answer.logprobs or (), chosen, 2e-4)
 
 
 def test_single_positions_of_pairs_that_follow_each_other_are_refused() -> None:

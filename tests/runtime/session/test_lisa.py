@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from tests.support.exported import Models, prompt
 from tests.support.families.lisa import ADDED, LISA, QUESTION
 from tests.support.families.lisa_judge import Judge
 from tests.support.families.original import counterpart
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.parity import STEPS, TOLERANCE, assert_parity
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.resolving import resolve
@@ -26,7 +27,7 @@ MULTI_HEAD = Tiny(family="lisa", context=512, kv_heads=4, pickled=True, shards=2
 
 
 @pytest.fixture(scope="module")
-def judge(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Judge]:
+def judge(tiny_checkpoint: Checkpoints) -> Callable[[Tiny], Judge]:
     return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
 
 
@@ -66,7 +67,7 @@ def test_later_questions_equal_fresh_runs(models: Models) -> None:
         with model.open(image) as fresh:
             alone = fresh.ask(question, 5, options)
         assert answer.token_ids == alone.token_ids
-        np.testing.assert_allclose(answer.stats.seg_states or (), alone.stats.seg_states or (), atol=TOLERANCE, rtol=0)
+        assert_near(answer.stats.seg_states or (), alone.stats.seg_states or (), TOLERANCE)
 
 
 def test_models_without_such_a_token_say_nothing_of_it(models: Models) -> None:
@@ -76,7 +77,7 @@ def test_models_without_such_a_token_say_nothing_of_it(models: Models) -> None:
     assert "seg_states" not in answer.to_dict()
 
 
-def test_a_tokenizer_without_the_token_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_tokenizer_without_the_token_is_refused(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(Tiny(family="llava_llama", context=512))
     request = {"folder": str(folder), "name": "x", "image_token_id": 0, "video_token_id": None, "end_ids": [2]}
     request |= {"stated": True, "vocab": 512}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.cpp import ask, expected, failure, needs_cpp, output, write_pictures
+from tests.support.cpp import assert_budgets_equal, failure, needs_cpp, write_pictures
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.pixtral import MISTRAL3, PIXTRAL
-from tests.support.reference import Reference
+from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.errors import ContextError
@@ -26,12 +25,12 @@ FEW = replace(PIXTRAL, context=130)
 
 @pytest.mark.parametrize("tiny", [PIXTRAL, MISTRAL3], ids=["pixtral", "mistral3"])
 def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
-    models: Models, reference: Callable[[Tiny], Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     model, judge, picture = models(tiny, (3, 5)), reference(tiny), random_image(2, (100, 60))
     edges = []
     for tokens in BUDGETS:
-        edge = sized_layout(model.loaded.layout, tokens, *picture.size).longest  # type: ignore[attr-defined]
+        edge = sized_layout(model.loaded.images.layout, tokens, *picture.size).longest  # type: ignore[attr-defined]
         judge.processor.image_processor.size = {"longest_edge": edge}
         messages = prompt_messages("red?")
         inputs = judge.inputs(messages, [picture])
@@ -41,7 +40,7 @@ def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
         for k in (None, 3):
             expected_answer = judge.greedy(inputs, k, 2)
             answer = greedy(model, asked, k, 2, forced=expected_answer.ids)
-            np.testing.assert_allclose(answer.logits, expected_answer.logits.numpy(), atol=1e-4, rtol=0)
+            assert_near(answer.logits, expected_answer.logits, 1e-4)
         edges.append(edge)
     judge.processor.image_processor.size = {"longest_edge": tiny.image}
     assert edges == sorted({*edges}, reverse=True)
@@ -49,16 +48,7 @@ def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
 
 @needs_cpp
 def test_libvtx_sees_each_number_of_tokens_as_python_does(models: Models, tmp_path: Path) -> None:
-    model, paths = models(PIXTRAL, (3, 5)), write_pictures(tmp_path, SIZES)
-    bundle = model.bundle.folder
-    for tokens in BUDGETS:
-        lines = output("probe", "layout", bundle, f"tokens={tokens}", *paths).decode().splitlines()
-        for path, line in zip(paths, lines, strict=True):
-            image = model.loaded.prepare(path, image_tokens=tokens)
-            assert line == f"{image.tokens} {image.key.split()[0]}", path.name
-        [answer] = ask(bundle, paths[0], "red?", "--image-tokens", str(tokens), "--max-new-tokens", "3")
-        with model.open(paths[0], image_tokens=tokens) as conversation:
-            assert expected(answer) == expected(conversation.ask("red?", max_new_tokens=3).to_dict())
+    assert_budgets_equal(models(PIXTRAL, (3, 5)), write_pictures(tmp_path, SIZES), BUDGETS)
 
 
 @needs_cpp

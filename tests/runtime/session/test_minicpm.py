@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,8 +17,11 @@ from click.testing import CliRunner
 from tests.support.bundles import ORT, export, export_with
 from tests.support.exported import THREADS, answer, policy, prompt
 from tests.support.families.minicpm import MINICPM
+from tests.support.fixtures import References
 from tests.support.gates import write_gates
 from tests.support.graphs import session
+from tests.support.json_files import write_json
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
 from tests.support.reference import Reference
 from tests.support.tiny import edited, prompt_messages, random_image
@@ -58,12 +60,12 @@ def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(MINICPM)
 
 
 def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
-    tiny_checkpoint: Export, reference: Callable[..., Reference], tmp_path: Path
+    tiny_checkpoint: Export, reference: References, tmp_path: Path
 ) -> None:
     """Two checkpoints of the same weights, whose files name the other number, and the number that is chosen."""
     numbered = replace(FINE, numbered=True)
@@ -76,7 +78,7 @@ def test_the_export_chooses_the_patches_of_a_token_whatever_the_checkpoint_says(
             asked, inputs = prompt(model, messages, [image]), judge.inputs(messages, [image])
             assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
             found = answer(Session(model.backend, model.manifest), asked, policy(None), 3)
-            np.testing.assert_allclose(found, judge.greedy(inputs, None, 3).logits, atol=TOLERANCE, rtol=0)
+            assert_near(found, judge.greedy(inputs, None, 3).logits, TOLERANCE)
             assert model.manifest.record["options"]["downsample"] == chosen
     with pytest.raises(RequestError, match=r"--downsample is '8x'; this model has 16x, 4x; use one of these"):
         plan_export(ExportOptions(str(tiny_checkpoint(MINICPM)), downsample="8x"))
@@ -93,7 +95,7 @@ def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
     bundle = export_with(ExportOptions(checkpoint, (), "fp32", dialects=ORT, downsample="4x"), tmp_path / "b").folder
     assert open_source("", bundle).fingerprint == fine.fingerprint
     report = tmp_path / "report.json"
-    report.write_text(json.dumps({"format": FORMAT, "model": asdict(fine.calibrated)}))
+    write_json(report, {"format": FORMAT, "model": asdict(fine.calibrated)})
     with pytest.raises(RequestError, match="measured with --downsample '4x', this is 16x"):
         read_choice(report, coarse.fingerprint)
     pair = np.zeros((8, 2 * fine.config.text.hidden), np.float32), np.zeros((2, 8), np.float32)
@@ -121,14 +123,14 @@ def test_pixels_are_those_of_transformers_processor_on_pillow(
     image = random_image(2, shape)
     inputs = judge.inputs(prompt_messages("red?"), [image])
     patch, at, pixels = MINICPM.patch, 0, inputs["pixel_values"][0].numpy()
-    views = model.loaded.prepare(image).views
+    views = model.loaded.images.prepare(image).views
     assert [[view.shape[1] // patch, view.shape[2] // patch] for view in views] == inputs["target_sizes"].tolist()
     for view in views:
         rows, columns = view.shape[1] // patch, view.shape[2] // patch
         own = pixels[:, :, at : at + rows * columns * patch]
         at += rows * columns * patch
         wanted = own.reshape(3, patch, rows, columns, patch).transpose(0, 2, 1, 3, 4).reshape(view.shape)
-        np.testing.assert_allclose(view, wanted, atol=1e-6, rtol=0)
+        assert_near(view, wanted, 1e-6)
     assert at == pixels.shape[-1]
 
 
@@ -264,7 +266,7 @@ def test_an_image_of_one_token_is_answered_as_by_transformers(tiny_checkpoint: E
         assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
         for k in (None, 3):
             found = answer(Session(model.backend, model.manifest), asked, policy(k), 3)
-            np.testing.assert_allclose(found, judge.greedy(inputs, k, 3).logits, atol=TOLERANCE, rtol=0)
+            assert_near(found, judge.greedy(inputs, k, 3).logits, TOLERANCE)
 
 
 @pytest.mark.parametrize("times", [0, 2])

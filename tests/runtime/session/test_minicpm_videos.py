@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,6 +20,8 @@ from tests.support.bundles import ORT, export
 from tests.support.drawn import minicpm
 from tests.support.exported import DEVICES, THREADS, Models
 from tests.support.families.minicpm import MINICPM
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     assert_as_drawn,
@@ -38,14 +38,14 @@ from tests.support.video_files import write_video
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
-from vtx.runtime.api import loaded
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.manifest import LayoutSpec
 from vtx.runtime.errors import BundleError, CheckpointError, ContextError, RequestError, UnsupportedModelError
 from vtx.runtime.strict import json_value
+from vtx.runtime.vision import frames as prepared_frames
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.frame_sampling import SampledFrames
 from vtx.runtime.vision.layouts import read_frames, spec_of
@@ -64,7 +64,6 @@ ONE = video(random_video(3, 1, (70, 60)))
 LONG = replace(SMALL, frames=3)  # of 4.5 seconds: at tenths of seconds
 GIVEN = {"wide": WIDE, "high": HIGH, "small": SMALL, "one": ONE, "long": LONG}
 slow = pytest.mark.slow
-Checkpoints = Callable[..., Path]
 
 
 def both(model: Model, judge: Reference, pictures: list[Picture], question: str = QUESTION) -> tuple[Inputs, Any]:
@@ -75,7 +74,7 @@ def both(model: Model, judge: Reference, pictures: list[Picture], question: str 
 @pytest.mark.parametrize("name", ["wide", *(pytest.param(name, marks=slow) for name in GIVEN if name != "wide")])
 @pytest.mark.parametrize("tiny", [MINICPM, pytest.param(FINE, marks=slow)], ids=["16x", "4x"])
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny, name: str
+    models: Models, reference: References, tiny: Tiny, name: str
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, [GIVEN[name]])
@@ -84,11 +83,11 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
-    models: Models, reference: Callable[..., Reference], name: str
+    models: Models, reference: References, name: str
 ) -> None:
     model, judge = models(MINICPM, (3, 5)), reference(MINICPM)
     inputs, _ = both(model, judge, [GIVEN[name]])
-    views, patch, at = model.loaded.prepare_video(GIVEN[name]).views, MINICPM.patch, 0
+    views, patch, at = model.loaded.images.prepare_video(GIVEN[name]).views, MINICPM.patch, 0
     pixels = inputs["pixel_values_videos"][0].numpy()
     sizes = [[view.shape[1] // patch, view.shape[2] // patch] for view in views]
     assert sizes == inputs["target_sizes_videos"].tolist()
@@ -96,19 +95,17 @@ def test_frames_their_slices_and_their_pixels_are_those_of_transformers(
         own = pixels[:, :, at : at + rows * columns * patch]
         at += rows * columns * patch
         wanted = own.reshape(3, patch, rows, columns, patch).transpose(0, 2, 1, 3, 4).reshape(view.shape)
-        np.testing.assert_allclose(view, wanted, atol=1e-6, rtol=0)
+        assert_near(view, wanted, 1e-6)
     assert at == pixels.shape[-1]
 
 
 @slow
-def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(
-    models: Models, reference: Callable[..., Reference]
-) -> None:
+def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(models: Models, reference: References) -> None:
     tiny = replace(MINICPM, context=1024)
     model, judge = models(tiny, (3, 5)), reference(tiny)
     inputs, asked = both(model, judge, [random_image(0, (90, 70)), random_image(1, (30, 40)), HIGH, SMALL])
     assert_parity(model, judge, inputs, asked, TOLERANCE)
-    forms = [model.loaded.prepare_video(given).in_prompt for given in (HIGH, SMALL)]
+    forms = [model.loaded.images.prepare_video(given).in_prompt for given in (HIGH, SMALL)]
     text = "<image_id>0</image_id><image>v</image><slice>v</slice>\n<slice>v</slice>" + "<image>v</image>"
     assert forms[0].text("v").startswith(text)
     assert forms[1].text("v", 1) == "<image_id>1</image_id>" + "<image>v</image>" * 5
@@ -148,8 +145,8 @@ def test_views_of_a_video_that_wait_in_a_file_answer_as_those_in_memory(
 ) -> None:
     model, found, options = models(MINICPM, (3, 5)), list[Any](), Options(STEPS, ignore_eos=True, logprobs=True)
     for held in (100, 4):
-        monkeypatch.setattr(loaded, "MAX_HELD_FRAMES", held)
-        prepared = model.loaded.prepare_video(WIDE)
+        monkeypatch.setattr(prepared_frames, "MAX_HELD_FRAMES", held)
+        prepared = model.loaded.images.prepare_video(WIDE)
         assert isinstance(prepared.views, FrameFile) == (held == 4)
         assert prepared.nbytes == sum(view.nbytes for view in prepared.views)
         with model.open(WIDE) as conversation:
@@ -175,7 +172,7 @@ def test_a_replaced_video_and_another_rate_are_answered_as_in_a_fresh_conversati
 @slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_reductions_after_a_layer_with_attention_equal_the_statement(
-    tiny_checkpoint: Checkpoints, reference: Callable[..., Reference], tmp_path: Path, device: str
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, device: str
 ) -> None:
     methods = (Method(fastv=(2, 0.75), k=5), Method(dart=(8, 2, 2, 2)))
     words, judge = tuple(word(replace(method, k=None)) for method in methods), reference(MINICPM)
@@ -239,7 +236,7 @@ def test_fewer_views_hold_for_frames_too_and_a_video_beyond_the_context_names_th
         assert model.open(replace(given, frames=2)).ask("red?", None, Options(2)).token_ids
     for tiles, views in ((4, 3), (1, 1)):
         with load(folder, device="cpu", threads=THREADS, max_tiles=tiles) as model:
-            assert len(model.loaded.prepare_video(given).views) == 3 * views
+            assert len(model.loaded.images.prepare_video(given).views) == 3 * views
             assert model.open(given).ask("red?", None, Options(2)).token_ids
 
 
@@ -249,7 +246,7 @@ def test_the_command_answers_about_a_video_file(models: Models, tmp_path: Path) 
     command = [str(clip), QUESTION, "--bundle", str(model.bundle.folder), "--max-new-tokens", "3", "--json"]
     done = CliRunner().invoke(cli.run, [*command, "--k", "5", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    prepared = model.loaded.prepare_video(Video(str(clip)))
+    prepared = model.loaded.images.prepare_video(Video(str(clip)))
     assert (prepared.frames, prepared.in_prompt.spans) == (3, (4, 4, 4))
     assert '"vision_tokens": 12' in done.output
 

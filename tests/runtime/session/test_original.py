@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.support.exported import Models, prompt
 from tests.support.families.original import ANYRES, PAD, QUESTION, VICUNA, counterpart
+from tests.support.fixtures import Checkpoints
 from tests.support.parity import assert_parity
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Message, Tiny, prompt_messages, random_image
@@ -59,7 +60,7 @@ def _pictures(judge: Reference, tiny: Tiny, images: list[Image.Image]) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def judges(tiny_checkpoint: Callable[..., Path]) -> Callable[[Tiny], Reference]:
+def judges(tiny_checkpoint: Checkpoints) -> Callable[[Tiny], Reference]:
     """Transformers' model of the same weights, beside a copy of the original's tokenizer.model."""
 
     def judge(tiny: Tiny) -> Reference:

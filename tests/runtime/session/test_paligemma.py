@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.exported import Models, greedy, policy, prompt
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, STEPS
 from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.options import Options
@@ -29,7 +30,7 @@ def test_a_further_question_runs_the_image_through_the_decoder_again(models: Mod
         with model.open(images) as fresh:
             alone = fresh.ask(question, k, options)
         assert answer.token_ids == alone.token_ids
-        np.testing.assert_allclose(answer.logprobs or (), alone.logprobs or (), atol=2e-5, rtol=0)
+        assert_near(answer.logprobs or (), alone.logprobs or (), 2e-5)
     assert [answer.stats.reused_image for answer in asked] == [False, False, True]
 
 
@@ -42,5 +43,5 @@ def test_an_image_in_the_caches_of_another_question_is_another_image(models: Mod
     wanted, slots = greedy(model, second, None, 1).logits[0], second.prefix_length
     session.prefill(first, policy(None))
     of_first = np.stack(session.caches.segments[0, True].cache.read(np.arange(slots)))
-    np.testing.assert_allclose(session.prefill(second, policy(None)).logits, wanted, atol=2e-5, rtol=0)
+    assert_near(session.prefill(second, policy(None)).logits, wanted, 2e-5)
     assert np.abs(np.stack(session.caches.segments[0, True].cache.read(np.arange(slots))) - of_first).max() > 1e-2

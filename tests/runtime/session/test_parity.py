@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 
 from tests.support.contract import FAMILIES
 from tests.support.exported import KS, THREADS, Models, greedy, prompt
-from tests.support.reference import Reference
+from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.checkpoint.spec import config_of
 from vtx.exporter.graphs.activations import ACTIVATIONS, activate
@@ -50,9 +50,7 @@ def test_a_text_question_is_the_same_at_every_k(models: Models, k: int) -> None:
 
 @pytest.mark.parametrize("precision", KV_BYTES)
 @pytest.mark.parametrize("k", [None, *KS])
-def test_the_answer_reports_what_it_kept(
-    models: Models, reference: Callable[..., Reference], k: int | None, precision: str
-) -> None:
+def test_the_answer_reports_what_it_kept(models: Models, reference: References, k: int | None, precision: str) -> None:
     tiny, words = Tiny(), "how many red shapes are there?"
     judge, image = reference(tiny), random_image(3)
     inputs = judge.inputs(prompt_messages(words), [image])
@@ -85,21 +83,21 @@ def test_one_stage_equals_five(models: Models) -> None:
         asked = [prompt(model, prompt_messages(words, count), images) for model in (whole, cut)]
         one, five = greedy(whole, asked[0], None, STEPS), greedy(cut, asked[1], None, STEPS)
         assert one.ids == five.ids
-        np.testing.assert_allclose(one.logits, five.logits, atol=TOLERANCE / 10, rtol=0)
+        assert_near(one.logits, five.logits, TOLERANCE / 10)
 
 
 def test_a_variant_answers_the_same_whatever_else_was_prebuilt(models: Models) -> None:
     image, messages = random_image(2), prompt_messages(PROMPTS["one-image"][1])
     found = [greedy(model, prompt(model, messages, [image]), 5, STEPS) for model in (models(), models(ks=(5,)))]
     assert found[0].ids == found[1].ids
-    np.testing.assert_allclose(found[0].logits, found[1].logits, atol=TOLERANCE / 10, rtol=0)
+    assert_near(found[0].logits, found[1].logits, TOLERANCE / 10)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("precision", KV_BYTES)
 def test_narrow_checkpoints_are_exported_at_either_precision(
-    models: Models, reference: Callable[..., Reference], dtype: Any, precision: str
+    models: Models, reference: References, dtype: Any, precision: str
 ) -> None:
     tiny = Tiny(dtype=dtype)
     model, judge = models(tiny, precision=precision), reference(tiny)  # the reference widens the weights
@@ -109,7 +107,7 @@ def test_narrow_checkpoints_are_exported_at_either_precision(
     for k in (None, 3):
         wanted = judge.greedy(inputs, k, STEPS)
         found = greedy(model, asked, k, STEPS, forced=wanted.ids)
-        np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=tolerance, rtol=0)
+        assert_near(found.logits, wanted.logits, tolerance)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

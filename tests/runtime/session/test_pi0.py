@@ -23,6 +23,8 @@ from tests.support.bundles import ORT, export, export_with, reseal
 from tests.support.commands import invoke
 from tests.support.exported import THREADS, Models
 from tests.support.families.pi0 import KS, STATISTICS, WORDS, Judge, TinyPi0, make_pi0, random_pi0
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -68,9 +70,9 @@ def compare(model: Model, judge: Judge, images: list[Image.Image], seed: int, ks
     for k in (None, *ks):
         found = model.act(images, WORDS, state, k=k, noise=noise, steps=steps, normalized=True)
         stated = judge.withdrawn(ids, pixels, state, noise, k, steps)
-        np.testing.assert_allclose(found, stated, atol=TOLERANCE, rtol=0)
+        assert_near(found, stated, TOLERANCE)
         if k is None:
-            np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=0)
+            assert_near(found, wanted, TOLERANCE)
         else:
             assert np.abs(found - wanted).max() > TOLERANCE
 
@@ -105,7 +107,7 @@ def test_openvino_gives_the_same_actions(model: Model, folder: Path) -> None:
     with load(folder, device="openvino", threads=1) as other:
         for k in (None, 5):
             found = [m.act(PICTURES, WORDS, state, k=k, noise=noise, normalized=True) for m in (model, other)]
-            np.testing.assert_allclose(found[0], found[1], atol=TOLERANCE, rtol=0)
+            assert_near(found[0], found[1], TOLERANCE)
 
 
 def openpi_picture(image: Image.Image, side: int) -> Image.Image:
@@ -144,7 +146,7 @@ def test_only_a_camera_with_another_picture_runs_through_the_tower(folder: Path)
         other = own.act(changed[::-1], "the circle", state, noise=noise, normalized=True)
     with load(folder, device="cpu", threads=THREADS) as fresh:
         wanted = fresh.act(changed[::-1], "the circle", state, noise=noise, normalized=True)
-        np.testing.assert_allclose(other, wanted, atol=1e-6, rtol=0)
+        assert_near(other, wanted, 1e-6)
 
 
 def test_states_and_actions_are_in_the_robots_units(model: Model) -> None:
@@ -155,7 +157,7 @@ def test_states_and_actions_are_in_the_robots_units(model: Model) -> None:
     found = model.act(PICTURES, WORDS, state, noise=noise)
     assert found.shape == (TINY.horizon, 3)
     scaled = wanted * np.array(STATISTICS["actions_std"]) + np.array(STATISTICS["actions_mean"])
-    np.testing.assert_allclose(found, scaled, atol=1e-5, rtol=0)
+    assert_near(found, scaled, 1e-5)
 
 
 def test_a_seed_draws_the_same_actions_again(model: Model) -> None:
@@ -213,7 +215,7 @@ def test_fewer_steps_are_fewer_runs_of_the_expert(model: Model, judge: Judge) ->
     pixels = torch.stack([judge.pixels(image) for image in PICTURES])
     for steps in (1, 4, 15):
         found = model.act(PICTURES, WORDS, state, k=None, noise=noise, steps=steps, normalized=True)
-        np.testing.assert_allclose(found, judge.sampled(ids, pixels, state, noise, steps), atol=TOLERANCE, rtol=0)
+        assert_near(found, judge.sampled(ids, pixels, state, noise, steps), TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +260,13 @@ def test_a_tokenizer_without_an_image_token_gets_the_one_that_transformers_proce
 ) -> None:
     """Its id is the number of the tokenizer's tokens, that of the configuration."""
     checkpoint = make_pi0(tmp_path / "checkpoint", TINY)
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(checkpoint / "tokenizer.json")
     image = tokenizer["added_tokens"].pop()
     assert (image["content"], image["id"]) == ("<image>", TINY.vlm.vocab - 1)
-    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    settings = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(checkpoint / "tokenizer.json", tokenizer)
+    settings = read_json(checkpoint / "tokenizer_config.json")
     del settings["image_token"]
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    write_json(checkpoint / "tokenizer_config.json", settings)
     made, whole = plan_export(ExportOptions(str(checkpoint))).text, Bundle.open(folder).manifest.text
     assert (made.image_token, made.image_token_id, made.examples) == ("<image>", image["id"], whole.examples)
 
@@ -337,7 +339,7 @@ def test_actions_are_near_those_of_transformers_at_other_precisions(
         (state, noise), ids = drawn(TINY, 1), judge.ids(rounded.loaded.text.tokenizer, WORDS, 2)
         pixels = torch.stack([judge.pixels(image) for image in PICTURES])
         found = rounded.act(PICTURES, WORDS, state, k=3, noise=noise, normalized=True)
-        np.testing.assert_allclose(found, judge.withdrawn(ids, pixels, state, noise, 3, 10), atol=most, rtol=0)
+        assert_near(found, judge.withdrawn(ids, pixels, state, noise, 3, 10), most)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.exported import QUESTIONS, THREADS, Models, greedy, policy
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -52,7 +53,7 @@ def test_answers_are_those_without_it_at_the_first_second_and_third_question(mod
     for without, found in zip(plain, drafted, strict=True):
         assert found.token_ids == without.token_ids
         assert (found.text, found.stopped) == (without.text, without.stopped)
-        np.testing.assert_allclose(found.logprobs, without.logprobs, atol=TOLERANCE, rtol=0)
+        assert_near(found.logprobs, without.logprobs, TOLERANCE)
         assert found.stats.kv_slots == without.stats.kv_slots
         assert without.stats.drafted is None
         assert 0 <= found.stats.accepted <= found.stats.drafted
@@ -98,7 +99,7 @@ def test_a_draft_is_taken_as_far_as_it_is_right(model: Model, prompts: list[Prom
 
         found = list(generate(session, done.logits, sample, end_ids=(), max_new_tokens=tokens, drafts=lookup))
         assert found == known.ids
-        np.testing.assert_allclose(np.stack(seen), known.logits, atol=TOLERANCE, rtol=0)
+        assert_near(np.stack(seen), known.logits, TOLERANCE)
         assert session.passes == passes
         assert session.passes + lookup.accepted == tokens - 1
         suffix = len(prompts[0].ids) - prompts[0].prefix_length

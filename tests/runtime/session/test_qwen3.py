@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.qwen import QWEN3
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS
 from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -54,7 +55,7 @@ def test_text_sees_a_map_from_the_second_layer_behind_its_own_on(model: Model, k
     assert seen == [k is None or number <= k - 2 for number in (1, 2, 3)]
 
 
-def test_an_export_says_which_maps_no_text_sees(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_an_export_says_which_maps_no_text_sees(tiny_checkpoint: Checkpoints) -> None:
     checkpoint = str(tiny_checkpoint(QWEN3))
     said = [w for w in plan_export(ExportOptions(checkpoint, (5, 3, 4), "fp32")).warnings if "map" in w]
     assert [line.partition(" of the tower")[0] for line in said] == [
@@ -71,7 +72,7 @@ def test_prompt_lookup_changes_no_answer(model: Model, k: int | None) -> None:
             conversation.ask("red red red red?", k, replace(options, prompt_lookup=lookup)) for lookup in (0, 6)
         )
     assert drafted.token_ids == plain.token_ids
-    np.testing.assert_allclose(drafted.logprobs, plain.logprobs, atol=TOLERANCE, rtol=0)  # type: ignore[arg-type]
+    assert_near(drafted.logprobs, plain.logprobs, TOLERANCE)  # type: ignore[arg-type]
 
 
 def test_an_image_of_300_to_1_is_refused(model: Model) -> None:

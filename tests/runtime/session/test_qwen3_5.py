@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.bundles import export, export_with
 from tests.support.exported import DEVICES, THREADS, answer, policy, prompt
 from tests.support.families.qwen import QWEN35
+from tests.support.fixtures import References
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.parity import QUESTIONS, assert_chat_as_reference
 from tests.support.parity import assert_later_equal_fresh as assert_later
 from tests.support.reference import Reference
@@ -59,7 +61,7 @@ def folder(tiny_checkpoint: Export, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def judge(reference: Callable[..., Reference]) -> Reference:
+def judge(reference: References) -> Reference:
     return reference(QWEN35)
 
 
@@ -97,8 +99,8 @@ def test_any_number_of_tokens_in_one_run_is_as_one_token_after_the_other(model: 
     single, last = run(cache, states, [1] * count)
     for parts in ([count], [count // 2, count - count // 2], [*[5] * (count // 5), count % 5]):
         found, state = run(cache, states, [part for part in parts if part])
-        np.testing.assert_allclose(found, single, atol=TOLERANCE, rtol=0)
-        np.testing.assert_allclose(state, last, atol=TOLERANCE, rtol=0)
+        assert_near(found, single, TOLERANCE)
+        assert_near(state, last, TOLERANCE)
 
 
 def test_states_within_a_run_are_those_of_a_run_that_ends_there(model: Model) -> None:
@@ -110,7 +112,7 @@ def test_states_within_a_run_are_those_of_a_run_that_ends_there(model: Model) ->
         cache.keep(0)
         cache.mark(end)
         cache.append(TokenStates(states, {}), np.arange(len(states)))
-        np.testing.assert_allclose(cache.states.at(end), wanted, atol=TOLERANCE, rtol=0)
+        assert_near(cache.states.at(end), wanted, TOLERANCE)
         assert cache.nearest(len(states)) == len(states)
 
 
@@ -154,11 +156,11 @@ def test_the_states_of_single_tokens_are_neither_copied_nor_written_over(folder:
         assert len(seen) <= slots.RECENT + 2
         np.testing.assert_array_equal(two.states.at(3), begun)
         found, state = run(loaded.backend.stage(0, 64), hidden, [40])
-        np.testing.assert_allclose(one.states.at(40), state, atol=TOLERANCE, rtol=0)
+        assert_near(one.states.at(40), state, TOLERANCE)
         one.keep(38)
         _, again = run_on(one, hidden[38:], 38)
-        np.testing.assert_allclose(again, state, atol=TOLERANCE, rtol=0)
-        np.testing.assert_allclose(run_on(two, hidden[3:], 3)[0], found[3:], atol=TOLERANCE, rtol=0)
+        assert_near(again, state, TOLERANCE)
+        assert_near(run_on(two, hidden[3:], 3)[0], found[3:], TOLERANCE)
 
 
 def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_are(
@@ -183,7 +185,7 @@ def test_openvino_has_each_layer_s_states_apart_and_takes_older_graphs_as_they_a
             cache.append(TokenStates(hidden, {}), np.arange(40))
             found.append([*results, cache.states.at(7).copy(), cache.states.at(40).copy()])
     for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6, rtol=0)
+        assert_near(one, other, 1e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -201,7 +203,7 @@ def test_conversations_that_run_together_have_the_states_of_those_that_run_alone
             backend.append_each(0, together, TokenStates(given, {}), np.array(at), [1, 1])
         for cache, own, length in zip(together, rows, lengths, strict=True):
             _, state = run(backend.stage(0, 64), own[: length + 2], [length, 1, 1])
-            np.testing.assert_allclose(cache.states.at(length + 2), state, atol=TOLERANCE, rtol=0)
+            assert_near(cache.states.at(length + 2), state, TOLERANCE)
 
 
 def test_of_many_turns_the_image_s_end_and_the_last_ones_are_held(
@@ -282,9 +284,9 @@ def test_layers_for_drafts_in_the_checkpoint_are_left_out(tiny_checkpoint: Expor
 
 def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> None:
     place = make(tmp_path / "checkpoint", replace(QWEN35, attending=(3, 7), names="saved"))
-    settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    settings = read_json(place / "config.json")
     del settings["text_config"]["layer_types"]
-    (place / "config.json").write_text(json.dumps(settings | {}), encoding="utf-8")
+    write_json(place / "config.json", settings | {})
     assert plan_export(ExportOptions(str(place), (), "fp32")).config.text.conv_layers == (1, 2, 3, 5, 6, 7)
 
 
@@ -340,7 +342,7 @@ def test_factors_on_channels_without_rounding_leave_the_decoder_as_it_is(tiny_ch
     ids, none = np.arange(10, 60), Encoded(torch.zeros((0, config.text.hidden)))
     with torch.inference_mode():
         found, wanted = (Plain(checkpoint, config, w).logits(ids, none, (None,)) for w in (Scaled(), plain))
-    np.testing.assert_allclose(found[None], wanted[None], atol=TOLERANCE, rtol=0)
+    assert_near(found[None], wanted[None], TOLERANCE)
 
 
 @pytest.mark.slow
@@ -359,4 +361,4 @@ def test_heads_of_the_published_sizes_answer_as_transformers(tmp_path: Path, dev
             wanted = judge.greedy(inputs, k, 3)
             found = answer(Session(loaded.backend, loaded.manifest), asked, policy(k), 3)
             assert found.argmax(-1).tolist() == wanted.ids
-            np.testing.assert_allclose(found, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+            assert_near(found, wanted.logits, TOLERANCE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,9 @@ from tests.support.bundles import export
 from tests.support.clips import evs, vidcom2
 from tests.support.exported import THREADS, Models, greedy
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
+from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -36,8 +38,8 @@ from tests.support.statement import Method
 from tests.support.tiny import Tiny, random_image, random_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import UNPRINTED, plan_export
+from vtx.runtime.api.images import Picture
 from vtx.runtime.api.load import load
-from vtx.runtime.api.loaded import Picture
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import CheckpointError, ContextError, ImageError, RequestError, UnsupportedModelError
@@ -62,7 +64,7 @@ slow = pytest.mark.slow
 
 def as_given(model: Model, given: Video) -> tuple[torch.Tensor, Any]:
     """A prepared video as the reference takes it: its pairs of frames, and which frames they are."""
-    prepared = model.loaded.prepare_video(given)
+    prepared = model.loaded.images.prepare_video(given)
     return torch.from_numpy(np.stack([*prepared.views])), prepared.arrange.keywords["clip"]  # type: ignore[attr-defined]
 
 
@@ -110,7 +112,7 @@ def stated(judge: Reference, inputs: Inputs, kept: list[int], k: int | None) -> 
 
 def of_clip(model: Model, given: Video, method: str, keep: float) -> list[int]:
     """The tokens that a method of clips keeps, by its plain statement."""
-    prepared = model.loaded.prepare_video(given)
+    prepared = model.loaded.images.prepare_video(given)
     hidden = torch.from_numpy(prepared.encode(model.backend).hidden)
     return CLIPS[method](hidden.view(len(prepared.views), -1, hidden.shape[-1]), keep)
 
@@ -124,7 +126,7 @@ def assert_asked_as(
         for again in (False, True):
             answer = conversation.ask(QUESTION, k, Options(STEPS, ignore_eos=True, logprobs=True), reduce=reduce)
             assert list(answer.token_ids) == wanted.ids
-            np.testing.assert_allclose(answer.logprobs or (), chosen, atol=2 * tolerance, rtol=0)
+            assert_near(answer.logprobs or (), chosen, 2 * tolerance)
             assert answer.stats.reused_image == again
 
 
@@ -133,7 +135,7 @@ def assert_asked_as(
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, pictures: list[Picture]
+    models: Models, reference: References, name: str, pictures: list[Picture]
 ) -> None:
     tiny = FAMILIES[name] if len(pictures) == 1 else replace(FAMILIES[name], context=512)
     model, judge = models(tiny, (3, 5)), reference(tiny)
@@ -147,7 +149,7 @@ def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
 @slow
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN25], ids=["qwen2", "qwen2.5"])
 def test_text_goes_on_behind_the_last_place_in_time_of_a_video(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     """Where transformers 5.23 lets text and the last pairs share places; the first releases did not."""
     model, judge = models(tiny, (3, 5)), reference(tiny)
@@ -157,7 +159,7 @@ def test_text_goes_on_behind_the_last_place_in_time_of_a_video(
     for k in (None, 3, 5):
         wanted, found = stated(judge, inputs, every, k), greedy(model, asked, k, STEPS)
         assert found.ids == wanted.ids
-        np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4, rtol=0)
+        assert_near(found.logits, wanted.logits, 1e-4)
 
 
 @pytest.mark.parametrize("k", [None, 5])
@@ -171,7 +173,7 @@ def test_later_questions_about_a_video_equal_fresh_runs(models: Models, name: st
 @pytest.mark.parametrize("method", CLIPS)
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=slow) for name in FAMILIES if name != "qwen3")])
 def test_what_stays_of_a_clip_is_answered_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, method: str, k: int | None
+    models: Models, reference: References, name: str, method: str, k: int | None
 ) -> None:
     """EVS leaves nothing of pairs in which nothing changes: their times stay in the prompt."""
     model, judge = models(FAMILIES[name], (3, 5)), reference(FAMILIES[name])
@@ -205,7 +207,7 @@ def test_pairs_of_a_long_video_that_are_chosen_in_windows_answer_as_all_in_memor
 @pytest.mark.parametrize("method", [Method(fastv=(2, 0.5)), Method(dart=(8, 2, 2, 2))], ids=["fastv", "dart"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_reductions_behind_a_layer_equal_the_statement(
-    models: Models, reference: Callable[..., Reference], name: str, method: Method
+    models: Models, reference: References, name: str, method: Method
 ) -> None:
     tiny = FAMILIES[name]
     model, judge = models(tiny, (), "fp32", (word(method),)), reference(tiny)
@@ -220,7 +222,7 @@ def test_reductions_behind_a_layer_equal_the_statement(
 @pytest.mark.parametrize("shape", [(1, 1), (320, 20), (20, 320)], ids=str)
 @pytest.mark.parametrize("frames", [1, 3])
 def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_transformers(
-    models: Models, reference: Callable[..., Reference], name: str, shape: tuple[int, int], frames: int
+    models: Models, reference: References, name: str, shape: tuple[int, int], frames: int
 ) -> None:
     model, judge = models(FAMILIES[name], (3, 5)), reference(FAMILIES[name])
     given = video(random_video(3, frames, shape), frames=frames, fps=60)
@@ -228,7 +230,7 @@ def test_frames_of_extreme_shapes_one_frame_and_odd_numbers_are_answered_as_by_t
     wanted, found = judge.greedy(inputs, None, STEPS), greedy(model, asked, None, STEPS)
     assert wanted.margin > 2 * EXACT[name]
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits, atol=EXACT[name], rtol=0)
+    assert_near(found.logits, wanted.logits, EXACT[name])
 
 
 @slow
@@ -239,22 +241,22 @@ def test_openvino_gives_the_same_answers_about_videos(models: Models, name: str)
 
 def test_a_video_of_one_frame_is_seen_as_its_picture(models: Models) -> None:
     model, picture = models(QWEN3, (3, 5)), random_image(2, (64, 96))
-    pair = model.loaded.prepare_video(video(np.asarray(picture)[None], frames=1))
+    pair = model.loaded.images.prepare_video(video(np.asarray(picture)[None], frames=1))
     assert pair.views.shape == (1, 2, 3, 96, 64)  # type: ignore[union-attr]
-    tokens, still = pair.encode(model.backend), model.loaded.prepare(picture).encode(model.backend)
+    tokens, still = pair.encode(model.backend), model.loaded.images.prepare(picture).encode(model.backend)
     np.testing.assert_allclose(tokens.hidden, still.hidden, atol=1e-5)
 
 
 def test_without_a_number_two_frames_a_second_are_sampled_and_the_prompt_tells_their_times(models: Models) -> None:
     model, frames = models(QWEN3, (3, 5)), random_video(0, 90, (64, 64))
     for fps, count, last in ((30, 6, "<2.7 seconds>"), (None, 7, "<3.7 seconds>"), (300, 4, "<0.2 seconds>")):
-        prepared = model.loaded.prepare_video(video(frames, fps=fps))
+        prepared = model.loaded.images.prepare_video(video(frames, fps=fps))
         assert (prepared.frames, len(prepared.views)) == (count, -(-count // 2))
         assert last in prepared.in_prompt.texts[-2]
 
 
 def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = export(tiny_checkpoint(QWEN25), tmp_path / "bundle", (), max_context=120).folder
     given = video(random_video(0, 64, (150, 90)), frames=64)
@@ -274,7 +276,7 @@ def test_a_video_beyond_the_context_names_frames_and_pixels_that_fit(
             assert conversation.ask("red?", None, Options(2)).stats.vision_tokens == 32 * 2
 
 
-def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_checkpoint: Checkpoints) -> None:
     model = models(QWEN3, (3, 5))
     with pytest.raises(ImageError, match="its sides may differ at most 200-fold"):
         model.open(random_video(0, 4, (600, 2)))
@@ -292,9 +294,8 @@ def test_what_is_no_video_for_these_models_is_refused(models: Models, tiny_check
 
 
 def test_a_template_without_videos_and_settings_that_are_not_built_are_said_at_export(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    import json
     import shutil
 
     folder = Path(shutil.copytree(tiny_checkpoint(QWEN3), tmp_path / "checkpoint"))
@@ -308,15 +309,15 @@ def test_a_template_without_videos_and_settings_that_are_not_built_are_said_at_e
     assert whole.video is not None
     assert "<|vision_start|><video><|vision_end|>" not in whole.template
     file = folder / "video_preprocessor_config.json"
-    stated = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(stated | {"num_frames": 8}), encoding="utf-8")
+    stated = read_json(file)
+    write_json(file, stated | {"num_frames": 8})
     with pytest.raises(UnsupportedModelError, match="num_frames 8 is not supported; leave it out"):
         plan_export(ExportOptions(str(folder), (), "fp32"))
     for wrong in ({"fps": "2"}, {"max_frames": 2.5}, {"min_pixels": 0}, {"min_frames": 70}):
-        file.write_text(json.dumps(stated | wrong), encoding="utf-8")
+        write_json(file, stated | wrong)
         with pytest.raises(CheckpointError, match="processor's"):
             plan_export(ExportOptions(str(folder), (), "fp32"))
-    file.write_text(json.dumps(stated | {"cap_pixels_per_frame": True}), encoding="utf-8")
+    write_json(file, stated | {"cap_pixels_per_frame": True})
     capped = plan_export(ExportOptions(str(folder), (), "fp32")).video
     assert capped is not None
     assert capped.layout.parameters["capped"] == 768
@@ -328,7 +329,7 @@ CONFIGURATIONS = int(os.environ.get("VTX_CONFIGURATIONS") or 1)
 @slow
 @pytest.mark.parametrize("seed", range(CONFIGURATIONS))
 def test_random_models_answer_about_random_videos_as_transformers_and_the_statements(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, seed: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, seed: int
 ) -> None:
     """None against transformers, three K, evs and vidcom2 with and without K against plain statements."""
     rng = random.Random(seed)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support import cpp
 from tests.support.exported import DEVICES, THREADS, Models
+from tests.support.fixtures import References
+from tests.support.near import assert_near
 from tests.support.random_methods import CASES, EXPORTED, drawn
 from tests.support.reduced import STEPS, TOLERANCE, Talk, word
-from tests.support.reference import Reference
 from tests.support.statement import Statement
 from tests.support.tiny import Tiny, prompt_messages
 from vtx.runtime.api.load import load
@@ -42,7 +42,7 @@ def on(models: Models) -> Callable[[Tiny, str], Model]:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_answers_equal_the_statement_on_every_engine(
-    on: Callable[[Tiny, str], Model], reference: Callable[..., Reference], name: str, number: int
+    on: Callable[[Tiny, str], Model], reference: References, name: str, number: int
 ) -> None:
     case = drawn(name, number)
     judge, messages = reference(case.tiny), prompt_messages(case.question, len(case.images))
@@ -54,7 +54,7 @@ def test_answers_equal_the_statement_on_every_engine(
             found = Talk(on(case.tiny, device)).ask(messages, case.images, method, STEPS)
             assert found.ids[:sure] == wanted.ids[:sure], device
             logits = wanted.logits[: sure + 1].numpy()
-            np.testing.assert_allclose(found.logits[: sure + 1], logits, atol=TOLERANCE, rtol=0)
+            assert_near(found.logits[: sure + 1], logits, TOLERANCE)
             assert list(found.done.slots) == wanted.slots, device
             # Where nothing leaves there is no cut; slots would tell one that is missing.
             assert method.k is not None or {n: wanted.kept[n] for n in found.kept} == found.kept, device

@@ -37,6 +37,7 @@ from tests.support.families.fast_vlm import FAST_VLM
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.families.lfm2_vl import LFM2
 from tests.support.families.llava_next import GRANITE
+from tests.support.near import assert_near
 from tests.support.parity import CLOSE, STEPS, assert_chat_as_reference, assert_later_equal_fresh
 from tests.support.reduced import Found, Talk, word
 from tests.support.reference import Greedy, Reference
@@ -180,7 +181,7 @@ def assert_as_stated(found: Found, wanted: Outcome) -> None:
     sure = int((first - second > 2 * TOLERANCE).int().cumprod(0).sum())
     assert found.ids[:sure] == wanted.ids[:sure]
     logits = wanted.logits[: sure + 1].numpy()
-    np.testing.assert_allclose(found.logits[: sure + 1], logits, atol=TOLERANCE, rtol=0)
+    assert_near(found.logits[: sure + 1], logits, TOLERANCE)
 
 
 def from_exact(exact: Greedy, wanted: Greedy, *logits: np.ndarray) -> list[float]:

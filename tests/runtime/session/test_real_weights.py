@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.support.bundles import export_anew
 from tests.support.exported import greedy, prompt
+from tests.support.near import assert_near
 from tests.support.published.chats import TYPED, chats, turn
 from tests.support.published.judge import Judge
 from tests.support.published.places import ROOT
@@ -77,5 +78,5 @@ def test_ids_and_logits_of_a_chat_are_those_of_transformers(pair: tuple[Model, d
     assert asked.ids.tolist() == theirs.prompt
     answer = greedy(model, asked, None, STEPS, forced=theirs.ids)
     most = float(np.abs(theirs.logits).max())
-    np.testing.assert_allclose(answer.logits, theirs.logits, atol=CLOSE * most, rtol=0)
+    assert_near(answer.logits, theirs.logits, CLOSE * most)
     assert answer.ids == theirs.ids

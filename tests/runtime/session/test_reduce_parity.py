@@ -12,7 +12,9 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.reduced import (
     KS,
     MODELS,
@@ -29,7 +31,6 @@ from tests.support.reduced import (
     some_merged,
     window_cosines,
 )
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
@@ -46,9 +47,7 @@ Cases = Callable[[Tiny], Case]
 
 
 @pytest.fixture(scope="module")
-def cases(
-    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: Callable[..., Reference]
-) -> Cases:
+def cases(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints, reference: References) -> Cases:
     from vtx.exporter.bundling.options import ExportOptions
 
     folder = tmp_path_factory.mktemp("reduce")
@@ -182,7 +181,7 @@ def test_a_gate_that_fires_equals_withdrawal_there(case: Case, fires: int | None
 def test_with_everything_kept_the_answer_is_that_without_a_reduction(case: Case, method: Method) -> None:
     found, plain = ask_both(case, method)[0], ask_both(case, Method())[0]
     assert found.ids == plain.ids
-    np.testing.assert_allclose(found.logits, plain.logits, atol=TOLERANCE / 10, rtol=0)
+    assert_near(found.logits, plain.logits, TOLERANCE / 10)
     assert found.done.slots == plain.done.slots
 
 

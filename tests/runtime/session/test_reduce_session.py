@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tests.support.exported import QUESTIONS, Models, answer, prompt
 from tests.support.fuse import Fuse, FusedBackend, fused
+from tests.support.near import assert_near
 from tests.support.reduced import word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Outcome, Statement
@@ -174,7 +175,7 @@ def test_a_question_after_one_interrupted_at_any_call_equals_a_fresh_one(
         for number, other in ((0, way), (1, "none"), (2, "mustdrop"), (3, "withdrawal")):
             found = answer(session, fused(backend, prompts[number]), policy(model, other), 2)
             tolerance = ROUNDING if number == 3 else 0  # of another image: only the text before it is in the caches
-            np.testing.assert_allclose(found, fresh[number, other][:2], atol=tolerance, rtol=0, err_msg=f"{at} {other}")
+            assert_near(found, fresh[number, other][:2], tolerance, f"{at} {other}")
     assert at > 15, "the question made fewer calls than it has stages, scores and caches that shrink"
 
 
@@ -274,7 +275,7 @@ def test_a_later_turn_keeps_the_rows_of_the_first(
     longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(len(turns), bool)))
     second = session.prefill(longer, how, after=session.selection)
     wanted = stated_turns(reference(Tiny()), model, 1, method, turns, 0)
-    np.testing.assert_allclose(second.logits, wanted.logits.numpy(), atol=1e-4, rtol=0)
+    assert_near(second.logits, wanted.logits, 1e-4)
     assert list(second.slots) == wanted.slots
     assert [cut.kept.tolist() for cut in second.cuts] == [cut.kept.tolist() for cut in first.cuts]
 

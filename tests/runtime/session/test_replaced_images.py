@@ -82,4 +82,4 @@ def test_a_chat_about_images_that_were_replaced_is_refused_and_an_answer_to_come
             chat.ask(QUESTION)
         assert stream.read().stopped == "cancelled"
         assert held.ask(QUESTION).token_ids == model.open(random_image(2)).ask(QUESTION).token_ids
-        assert np.array_equal(held.images[0].views, model.loaded.prepare(random_image(2)).views)
+        assert np.array_equal(held.images[0].views, model.loaded.images.prepare(random_image(2)).views)

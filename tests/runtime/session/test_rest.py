@@ -19,6 +19,7 @@ from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.qwen import QWEN2, QWEN3, QWEN25, QWEN35
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.near import assert_near
 from tests.support.reference import Reference
 from tests.support.rest import chosen_rest, rest_answer
 from tests.support.tiny import Tiny, prompt_messages, random_image
@@ -101,7 +102,7 @@ def check(model: Model, reference: Reference, session: Session, question: str, k
     if wanted.margin < 2 * TOLERANCE:
         return False
     assert logits.argmax(1).tolist() == wanted.ids
-    np.testing.assert_allclose(logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(logits, wanted.logits, TOLERANCE)
     return True
 
 
@@ -255,7 +256,7 @@ def test_a_picture_behind_the_question_competes_for_the_template_s_last_token(
     assert np.flatnonzero(done.cuts[0].kept).tolist() == rows
     wanted = rest_answer(judge, inputs, 5, rows, STEPS)
     logits = [done.logits, *(session.decode(token) for token in wanted.ids[:-1])]
-    np.testing.assert_allclose(np.stack(logits), wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(np.stack(logits), wanted.logits, TOLERANCE)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

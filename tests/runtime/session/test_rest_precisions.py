@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.exported import DEVICES, THREADS, answer, prompt
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.quantised import SCHEMES, make_quantised
 from tests.support.reference import Reference
 from tests.support.rest import attention_to_image, chosen_rest, rest_answer
@@ -74,7 +76,7 @@ def _whole_activations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Opened]:
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Callable[..., Opened]:
     @cache
     def make(how: Precision) -> Opened:
         folder = tmp_path_factory.mktemp("precision")
@@ -127,7 +129,7 @@ def test_the_rest_and_the_logits_are_the_statements_for_the_weights_that_are_sto
             assert rows == chosen_rest(reference, inputs, k, count)
         wanted = rest_answer(reference, inputs, k, rows, STEPS)
         logits = [done.logits, *(session.decode(token) for token in wanted.ids[:-1])]
-        np.testing.assert_allclose(np.stack(logits), wanted.logits.numpy(), atol=how.logits, rtol=0)
+        assert_near(np.stack(logits), wanted.logits, how.logits)
 
 
 @pytest.mark.sampled(3)
@@ -146,7 +148,7 @@ def test_questions_in_any_order_are_answered_as_afresh_and_the_ends_are_the_othe
     order: list[tuple[Any, ...]] = [(5, "25%"), (8, "2"), (None,), (2, "40%"), (5, "3"), (5,), (5, "25%"), (8, "40%")]
     for number, depth in enumerate(order):
         found = answer(session, asked[number % 2], policy(model, *depth), STEPS)
-        np.testing.assert_allclose(found, fresh(number % 2, *depth), atol=SAME, rtol=0)
+        assert_near(found, fresh(number % 2, *depth), SAME)
     for k in KS:
         assert np.array_equal(fresh(0, k, "0"), fresh(0, k))
         assert np.array_equal(fresh(0, k, "100%"), fresh(0, None))

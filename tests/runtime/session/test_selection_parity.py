@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 
 from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints, References
 from tests.support.reduced import PARAMETERS, QUESTIONS, STEPS, Case, Talk, ask_both, assert_equal, inputs, some_merged
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -54,7 +53,7 @@ def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     tiny_checkpoint: Checkpoints,
-    reference: Callable[..., Reference],
+    reference: References,
 ) -> Case:
     return make(request.param, tmp_path_factory, tiny_checkpoint, reference)
 
@@ -63,7 +62,7 @@ def make(
     tiny: Tiny,
     folders: pytest.TempPathFactory,
     tiny_checkpoint: Checkpoints,
-    reference: Callable[..., Reference],
+    reference: References,
 ) -> Case:
     options = ExportOptions(str(tiny_checkpoint(tiny)), KS, "fp32", reductions=SPECS)
     bundle = export_with(options, folders.mktemp("selection") / "b")
@@ -203,7 +202,7 @@ def test_an_image_keeps_its_random_tokens_in_every_conversation_and_another_has_
         assert reduced[0].kept == (reduced[1].kept if reduced[1] else None)
         return reduced[0].kept
 
-    key = case.model.loaded.prepare(random_image(4)).key
+    key = case.model.loaded.images.prepare(random_image(4)).key
     numbers = np.random.default_rng(int(sha256(f"3 {key}".encode()).hexdigest()[:16], 16)).random(81)
     [entered] = kept(4, "random:keep=9,seed=3")
     assert [list(patches) for patches in entered.patches] == [sorted(np.argsort(numbers)[:9].tolist())]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tests.support.exported import DEVICES, KS, QUESTIONS, THREADS, Models, answer, every_order, greedy, policy, prompt
 from tests.support.fuse import check_interrupts
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -69,7 +70,7 @@ def test_a_question_behind_its_image_equals_all_at_once(model: Model, prompts: l
     for asked in prompts:
         session = Session(model.backend, model.manifest)
         found = session.prefill(asked, policy(k)).logits
-        np.testing.assert_allclose(found, one_shot(model.backend, session, asked, k), atol=TOLERANCE, rtol=0)
+        assert_near(found, one_shot(model.backend, session, asked, k), TOLERANCE)
 
 
 @pytest.mark.parametrize("k", DEPTHS)
@@ -80,7 +81,7 @@ def test_decoding_equals_prefilling_the_longer_prompt(model: Model, prompts: lis
         ids = np.concatenate([asked.ids, found[:-1].argmax(1)])
         longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(STEPS - 1, bool)))
         whole = Session(model.backend, model.manifest).prefill(longer, policy(k)).logits
-        np.testing.assert_allclose(found[-1], whole, atol=ONE_BY_ONE, rtol=0)
+        assert_near(found[-1], whole, ONE_BY_ONE)
 
 
 @pytest.mark.parametrize("k", DEPTHS)
@@ -92,7 +93,7 @@ def test_a_prompt_that_begins_with_the_image_withdraws_to_nothing(
     session = Session(model.backend, model.manifest)
     done = session.prefill(asked, policy(k))
     assert done.slots == tuple(19 if k is None or layer < k else 3 for layer in range(1, 9))
-    np.testing.assert_allclose(done.logits, one_shot(model.backend, session, asked, k), atol=TOLERANCE, rtol=0)
+    assert_near(done.logits, one_shot(model.backend, session, asked, k), TOLERANCE)
 
 
 def test_a_prompt_that_ends_with_an_image_is_refused(model: Model, prompts: list[Prompt]) -> None:
@@ -113,7 +114,7 @@ def test_a_prompt_too_long_is_refused_and_changes_nothing(
         session.prefill(asked, policy(None))
     done = session.prefill(prompts[1], policy(3))
     assert done.reused_image
-    np.testing.assert_allclose(done.logits, fresh[1, 3][0], atol=same, rtol=0)
+    assert_near(done.logits, fresh[1, 3][0], same)
 
 
 def test_a_larger_context_is_offered_where_the_model_has_positions_for_it(model: Model) -> None:
@@ -159,7 +160,7 @@ def test_a_question_runs_with_its_image_in_one_run_a_stage_unless_it_is_long(
     monkeypatch.setattr("vtx.runtime.session.caches.QUESTION_ROWS", question - 1)
     apart = Session(model.backend, model.manifest).prefill(prompts[0], policy(k))
     assert runs == [part for slots in entering for part in (slots - question, question)]
-    np.testing.assert_allclose(apart.logits, first.logits, atol=TOLERANCE, rtol=0)
+    assert_near(apart.logits, first.logits, TOLERANCE)
 
 
 # --- one prompt after another ---------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_three_questions_at_every_order_of_k_equal_fresh_ones(
     for asked, k in enumerate(every_order(DEPTHS, 3)):
         done = session.prefill(prompts[asked % 3], policy(k))
         assert done.reused_image == (asked > 0)
-        np.testing.assert_allclose(done.logits, fresh[asked % 3, k][0], atol=same, rtol=0, err_msg=str(asked))
+        assert_near(done.logits, fresh[asked % 3, k][0], same, str(asked))
 
 
 def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
@@ -181,7 +182,7 @@ def test_a_k_between_two_turns_of_a_chat_does_not_mix_their_caches(
     session = Session(model.backend, model.manifest)
     for k in (2, 5, 2, None, 5, 8, 3, 8):
         done = session.prefill(prompts[1], policy(k), after=session.selection)
-        np.testing.assert_allclose(done.logits, fresh[1, k][0], atol=TOLERANCE, rtol=0)
+        assert_near(done.logits, fresh[1, k][0], TOLERANCE)
 
 
 # --- interrupts -----------------------------------------------------------------------------------

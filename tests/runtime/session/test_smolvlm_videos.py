@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,9 @@ from tests.support.bundles import ORT, export
 from tests.support.drawn import smolvlm
 from tests.support.exported import THREADS, Models, greedy, prompt
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints, References
+from tests.support.json_files import read_json, write_json
+from tests.support.near import assert_near
 from tests.support.parity import (
     STEPS,
     TOLERANCE,
@@ -65,7 +66,7 @@ class Prepared:
         from transformers import SmolVLMImageProcessorPil
         from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 
-        settings = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))["image_processor"]
+        settings = read_json(folder / "processor_config.json")["image_processor"]
         self.given, self.sampler = given, SmolVLMVideoProcessor.from_dict(settings)
         self.num_frames, self.fps = self.sampler.num_frames, self.sampler.fps
         whole = settings | {"do_image_splitting": False}
@@ -105,20 +106,20 @@ def asked_of(
     ids=["high", "wide", "three", "one"],
 )
 def test_videos_are_answered_as_by_transformers_and_at_k_as_by_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny_checkpoint: Callable[..., Path], given: Video,
+    models: Models, reference: References, tiny_checkpoint: Checkpoints, given: Video,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model, judge, messages = models(TINY, (3, 5, 7)), reference(TINY), prompt_messages(QUESTION, 0, 1)
     inputs = asked_of(judge, tiny_checkpoint(TINY), messages, given, monkeypatch)
     asked = prompt(model, messages, [given])
     assert asked.ids.tolist() == inputs["input_ids"][0].tolist()
-    views = model.loaded.prepare_video(given).views
+    views = model.loaded.images.prepare_video(given).views
     assert np.array_equal(np.stack([*views]), inputs["pixel_values"][0].numpy())
     assert_parity(model, judge, inputs, asked)
     found = greedy(model, asked, 7, STEPS)
     wanted = judge.greedy(inputs, 7, STEPS, guess=found.ids)
     assert found.ids == wanted.ids
-    np.testing.assert_allclose(found.logits, wanted.logits.numpy(), atol=TOLERANCE, rtol=0)
+    assert_near(found.logits, wanted.logits, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_openvino_gives_the_same_answers_about_videos(models: Models) -> None:
 
 
 def test_a_prompt_tells_the_number_of_frames_the_duration_and_times_of_long_videos(models: Models) -> None:
-    prepared = models(TINY, (3, 5, 7)).loaded.prepare_video(replace(LONG, frames=2))
+    prepared = models(TINY, (3, 5, 7)).loaded.images.prepare_video(replace(LONG, frames=2))
     assert prepared.in_prompt.texts == (
         "You are provided the following series of two frames from a 1:06:40 [H:MM:SS] video.\n"
         "\nFrame from 00:01:<fake_token_around_image><global-img>",
@@ -175,7 +176,7 @@ def test_methods_before_the_decoder_are_refused_and_others_work(models: Models) 
 
 
 def test_a_template_of_the_user_decides_about_videos_and_settings_are_read_as_by_transformers(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint(TINY), folder)
@@ -184,10 +185,10 @@ def test_a_template_of_the_user_decides_about_videos_and_settings_are_read_as_by
     assert plan.video is None
     assert UNPRINTED in plan.warnings
     file = folder / "processor_config.json"
-    stated = json.loads(file.read_text(encoding="utf-8"))
+    stated = read_json(file)
 
     def planned(**changes: Any) -> Any:
-        file.write_text(json.dumps(stated | {"image_processor": stated["image_processor"] | changes}), encoding="utf-8")
+        write_json(file, stated | {"image_processor": stated["image_processor"] | changes})
         spec = plan_export(ExportOptions(str(folder), (), "fp32")).video
         assert spec is not None
         return [spec.layout.parameters[name] for name in ("frames", "a_second", "longer")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +13,9 @@ import torch
 from tests.support.bundles import IGNORE, export_with
 from tests.support.clip import SEGMENT, Clip, make_clip
 from tests.support.dialects import DialectBackend
-from tests.support.exported import THREADS, Checkpoints
+from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints, References
 from tests.support.reduced import QUESTIONS, STEPS, Case, Talk, ask_both, assert_equal, inputs, some_merged
-from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.export import run_export
@@ -51,7 +50,7 @@ def made(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     tiny_checkpoint: Checkpoints,
-    reference: Callable[..., Reference],
+    reference: References,
 ) -> ClipCase:
     tiny, old_end = request.param
     judge, folder = reference(tiny), tmp_path_factory.mktemp("tower")
@@ -85,7 +84,9 @@ def test_the_text_tower_gives_transformers_embeddings(made: ClipCase, words: str
     wanted = made.clip.texts(words).numpy()
     assert len(wanted) == (3 if words == LONG else 1)
     for name, model in backends(made.case).items():
-        np.testing.assert_allclose(model.loaded.embed_question(prompt_messages(words)), wanted, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            model.loaded.prompts.embed_question(prompt_messages(words)), wanted, atol=2e-5, err_msg=name
+        )
 
 
 def test_patches_stand_in_clips_space_as_clips_own_vision_tower_has_them(made: ClipCase) -> None:
@@ -184,7 +185,7 @@ def test_answers_of_the_api_are_those_of_the_statement(case: Case) -> None:
 
 @pytest.mark.parametrize("keep", [3, 7])
 def test_tiles_have_a_budget_each_and_one_scale_of_relevance(
-    tiny_checkpoint: Checkpoints, reference: Callable[..., Reference], tmp_path: Path, keep: int
+    tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, keep: int
 ) -> None:
     tiny, method = Tiny(family="llava_next"), Method(cdpruner=(keep, "tower"))
     judge = reference(tiny)

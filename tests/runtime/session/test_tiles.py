@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.llava_onevision import ONEVISION, onevision_of_another_scale
 from tests.support.families.qwen import QWEN2
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.parity import (
     assert_answers_as_reference,
 )
@@ -29,7 +29,7 @@ QUESTION = "What is the colour of the square in the picture?"
 
 
 def test_several_images_of_onevision_answer_as_transformers_at_another_scale_of_pixel_values(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     checkpoint = onevision_of_another_scale(tiny_checkpoint(ONEVISION), tmp_path / "checkpoint")
     folder = export(checkpoint, tmp_path / "bundle", (3, 5), dialects=ORT).folder
@@ -62,7 +62,7 @@ def test_what_leaves_out_tokens_before_the_decoder_is_refused_where_text_stands_
     ids=["smolvlm", "llava_next", "qwen2_vl"],
 )  # fmt: skip
 def test_a_prompt_that_does_not_fit_says_which_number_of_tiles_or_pixels_would(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, tiny: Tiny, size: tuple[int, int], context: int, message: str,
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tiny: Tiny, size: tuple[int, int], context: int, message: str,
     limits: dict[str, int], tokens: int,
 ) -> None:  # fmt: skip
     folder = export(tiny_checkpoint(tiny), tmp_path / "bundle", (), max_context=context, dialects=ORT).folder
@@ -93,7 +93,7 @@ def test_a_fit_is_refused_where_images_come_in_tiles(models: Models) -> None:
 def test_images_of_equal_bytes_and_other_shapes_are_not_taken_for_each_other(models: Models) -> None:
     model = models(QWEN2, (3, 5))
     grey = random_image(0, (56, 56)).convert("L").point(lambda _: 9)
-    wide, high = (model.loaded.prepare(grey.resize(size)) for size in ((112, 56), (56, 112)))
+    wide, high = (model.loaded.images.prepare(grey.resize(size)) for size in ((112, 56), (56, 112)))
     assert wide.views.tobytes() == high.views.tobytes()
     assert wide.key != high.key
 

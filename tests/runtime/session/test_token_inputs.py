@@ -6,7 +6,6 @@ The bundle is of `tests/support/token_inputs.py`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.exported import THREADS, answer, greedy, mixed_prompts, policy
+from tests.support.fixtures import Checkpoints
+from tests.support.near import assert_near
 from tests.support.token_inputs import BIAS, KS, MAP, export_with_token_inputs
 from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
@@ -31,7 +32,7 @@ DEVICES = ("cpu", "openvino")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("inputs") / "bundle"
     export_with_token_inputs(tiny_checkpoint(), made)
     return made
@@ -65,7 +66,7 @@ def test_inputs_follow_their_tokens_through_first_and_later_questions(model: Mod
     session = Session(model.backend, model.manifest)
     for asked in mixed_prompts(model):
         wanted = stated(model, asked, k)
-        np.testing.assert_allclose(session.prefill(asked, policy(k)).logits, wanted, atol=1e-4, rtol=0)
+        assert_near(session.prefill(asked, policy(k)).logits, wanted, 1e-4)
 
 
 def test_inputs_matter(model: Model) -> None:
@@ -87,7 +88,7 @@ def test_decoding_equals_prefilling_the_longer_prompt(model: Model) -> None:
             for count in (1, 3):
                 ids = np.concatenate([asked.ids, found.ids[:count]])
                 longer = replace(asked, ids=ids, is_vision=np.append(asked.is_vision, np.zeros(count, bool)))
-                np.testing.assert_allclose(found.logits[count], stated(model, longer, k), atol=1e-4, rtol=0)
+                assert_near(found.logits[count], stated(model, longer, k), 1e-4)
 
 
 def test_a_reduction_leaves_out_the_inputs_of_the_tokens_that_it_leaves_out(model: Model) -> None:
@@ -108,7 +109,7 @@ def test_a_reduction_leaves_out_the_inputs_of_the_tokens_that_it_leaves_out(mode
                 hidden, here = hidden[kept], kept
             tokens = TokenStates(hidden, {MAP: seen[here], BIAS: bias[here]})
             hidden = model.backend.stage(number, 200).append(tokens, np.arange(len(asked.ids))[here]).copy()
-        np.testing.assert_allclose(done.logits, model.backend.head(hidden[-1:])[0], atol=1e-4, rtol=0)
+        assert_near(done.logits, model.backend.head(hidden[-1:])[0], 1e-4)
 
 
 def test_conversations_that_decode_together_have_their_own_inputs(model: Model) -> None:
@@ -124,7 +125,7 @@ def test_conversations_that_decode_together_have_their_own_inputs(model: Model) 
         for session, own in zip(together, rows, strict=True):
             own.append(session.decode(int(own[-1].argmax())))
     for own, wanted in zip(rows, alone, strict=True):
-        np.testing.assert_allclose(np.stack(own), wanted, atol=1e-4, rtol=0)
+        assert_near(np.stack(own), wanted, 1e-4)
 
 
 # --- what the manifest declares -------------------------------------------------------------------

@@ -18,19 +18,19 @@ from tests.support.families.internvl import INTERNVL
 from tests.support.families.smolvlm import IDEFICS
 from tests.support.families.videos import NEXT_VIDEO, VIDEO_LLAVA
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints, References
 from tests.support.parity import assert_later_equal_fresh, assert_parity, assert_same_on_openvino, video_prompts
-from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image, random_video
 from tests.support.video_files import write_video
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.runtime.api import loaded
 from vtx.runtime.errors import ContextError, ImageError, RequestError, UnsupportedModelError
 from vtx.runtime.policies import make
 from vtx.runtime.policies.methods.evs import WINDOW
 from vtx.runtime.session import encoded_images
 from vtx.runtime.session.encoded_images import ImageCache
 from vtx.runtime.vision import frame_file
+from vtx.runtime.vision import frames as prepared_frames
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
 from vtx.runtime.vision.layouts import frames as frames_of_videos
@@ -71,25 +71,29 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_bundle_answers_about_videos_as_transformers_and_at_k_as_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny, images: int, videos: list[np.ndarray]
+    models: Models, reference: References, tiny: Tiny, images: int, videos: list[np.ndarray]
 ) -> None:
     model, judge = models(tiny, (3, 5)), reference(tiny)
     pictures = [random_image(0, (40, 60))] * images + videos
     inputs, asked = video_prompts(
-        model, judge, pictures, QUESTION, lambda video: torch.from_numpy(model.loaded.prepare_video(Video(video)).views)
+        model,
+        judge,
+        pictures,
+        QUESTION,
+        lambda video: torch.from_numpy(model.loaded.images.prepare_video(Video(video)).views),
     )
     assert_parity(model, judge, inputs, asked)
 
 
 @pytest.mark.parametrize("tiny", [ONEVISION, pytest.param(VIDEO_LLAVA, marks=slow)], ids=lambda tiny: tiny.family)
 def test_three_turns_about_an_image_and_then_a_video_equal_transformers_and_at_k_the_statement(
-    models: Models, reference: Callable[..., Reference], tiny: Tiny
+    models: Models, reference: References, tiny: Tiny
 ) -> None:
     model, judge, image = models(tiny, (3, 5)), reference(tiny), random_image(0, (40, 60))
     said = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("a circle", "it is red")]
     asked = [prompt_messages("what shape?"), prompt_messages("and here?", 0, 1), prompt_messages("how many?", 0)]
     messages = [*asked[0], said[0], *asked[1], said[1], *asked[2]]
-    inputs = judge.inputs(messages, [image], [torch.from_numpy(model.loaded.prepare_video(Video(HIGH)).views)])
+    inputs = judge.inputs(messages, [image], [torch.from_numpy(model.loaded.images.prepare_video(Video(HIGH)).views)])
     ours, ids = prompt(model, messages, [image, HIGH]), inputs["input_ids"][0]
     assert ours.ids.tolist() == torch.where(ids == judge.video_token, judge.image_token, ids).tolist()
     assert_parity(model, judge, inputs, ours)
@@ -115,13 +119,13 @@ def test_a_video_of_one_frame_and_its_picture_are_not_taken_for_each_other(model
     """Their pixels are equal, and their towers and tokens are not."""
     model, picture = models(VIDEO_LLAVA, (3, 5)), random_image(3, (56, 56))
     frame = Video(np.asarray(picture)[None], 1)
-    assert np.array_equal(model.loaded.prepare(picture).views, model.loaded.prepare_video(frame).views)
+    assert np.array_equal(model.loaded.images.prepare(picture).views, model.loaded.images.prepare_video(frame).views)
     fresh = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
-    model.loaded.image_cache = ImageCache(1 << 20)
+    model.loaded.caches.images = ImageCache(1 << 20)
     try:
         shared = [model.open(given).ask(QUESTION, None, max_new_tokens=4).token_ids for given in (picture, frame)]
     finally:
-        model.loaded.image_cache = None
+        model.loaded.caches.images = None
     assert shared == fresh
 
 
@@ -164,7 +168,7 @@ def test_a_long_video_is_read_and_encoded_frame_by_frame_and_answered_as_one_in_
         given = Video(write_video(tmp_path / "clip.mp4"), frames)
     found = list[Any]()
     for held_frames, most in ((64, frames), (4, 2)):
-        monkeypatch.setattr(loaded, "MAX_HELD_FRAMES", held_frames)
+        monkeypatch.setattr(prepared_frames, "MAX_HELD_FRAMES", held_frames)
         prepared, encoded = Held(), Held()
         monkeypatch.setattr(frames_of_videos, "preprocess", prepared.of(preprocess))
         monkeypatch.setattr(FrameFile, "__getitem__", encoded.of(GET_FRAME))
@@ -244,7 +248,7 @@ def test_pixels_of_frames_are_near_those_of_transformers_video_processors(models
     resized = torch.nn.functional.interpolate(frames, (56, 84), mode="bicubic", antialias=True)
     cropped = resized[..., 14:70] / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))
-    found = model.loaded.prepare_video(Video(WIDE)).views
+    found = model.loaded.images.prepare_video(Video(WIDE)).views
     np.testing.assert_allclose(found, ((cropped - mean) / std).numpy(), atol=1.01 / 255 / min(settings.std))
 
 
@@ -314,7 +318,7 @@ def test_tokens_of_a_clip_that_stay_are_those_of_the_statement_and_answers_follo
 ) -> None:
     """An image beside the clip enters whole, and a later question runs no token of either."""
     model, image, spec = models(tiny, (3, 5)), random_image(0), f"{method}:keep=0.4"
-    frames = model.loaded.prepare_video(Video(HIGH))
+    frames = model.loaded.images.prepare_video(Video(HIGH))
     arranged = frames.encode(model.backend)
     count = len(arranged) // len(frames.views)  # of a frame; a newline may follow
     clip = torch.tensor(arranged.hidden[: count * len(frames.views)]).view(len(frames.views), count, -1)
@@ -334,12 +338,12 @@ def test_tokens_of_a_clip_that_stay_are_those_of_the_statement_and_answers_follo
     chosen = replace(
         frames, key="chosen", in_prompt=PromptImage((len(wanted),)), arrange=lambda _: arranged.take(np.array(wanted))
     )
-    monkeypatch.setattr(type(model.loaded), "prepare_video", lambda *_: chosen)
+    monkeypatch.setattr(type(model.loaded.images), "prepare_video", lambda *_: chosen)
     assert model.open([HIGH, image]).ask(QUESTION, k, max_new_tokens=4).token_ids == answer.token_ids
 
 
 def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_clips_with_text_between_frames(
-    models: Models, tiny_checkpoint: Callable[..., Path]
+    models: Models, tiny_checkpoint: Checkpoints
 ) -> None:
     for spec in ("evs", "vidcom2:keep=0.5+fastv:k=2"):
         with pytest.raises(RequestError, match="chooses from the frames of videos, and this model takes none; use"):
@@ -355,7 +359,7 @@ def test_methods_of_clips_are_refused_by_models_without_videos_and_others_by_cli
 
 @pytest.mark.parametrize("tiny", [INTERNVL, IDEFICS], ids=lambda tiny: tiny.family)
 def test_models_whose_videos_vtx_does_not_take_are_refused_methods_of_clips_by_name(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
+    tiny: Tiny, tiny_checkpoint: Checkpoints
 ) -> None:
     folder = tiny_checkpoint(tiny)
     for spec in ("evs", "vidcom2"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,9 @@ from tests.support.bundles import export
 from tests.support.exported import Models, greedy, prompt
 from tests.support.families.original import QUESTION, counterpart
 from tests.support.families.vila import VILA, stated
+from tests.support.fixtures import Checkpoints, References
+from tests.support.near import assert_near
 from tests.support.parity import assert_later_equal_fresh
-from tests.support.reference import Reference
 from tests.support.tiny import prompt_messages, random_image, random_video
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
@@ -30,9 +30,7 @@ WIDE, HIGH = (150, 60), (40, 90)
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_bundle_answers_as_the_statement(
-    models: Models, tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference]
-) -> None:
+def test_a_bundle_answers_as_the_statement(models: Models, tiny_checkpoint: Checkpoints, reference: References) -> None:
     model, judge, folder = models(VILA, (3, 5)), reference(counterpart(VILA)), tiny_checkpoint(VILA)
     for shapes in ((WIDE,), (HIGH, WIDE)):
         images = [random_image(seed, shape) for seed, shape in enumerate(shapes)]
@@ -44,7 +42,7 @@ def test_a_bundle_answers_as_the_statement(
             found, now, image = greedy(model, asked, k, STEPS), rows, vision
             for step in range(STEPS):
                 logits = judge.last_logits(now, image, k)
-                np.testing.assert_allclose(found.logits[step], logits.numpy(), atol=TOLERANCE, rtol=0)
+                assert_near(found.logits[step], logits.numpy(), TOLERANCE)
                 assert found.ids[step] == int(logits.argmax())
                 answered = judge.model.model.language_model.embed_tokens(torch.tensor([[found.ids[step]]]))
                 now, image = torch.cat([now, answered], 1), torch.cat([image, torch.tensor([False])])
@@ -63,7 +61,7 @@ def frames_of(video: np.ndarray, wanted: int) -> list[Image.Image]:
 @pytest.mark.parametrize("length", [30, 8, 5], ids=["long", "as many", "short"])
 @torch.inference_mode()
 def test_a_video_answers_as_its_frames_stated_as_images(
-    models: Models, tiny_checkpoint: Callable[..., Path], reference: Callable[..., Reference], length: int
+    models: Models, tiny_checkpoint: Checkpoints, reference: References, length: int
 ) -> None:
     model, judge, folder = models(VILA, (3, 5)), reference(counterpart(VILA)), tiny_checkpoint(VILA)
     video = random_video(0, length, (90, 60))
@@ -73,7 +71,7 @@ def test_a_video_answers_as_its_frames_stated_as_images(
     assert int(vision.sum()) == 8 * 9
     for k in (None, 5):
         found = greedy(model, asked, k, 1)
-        np.testing.assert_allclose(found.logits[0], judge.last_logits(rows, vision, k).numpy(), atol=TOLERANCE, rtol=0)
+        assert_near(found.logits[0], judge.last_logits(rows, vision, k).numpy(), TOLERANCE)
 
 
 def test_an_image_and_a_video_are_asked_about_together_and_later_questions_equal_fresh_runs(models: Models) -> None:
@@ -115,6 +113,6 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, object], messag
         read_config(config | changes)
 
 
-def test_what_looks_at_single_patches_is_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_looks_at_single_patches_is_refused(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"has no class token|2 x 2 patches"):
         export(tiny_checkpoint(VILA), tmp_path / "bundle", reductions=("cls",))

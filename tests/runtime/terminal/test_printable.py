@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from vtx import cli
 from vtx.runtime.errors import BundleError, VtxError, printable
 from vtx.runtime.terminal import console
@@ -48,12 +48,10 @@ def test_answers_reach_a_terminal_without_commands_and_a_pipe_as_they_are(
     assert capsys.readouterr().out == "a\u202eb\na\\x1b[2Jb\n\n"
 
 
-def test_a_checkpoint_s_names_are_printed_without_commands(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_s_names_are_printed_without_commands(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(), tmp_path / "\x1b[31mred"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "\x1b[2J"}))
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "model_type": "\x1b[2J"})
     done = CliRunner().invoke(cli.export, ["--model", str(folder), "--out", str(tmp_path / "out")])
     assert done.exit_code == 1
     assert "\x1b" not in done.stderr

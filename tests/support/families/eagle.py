@@ -6,7 +6,6 @@ plain PyTorch.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.support.families.original import VICUNA, write_json, write_tokenizer_model
+from tests.support.families.original import VICUNA, write_tokenizer_model
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import random_tensor
 
 NAMES = "clip-448;convnext-1024;sam-1024;det-1024;pix2struct-1024"
@@ -477,4 +477,4 @@ class Judge:
 def rewritten_config(folder: Path, **changed: Any) -> None:
     """Change keys of a checkpoint's `config.json`."""
     path = folder / "config.json"
-    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **changed})
+    write_json(path, {**read_json(path), **changed})

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.json_files import write_json
 from tests.support.tiny import ARCHITECTURES, Tiny, random_tensor, write_weights
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -109,7 +110,7 @@ def make_gemma(folder: Path, tiny: Tiny, seed: int) -> Path:
             kind |= {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
             kind |= {"pan_and_scan_max_num_crops": tiny.crops, "pan_and_scan_min_ratio_to_activate": 1.2}
         own = {"processor_class": "Gemma3Processor", "image_seq_length": tiny.vision_tokens}
-        (folder / "processor_config.json").write_text(json.dumps(own), encoding="utf-8")
+        write_json(folder / "processor_config.json", own)
     files: dict[str, Any] = {
         "config.json": written, "preprocessor_config.json": kind,
         "generation_config.json": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},

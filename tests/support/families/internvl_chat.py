@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from tests.support.families.original import write_json, write_tokenizer_model
+from tests.support.families.original import write_tokenizer_model
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, make
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -53,7 +53,7 @@ def make_internvl_chat(folder: Path, tiny: Tiny, seed: int) -> Path:
     with TemporaryDirectory() as other:
         theirs = make(Path(other) / "hf", counterpart(tiny), seed)
         weights = load_file(theirs / "model.safetensors")
-        config = json.loads((theirs / "config.json").read_text(encoding="utf-8"))
+        config = read_json(theirs / "config.json")
     internlm = tiny.text == "llama"
     if internlm:
         pieces = write_tokenizer_model(folder / "tokenizer.model", tiny.vocab - len(ADDED))

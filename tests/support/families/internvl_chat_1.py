@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.families.original import TOWER, write_json
+from tests.support.families.original import TOWER
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, random_tensor
 
 INTERNVL_CHAT_1 = Tiny(family="llava_llama", aspect="pad", context=1024, image=336, patch=42)  # 8 x 8 patches
@@ -60,7 +60,7 @@ def write_internvit(folder: Path) -> Any:
 
 def with_internvit(folder: Path) -> Any:
     """Give a checkpoint in LLaVA's layout InternVL-Chat 1.0's tower; returns transformers' own of its weights."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     named = folder / INTERNVIT
     (folder / TOWER).rename(named)
     write_json(folder / "config.json", config | {"mm_vision_tower": f"x/{INTERNVIT}", "mm_vision_select_layer": -2})

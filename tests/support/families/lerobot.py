@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.families.paligemma import PALIGEMMA
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, make, random_tensor
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -32,7 +33,7 @@ WORDS = "red_square left"
 @cache
 def recorded() -> dict[str, Any]:
     """What LeRobot's code wrote, by policy."""
-    return json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
+    return read_json(Path(__file__).with_suffix(".json"))
 
 
 def weight(name: str, shape: list[int]) -> np.ndarray:
@@ -44,20 +45,19 @@ def weight(name: str, shape: list[int]) -> np.ndarray:
     return value - 1 if of_gemma else value
 
 
-def make_base(folder: Path, policy: str) -> Path:
-    """The checkpoint that the policy's names: a SmolVLM2, or a tokenizer and sizes of PaliGemma."""
-    tiny = TINY[policy]
-    if policy == "smolvla":
+def make_base(folder: Path, tiny: Tiny) -> Path:
+    """The checkpoint that a policy names: a SmolVLM2, or a tokenizer and sizes of PaliGemma."""
+    if tiny.family == "smolvlm":
         return make(folder, tiny)
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, tiny)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(folder / "tokenizer.json")
     tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}  # as Gemma's
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer.json", tokenizer)
+    settings = read_json(folder / "tokenizer_config.json")
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps({"model_type": "paligemma"}), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "config.json", {"model_type": "paligemma"})
     return folder
 
 
@@ -68,19 +68,18 @@ def make_policy(folder: Path, policy: str) -> Path:
     files = recorded()[policy]
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files["settings"].items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        write_json(folder / name, content)
     for name, tensors in files["statistics"].items():
         save_file({n: np.array(v, np.float32) for n, v in tensors.items()}, folder / name)
     save_file({n: weight(n, s) for n, s in files["tensors"].items()}, folder / "model.safetensors")
-    make_base(folder / files["base"], policy)
+    make_base(folder / files["base"], TINY[policy])
     return folder
 
 
-def make_pi_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PaliGemma's sizes, which are LeRobot's own and in no file, made tiny."""
+def make_pi_tiny(monkeypatch: pytest.MonkeyPatch, tiny: Tiny = TINY["pi0"], expert: Mapping[str, int] = EXPERT) -> None:
+    """PaliGemma's sizes and its expert's, which are LeRobot's own and in no file, made tiny."""
     from vtx.exporter.checkpoint.families.lerobot import pi
 
-    tiny = TINY["pi0"]
     sizes = {
         "hidden_size": tiny.hidden, "intermediate_size": tiny.ffn, "num_hidden_layers": tiny.layers,
         "num_attention_heads": tiny.heads, "num_key_value_heads": tiny.kv_heads, "head_dim": tiny.head_dim,
@@ -90,5 +89,5 @@ def make_pi_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_hidden_layers": tiny.vision_layers, "num_attention_heads": tiny.vision_heads, "patch_size": tiny.patch,
     }  # fmt: skip
     monkeypatch.setattr(pi, "VOCAB", tiny.vocab - 1)
-    monkeypatch.setattr(pi, "DECODERS", {"gemma_2b": sizes, "gemma_300m": {**sizes, **EXPERT}})
+    monkeypatch.setattr(pi, "DECODERS", {"gemma_2b": sizes, "gemma_300m": {**sizes, **expert}})
     monkeypatch.setattr(pi, "TOWER", {**pi.TOWER, **tower})

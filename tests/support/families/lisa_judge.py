@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from PIL import Image
 
 from tests.support.families.lisa import ADDED, OFTEN, QUESTION, make_projector
+from tests.support.json_files import read_json
 from tests.support.parity import STEPS
 from tests.support.reference import Inputs, Reference
 from tests.support.tiny import Tiny
@@ -29,7 +29,7 @@ class Judge(Reference):
         import sentencepiece
 
         super().__init__(theirs)
-        self.added: dict[str, int] = json.loads((ours / "added_tokens.json").read_text())
+        self.added: dict[str, int] = read_json(ours / "added_tokens.json")
         self.cut = sentencepiece.SentencePieceProcessor(model_file=str(ours / "tokenizer.model"))
         projector = torch.nn.Linear(tiny.vision_hidden, tiny.hidden)
         projector.load_state_dict({name.rpartition(".")[2]: w for name, w in make_projector(tiny).items()})

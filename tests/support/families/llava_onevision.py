@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 
 ONEVISION = Tiny(
@@ -19,5 +19,5 @@ def onevision_of_another_scale(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     file = target / "preprocessor_config.json"
     changed = {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.9, 0.8], "image_std": [1.0, 1.0, 1.0]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed), encoding="utf-8")
+    write_json(file, read_json(file) | changed)
     return target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.support.bundles import ORT, export
+from tests.support.json_files import write_json
 from tests.support.tiny import random_tensor
 from vtx.exporter.checkpoint.families import openvla
 from vtx.tools.model.vision import VisionConfig
@@ -132,8 +132,8 @@ def make_openvla(folder: Path, tiny: TinyOpenVLA, seed: int = 0, **changed: Any)
 
     folder.mkdir(parents=True, exist_ok=True)
     written = {key: value for key, value in {**config_of(tiny), **changed}.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(written))
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(tiny)))
+    write_json(folder / "config.json", written)
+    write_json(folder / "preprocessor_config.json", processor_of(tiny))
     _write_tokenizer(folder)
     save_file(weights_of(tiny, seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -168,8 +168,8 @@ def _write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "LlamaTokenizer", "pad_token": "<PAD>", "legacy": False,
         "added_tokens_decoder": {str(id): {"content": token, **flags} for id, token in added.items()},
     }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "added_tokens.json").write_text(json.dumps({"<PAD>": PAD}))
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "added_tokens.json", {"<PAD>": PAD})
 
 
 def weights_of(tiny: TinyOpenVLA, seed: int) -> dict[str, Tensor]:

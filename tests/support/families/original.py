@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.support.families import lisa
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, make
 
 TOWER = "clip-tower"
@@ -39,9 +39,7 @@ def make_original(folder: Path, tiny: Tiny, seed: int) -> Path:
     with TemporaryDirectory() as other:
         theirs = make(Path(other) / "hf", counterpart(tiny), seed)
         weights = load_file(theirs / "model.safetensors")
-        config, processor = (
-            json.loads((theirs / name).read_text(encoding="utf-8")) for name in ("config.json", "processor_config.json")
-        )
+        config, processor = (read_json(theirs / name) for name in ("config.json", "processor_config.json"))
     write_tower(folder / TOWER, config["vision_config"], processor["image_processor"], weights)
     text = {key: value for key, value in config["text_config"].items() if value is not None}
     rope = text.pop("rope_parameters")
@@ -72,10 +70,6 @@ def write_tower(folder: Path, config: dict[str, Any], processor: dict[str, Any],
     write_json(folder / "preprocessor_config.json", kind)
     mine = {"vision_model." + _after(name, "vision_tower."): w for name, w in weights.items() if _of_tower(name)}
     save_file(mine, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def write_tokenizer_model(path: Path, vocab: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from PIL import Image
 
 from tests.support.bundles import ORT, export
 from tests.support.families.paligemma import PALIGEMMA
+from tests.support.json_files import write_json
 from tests.support.tiny import Tiny, random_tensor
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -98,14 +98,14 @@ def make_pi0(folder: Path, tiny: TinyPi0, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, tiny.vlm)
     written = config_of(tiny).to_dict() | {"architectures": ["PI0ForConditionalGeneration"]}
-    (folder / "config.json").write_text(json.dumps(written))
+    write_json(folder / "config.json", written)
     side = tiny.vlm.image
     processor = {
         "image_processor_type": "PI0ImageProcessor", "size": {"max_height": side, "max_width": side},
         "pad_size": {"height": side, "width": side},
     }  # fmt: skip
     statistics = STATISTICS if tiny.statistics else {}
-    (folder / "processor_config.json").write_text(json.dumps({"image_processor": processor, **statistics}))
+    write_json(folder / "processor_config.json", {"image_processor": processor, **statistics})
     save_file(
         {_hub(n) if tiny.hub_names else n: t for n, t in weights_of(tiny, seed).items()}, folder / "model.safetensors"
     )

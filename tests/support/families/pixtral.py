@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.json_files import read_json
 from tests.support.tiny import (
     ARCHITECTURES,
     PROCESSORS,
@@ -85,7 +85,7 @@ def processor_of(folder: Path) -> Any:
     sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
     from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
-    settings = json.loads((folder / "processor_config.json").read_text(encoding="utf-8"))
+    settings = read_json(folder / "processor_config.json")
     of_pages = settings["processor_class"] == "LightOnOcrProcessor"
     kind: Any = LightOnOcrProcessor if of_pages else PixtralProcessor
     return kind(

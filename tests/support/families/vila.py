@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,15 +11,8 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.support.families.original import (
-    QUESTION,
-    VICUNA,
-    counterpart,
-    hub_name,
-    write_json,
-    write_tokenizer_model,
-    write_tower,
-)
+from tests.support.families.original import QUESTION, VICUNA, counterpart, hub_name, write_tokenizer_model, write_tower
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny, make, random_tensor
 
 # 5 x 5 patches: as 27 x 27, one row and column short of squares.
@@ -32,9 +24,7 @@ def make_vila(folder: Path, tiny: Tiny, seed: int) -> Path:
     with TemporaryDirectory() as other:
         theirs = make(Path(other) / "hf", counterpart(tiny), seed)
         weights = load_file(theirs / "model.safetensors")
-        config, processor = (
-            json.loads((theirs / name).read_text(encoding="utf-8")) for name in ("config.json", "processor_config.json")
-        )
+        config, processor = (read_json(theirs / name) for name in ("config.json", "processor_config.json"))
     write_tower(folder / "vision_tower", config["vision_config"], processor["image_processor"], weights)
     (folder / "llm").mkdir()
     write_json(folder / "llm" / "config.json", config["text_config"] | {"architectures": ["LlamaForCausalLM"]})

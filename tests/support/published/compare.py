@@ -70,7 +70,7 @@ def _first_fault(found: Any) -> str:
 
 
 def _asked(model: Model, messages: list[dict[str, Any]], images: list[Image.Image]) -> list[int]:
-    pictures = model.loaded.prepare_all(images, messages=messages)
+    pictures = model.loaded.images.prepare_all(images, messages=messages)
     ids: list[int] = model.loaded.text.prompt(messages, [picture.in_prompt for picture in pictures]).tolist()
     return ids
 
@@ -107,7 +107,7 @@ def _images(model: Model, judge: Judge, images: list[Image.Image]) -> tuple[str,
         messages = [turn("user", "<picture>", "What is it?")]
         inputs = judge.inputs(messages, [image])
         wanted = int((inputs["input_ids"][0] == judge.image_token).sum())
-        prepared = model.loaded.prepare(image)
+        prepared = model.loaded.images.prepare(image)
         ids = _asked(model, messages, [image])
         if prepared.tokens != wanted:
             counts.append(f"{image.size}: {prepared.tokens}, theirs {wanted}")

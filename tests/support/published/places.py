@@ -5,10 +5,11 @@ Their tests take minutes, so they run where that folder is named, as `make publi
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from tests.support.json_files import read_json
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ROOT / "build" / "published" / "npm"
@@ -28,4 +29,4 @@ def models() -> dict[str, Path]:
 
 def read(path: Path) -> Any:
     """What a JSON file states, or an empty dictionary for a file that is not there."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}

@@ -114,7 +114,7 @@ def test_a_picture_of_several_lines_is_decoded_once(model: Model, folder: Path) 
     names: list[Any] = ["one.png", ["two.png", "one.png"], "two.png", "copy.png", ["copy.png", "two.png"]]
     lines = [{"image": image, "question": "red?"} for image in names]
     wanted = [expected(model, folder, line) for line in lines]
-    with patch("vtx.runtime.api.loaded.load_image", wraps=load_image) as read:
+    with patch("vtx.runtime.api.images.load_image", wraps=load_image) as read:
         results, _ = run(model, write(folder, *lines))
     assert [result["token_ids"] for result in results] == wanted
     assert read.call_count == 4, "each of the two alone, and beside another picture"

@@ -19,6 +19,9 @@ from click.testing import CliRunner, Result
 from tests.support.bundles import EXPORT_ONLY, export
 from tests.support.exported import THREADS
 from tests.support.families.videos import NEXT_VIDEO
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, random_image
 from tests.support.video_files import write_video
 
@@ -44,7 +47,7 @@ NEW, REPEATS = 4, 3
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(tiny_checkpoint(), tmp_path_factory.mktemp("bench") / "bundle").folder
 
 
@@ -70,7 +73,7 @@ def report(bundle: Path, image: Path, tmp_path_factory: pytest.TempPathFactory) 
     target = tmp_path_factory.mktemp("report") / "out.json"
     done = vtx_bench(bundle, "--image", str(image), "--out", str(target))
     assert done.exit_code == 0, done.stderr
-    found: dict[str, Any] = json.loads(target.read_text())
+    found: dict[str, Any] = read_json(target)
     return found
 
 
@@ -81,9 +84,7 @@ def test_work_is_counted_and_golden_vectors_are_judged_in_every_arithmetic(bundl
 
 
 @pytest.mark.slow
-def test_a_video_is_measured_and_the_work_of_its_frames_counted(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_video_is_measured_and_the_work_of_its_frames_counted(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """LLaVA-NeXT-Video averages a frame's 16 patches to 4 before the projector."""
     pytest.importorskip("av", reason="the [video] extra is not installed")
     folder = export(tiny_checkpoint(NEXT_VIDEO), tmp_path / "bundle").folder
@@ -225,7 +226,7 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     target = tmp_path / "out.json"
     words = ("--k", "3", "--repeats", "1", "--warmup", "0", "--out", str(target))
     assert vtx_bench(bundle, "--prompt-tokens", str(tokens), *words).exit_code == 0
-    found = json.loads(target.read_text())
+    found = read_json(target)
     assert found["workload"]["prompt_tokens"] == tokens
     assert found["depths"][0]["ms"]["second_at_another_k"] is None
 
@@ -244,7 +245,7 @@ def test_a_prompt_has_the_length_that_was_asked_for(bundle: Path, tmp_path: Path
     ],
 )  # fmt: skip
 def test_ceilings_are_measured_in_the_arithmetic_that_computes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
+    tiny_checkpoint: Checkpoints, tmp_path: Path, device: str, compute: str, precision: str, read_as: str,
     products: dict[str, str], needs_arithmetic: Callable[[str], None],
 ) -> None:  # fmt: skip
     if device == "openvino":
@@ -256,7 +257,7 @@ def test_ceilings_are_measured_in_the_arithmetic_that_computes(
     assert done.exit_code == 0, done.stderr
     assert f"on {device} (asked for) in {compute}; predicted" in done.stderr
     assert f"{precision} weights, on {device} in {compute} arithmetic" in " ".join(done.stdout.split())
-    found = json.loads(target.read_text())
+    found = read_json(target)
     assert (found["model"]["device"], found["model"]["compute"]) == (device, compute)
     assert found["model"]["weights_read_as"] == read_as
     assert f"A token is counted as reading {read_as} weights" in " ".join(done.stdout.split())
@@ -279,14 +280,14 @@ def test_a_device_without_a_known_ceiling_gets_no_shares(
     assert done.exit_code == 0, done.stderr
     assert "no ceilings: they are measured for CPUs" in done.stderr
     assert "No ceilings were measured" in done.stdout
-    assert json.loads(target.read_text())["depths"][0]["shares"] is None
+    assert read_json(target)["depths"][0]["shares"] is None
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("precision", "integers"), [("fp32", None), ("fp16", None), ("int8", 1), ("int4", 0.5)])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_token_reads_integers_as_they_are_stored_and_floats_as_they_are_computed_with(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, precision: str, integers: float | None, tied: bool
+    tiny_checkpoint: Checkpoints, tmp_path: Path, precision: str, integers: float | None, tied: bool
 ) -> None:
     made = export(tiny_checkpoint(Tiny(tied=tied)), tmp_path / "bundle", precision=precision)
     size = bundle_size(made).decoder
@@ -357,7 +358,7 @@ def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(
     assert product.flops == 2 * 4 * 256 * 8
     found = np.asarray(product())
     exact = (kind.compute, kind.stored) == ("f32", "float")
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=(1e-6 if exact else 0.03) * np.abs(wanted).max())
+    assert_near(found, wanted, (1e-6 if exact else 0.03) * np.abs(wanted).max())
     assert np.abs(found - wanted).max() > 0 or exact, "it did not compute more narrowly"
 
 
@@ -499,7 +500,7 @@ def test_an_interruption_keeps_what_was_measured(bundle: Path, tmp_path: Path, m
     done = vtx_bench(bundle, "--out", str(tmp_path / "out.json"))
     assert done.exit_code == 130
     assert "INTERRUPTED" in done.stdout
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = read_json(tmp_path / "out.json")
     assert found["interrupted"] is True
     assert [depth["ms"]["prefill"]["n"] for depth in found["depths"]] == [1, 1, 1]
 
@@ -537,4 +538,4 @@ def test_measuring_needs_no_exporting_library(bundle: Path, tmp_path: Path) -> N
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads((tmp_path / "out.json").read_text())["depths"]) == 3
+    assert len(read_json(tmp_path / "out.json")["depths"]) == 3

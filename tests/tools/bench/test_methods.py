@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,9 @@ from tests.support.bundles import export_with
 from tests.support.dialects import DialectBackend
 from tests.support.exported import THREADS, Models
 from tests.support.families.smolvlm import SMOLVLM
+from tests.support.fixtures import Checkpoints
 from tests.support.gates import certain_gate, write_gates
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 
 from vtx import cli
@@ -32,7 +32,7 @@ V, MERGED = 36, 4 * 8
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ExportOptions(
         str(tiny_checkpoint(TINY)), (), "fp32", dialects=DIALECTS, reductions=("none", "lsm:tau=-1")
     )
@@ -48,7 +48,7 @@ def test_rows_of_merged_windows_that_a_graph_computes_all_the_same_are_counted(b
 
 @pytest.fixture(scope="module", params=[True, False], ids=["fires", "never"])
 def gated(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[bool, Path]:
     """Whether the gate before layer 3 fires for every question, and the bundle."""
     folder = tmp_path_factory.mktemp("gated")
@@ -64,7 +64,7 @@ def test_the_time_with_gates_is_measured_as_well(gated: tuple[bool, Path], tmp_p
     words = ["--bundle", str(folder), "--repeats", "1", "--threads", str(THREADS), "--out", str(tmp_path / "out.json")]
     done = CliRunner().invoke(cli.bench, [*words, "--new-tokens", "3"], prog_name="vtx-bench")
     assert done.exit_code == 0, done.stderr
-    depths = json.loads((tmp_path / "out.json").read_text())["depths"]
+    depths = read_json(tmp_path / "out.json")["depths"]
     assert [depth["k"] for depth in depths] == [None, 3, "auto"]
     assert depths[2]["full_layers"] == (2 if fires else 8)
     assert depths[2]["prefill_flops"] == depths[1 if fires else 0]["prefill_flops"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.support.json_files import write_json
 
 from vtx.runtime.errors import RequestError
 from vtx.tools.data import items as data
@@ -82,7 +83,7 @@ def test_llava_conversations_give_their_first_question_and_answer(folder: Path) 
         {"from": "gpt", "value": "Yes."},
     ]
     path = folder / "llava.json"
-    path.write_text(json.dumps([{"id": "a", "image": "3.png", "conversations": turns}]))
+    write_json(path, [{"id": "a", "image": "3.png", "conversations": turns}])
     assert read(str(path)).items == (Item((folder / "3.png",), "What is it?", "A cat."),)
     turns[0]["value"] = "What is it?\n<image>"
     assert read(lines(folder, [{"image": "3.png", "conversations": turns}])).items[0].question == "What is it?"
@@ -185,7 +186,7 @@ def test_unreadable_data_is_an_error(tmp_path: Path, make: Callable[[Path], obje
 
 def test_large_files_are_refused_before_they_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "list.json"
-    path.write_text(json.dumps(good(3)))
+    write_json(path, good(3))
     monkeypatch.setattr(data, "MAX_LIST_FILE", 100)
     with pytest.raises(RequestError, match="limit is 100"):
         read(str(path))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.bundles import ORT, export_with, reads_documents
 from tests.support.contract import FAMILIES
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 from vtx.exporter.bundling.options import ExportOptions
@@ -51,7 +52,7 @@ def more_bytes(tiny: Tiny, plan: Plan, tensors: Mapping[str, TensorInfo]) -> int
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
-    tiny_checkpoint: Callable[..., Path], name: str
+    tiny_checkpoint: Checkpoints, name: str
 ) -> None:
     for tiny in (FAMILIES[name].tiny, *FAMILIES[name].variants):
         checkpoint = tiny_checkpoint(tiny)
@@ -69,7 +70,7 @@ def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
 @pytest.mark.parametrize(("precision", "vision", "head"), PRECISIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_exported_bundle_has_the_weights_and_takes_the_memory_that_the_plan_counts(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, name: str, precision: str, vision: str | None,
+    tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, precision: str, vision: str | None,
     head: str | None,
 ) -> None:  # fmt: skip
     dtype = "bfloat16" if precision in ("fp16", "bf16") else "float16"

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from vtx.runtime.backends.engines import ENGINES
+from vtx.runtime.backends.engines import ENGINES, TENSORRT_COSTS
 from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
-from vtx.runtime.host.profiles import load_profile, profile_names
+from vtx.runtime.host.profiles import Profile, load_profile, profile_names
 from vtx.tools.estimate.fits import EXPORTED, SHOWN, WORK, Fit, fits_here, what_fits
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
-from vtx.tools.tensorrt.releases import TENSORRT, parse_release
+from vtx.tools.estimate.weights import head_weights, precisions_by_name, precisions_of, stored_bytes, vision_weights
+from vtx.tools.tensorrt.memory import build_memory, buildable_layers
+from vtx.tools.tensorrt.releases import RTX, TENSORRT
 from vtx.tools.tensorrt.support import gpu_cost
 
 ORIN = load_profile("agx-orin-64")
 LLAVAS = ("llava-1.5-7b", "llava-1.5-13b")
+JETSONS = [name for name in profile_names() if load_profile(name).kind == "jetson"]
+PAGE = (Path(__file__).parents[3] / "docs/how-to/jetson.md").read_text(encoding="utf-8")
+
+
+def short_name(profile: Profile) -> str:
+    return profile.name.removeprefix("NVIDIA Jetson ")
 
 
 def peak(model: str, precision: str, k: int | None) -> int:
     size = KNOWN[model]
     assert size.vision is not None
-    plan = make_plan(size, Workload(WORK[0], size.vision.image_tokens, WORK[1]), [k], [precision], ORIN)
+    work = Workload(WORK[0], size.vision.image_tokens, WORK[1])
+    plan = make_plan(size, work, [k], precisions_by_name(size, [precision]), ORIN)
     return plan.depths[0].precisions[precision].peak_bytes
 
 
@@ -50,19 +60,42 @@ def test_one_byte_decides() -> None:
 
 
 @pytest.mark.slow
-def test_the_table_in_the_jetson_page_is_what_the_plan_says() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "jetson.md").read_text(encoding="utf-8")
-    for name in profile_names():
-        profile = load_profile(name)
-        releases = {
-            j.version[0]: parse_release(TENSORRT, j.tensorrt).dialect for j in profile.jetpack if j.version > "6"
-        }
-        for dialect in releases.values():  # alike with each JetPack
-            fits = what_fits(profile, models=LLAVAS, engine=ENGINES["tensorrt"].costs[dialect])
-            cells = [fit for name in LLAVAS for fit in fits[name]]
-            device = profile.name.removeprefix("NVIDIA Jetson ")
-            row = " | ".join([device, f"{profile.usable_bytes / 1e9:.1f} GB", *map(str, cells)])
-            assert f"| {row} |" in page
+@pytest.mark.parametrize("device", JETSONS)
+def test_the_table_in_the_jetson_page_is_what_the_plan_says(device: str) -> None:
+    profile = load_profile(device)
+    fits = what_fits(profile, models=LLAVAS, engine=TENSORRT_COSTS[TENSORRT])
+    cells = [fit for name in LLAVAS for fit in fits[name]]
+    row = " | ".join([short_name(profile), f"{profile.usable_bytes / 1e9:.1f} GB", *map(str, cells)])
+    assert f"| {row} |" in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", JETSONS)
+def test_every_engine_of_a_model_that_the_page_says_fits_can_be_built_there(device: str) -> None:
+    """Stages of one layer at least, head, embedding and tower, each held as TensorRT may hold it."""
+    profile = load_profile(device)
+    cost = TENSORRT_COSTS[TENSORRT]
+    for model, fits in what_fits(profile, models=LLAVAS, engine=cost).items():
+        size = KNOWN[model]
+        assert size.vision is not None
+        for fit in fits:
+            if fit.fits:
+                parts = precisions_of(size, fit.precision)
+                graphs = [vision_weights(size.vision), head_weights(size, parts)]
+                largest = max(stored_bytes(graph, parts, int8=cost.int8) for graph in graphs)
+                embedding = 2 * size.decoder.vocab * size.decoder.hidden
+                assert build_memory(max(largest, embedding), 1) <= profile.usable_bytes
+                assert buildable_layers(size, parts, profile.usable_bytes, cost.int8) >= 1
+
+
+@pytest.mark.parametrize("device", ["orin-nano-8", "orin-nx-16"])
+def test_the_page_names_the_most_layers_that_a_device_builds_and_its_export_has_no_more(device: str) -> None:
+    profile = load_profile(device)
+    llava = KNOWN["llava-1.5-7b"]
+    most = buildable_layers(llava, precisions_of(llava, "int4"), profile.usable_bytes)
+    assert re.search(rf"of llava-1.5-7b in int4 [^.]*\b{most} on an {short_name(profile)}", PAGE)
+    (layers,) = re.findall(r"--precision int4 --stage-layers (\d+)", PAGE)
+    assert int(layers) <= most
 
 
 def test_only_models_that_export_are_listed() -> None:
@@ -95,10 +128,17 @@ def test_a_machine_is_told_of_its_gpu_and_of_its_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_a_jetson_is_counted_with_the_graphs_of_its_tensorrt() -> None:
-    """In half precision from the oldest release on."""
-    for release, dialect in (("10.3.0.30", "trt10"), ("10.16.2", "trt"), ("8.5.2", "trt"), (None, "trt")):
-        orin = Device(Jetson("Orin", "p3701-0004", "36.4", "6.2", release), (), "agx-orin-32")
-        assert gpu_cost(orin) == ENGINES["tensorrt"].costs[dialect]
-        (shared,) = fits_here(orin, None, gpu_cost(orin))
-        assert str(shared.models["llava-1.5-13b"][0]) == "yes"
+@pytest.mark.parametrize(
+    ("capability", "flavour"), [((8, 7), TENSORRT), ((11, 0), TENSORRT), ((9, 0), TENSORRT), ((8, 9), RTX)]
+)
+def test_a_machine_is_counted_with_the_tensorrt_that_is_for_its_gpu(capability: tuple[int, int], flavour: str) -> None:
+    card = Device(None, (Gpu("X", capability, 18 << 30, (13, 0)),), None)
+    assert gpu_cost(card) is TENSORRT_COSTS[flavour]
+    (shared,) = fits_here(card, None, gpu_cost(card))
+    int8 = shared.models["llava-1.5-13b"][SHOWN.index("int8")]
+    assert int8.fits == (flavour == RTX)
+
+
+def test_a_jetson_without_a_driver_is_counted_with_its_tensorrt() -> None:
+    orin = Device(Jetson("Orin", "p3701-0004", "36.4", "6.2", "10.3.0.30"), (), "agx-orin-32")
+    assert gpu_cost(orin) is TENSORRT_COSTS[TENSORRT]

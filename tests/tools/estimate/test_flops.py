@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.bundles import export_all
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json
 from tests.support.tiny import Tiny
 
 from vtx.exporter.checkpoint.assembly import open_checkpoint
@@ -216,13 +216,11 @@ TINIES = {
 
 
 def size_of(checkpoint: Path) -> Any:
-    return config_size(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")), "tiny")
+    return config_size(read_json(checkpoint / "config.json"), "tiny")
 
 
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
-def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(tiny: Tiny, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
     stored = {name: info.shape for name, info in checkpoint.tensors.items() if name.startswith("text.")}
     stated = read_config(checkpoint.config).text.tensors()
@@ -231,7 +229,7 @@ def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(
 
 @pytest.fixture(scope="module", params=TINIES.values(), ids=TINIES)
 def exported(
-    request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Bundle, Any]:
     checkpoint = tiny_checkpoint(request.param)
     return export_all(checkpoint, tmp_path_factory.mktemp("flops") / "bundle", ks=(3, 6)), size_of(checkpoint)
@@ -246,7 +244,7 @@ def executed_macs(bundle: Bundle, graph: str, folder: Path, dims: dict[str, int]
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
     session = ort.InferenceSession(str(bundle.path(graph)), options, providers=["CPUExecutionProvider"])
     session.run(None, {value.name: fed(value, dims, slots) for value in session.get_inputs()})
-    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    events = read_json(Path(session.end_profiling()))
     nodes = [event["args"] for event in events if event["name"].endswith("_kernel_time")]
     return sum(node_macs(node["op_name"], node, slots) for node in nodes)
 

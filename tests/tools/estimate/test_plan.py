@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.support.bundles import export_all
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 
 from vtx import cli
@@ -28,12 +29,12 @@ from vtx.runtime.report.inspect import kv_bytes
 from vtx.tools.estimate.flops import attention_macs, encode_flops, full_schedule, total_flops, with_exit
 from vtx.tools.estimate.plan import Workload, make_plan, spread_ks
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
-from vtx.tools.estimate.weights import all_weights, precisions_of, resident, stored_bytes
+from vtx.tools.estimate.weights import all_weights, precisions_by_name, precisions_of, resident, stored_bytes
 from vtx.tools.tensorrt.support import engines_on
 
-Make = Callable[..., Path]
 SEVEN = KNOWN["llava-1.5-7b"]
 WORK = Workload(text=66, vision=576, new_tokens=256)
+HALF = precisions_by_name(SEVEN, ["fp16"])
 
 
 def vtx_plan(*words: str) -> Result:
@@ -237,28 +238,28 @@ TINIES = {
 }
 
 
-def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Make) -> None:
+def test_a_checkpoint_of_several_files_is_planned_as_it_would_be_exported(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(VILA)
     source = plan_export(ExportOptions(str(folder))).source()
     assert find_size(str(folder)) == model_size(source.config, folder.name)
 
 
-def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_vila_s_configuration_alone_has_the_sizes_of_its_parts(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint(VILA)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     for key, part in (("llm_cfg", "llm"), ("vision_tower_cfg", "vision_tower"), ("mm_projector_cfg", "mm_projector")):
-        config[key] = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        config[key] = read_json(folder / part / "config.json")
+    write_json(tmp_path / "config.json", config)
     assert find_size(str(tmp_path)) == replace(find_size(str(folder)), name=tmp_path.name)
 
 
 @pytest.mark.parametrize(("text", "tied"), [({}, False), ({"tie_word_embeddings": True}, True)])
 def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_nothing(
-    tiny_checkpoint: Make, text: dict[str, bool], tied: bool
+    tiny_checkpoint: Checkpoints, text: dict[str, bool], tied: bool
 ) -> None:
     """InternVL3-1B-hf has 0.938 billion parameters; with the default of transformers 5 it would have 0.802."""
     folder = tiny_checkpoint(Tiny(family="internvl", text="qwen2", tokenizer="bytes", names="saved"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     config.pop("tie_word_embeddings", None)
     config["text_config"].pop("tie_word_embeddings", None)
     config["text_config"] |= text
@@ -270,7 +271,7 @@ def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_no
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_bundle_gives_the_sizes_of_its_checkpoint(
-    tiny: Tiny, precision: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny: Tiny, precision: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoint(tiny)
     config = find_size(str(checkpoint))
@@ -284,15 +285,16 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
     assert found.parameters == config.parameters
 
 
-def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
-    found = make_plan(bundle_size(bundle), Workload(9, 16, 0), [None, 3, 5], ["fp16"])
+    size = bundle_size(bundle)
+    found = make_plan(size, Workload(9, 16, 0), [None, 3, 5], precisions_by_name(size, ["fp16"]))
     for depth in found.depths:
         expected = kv_bytes(bundle.manifest, depth.k, text=9, vision=16)
         assert depth.precisions["fp16"].kv_bytes == expected
 
 
-def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_sizes_come_from_the_manifest_alone(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     whole = export_all(tiny_checkpoint(), tmp_path / "bundle")
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -350,7 +352,64 @@ def test_precisions_of_tower_and_head_are_options_with_the_exports_defaults() ->
     assert more == pytest.approx(32000 * 4096 + tower.parameters, rel=0.01)
 
 
-def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def written_bytes(options: ExportOptions) -> int:
+    """Bytes of the weights' tensors that an export would write."""
+    stored = plan_export(options).weights.stored.values()
+    parts = (part for tensor in stored for part in (tensor, tensor.scales, tensor.zeros))
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+@pytest.mark.parametrize(
+    ("tied", "forms"),
+    [
+        (False, {"int4_block": 32, "bits": 6.3}),
+        (True, {"int4_block": 32, "int8_block": 128, "bits": 6.7}),
+        (True, {"bits": 4.3}),
+        (False, {"int4_block": 128, "head_precision": "int4", "bits": 7.9}),
+        (False, {"int4_block": 128, "int8_block": 64}),
+    ],
+)
+def test_mixed_bits_and_blocks_are_planned_as_they_are_written(
+    tiny_checkpoint: Checkpoints, tied: bool, forms: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint(Tiny(hidden=128, ffn=192, tied=tied, dtype="float16"))
+    words = [word for name, value in forms.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    found = planned("--model", str(folder), "--k", "none", "--precision", "int4", *words)
+    assert found["weights_bytes"]["int4"] == written_bytes(ExportOptions(str(folder), (), "int4", **forms))
+    parts = found["parts"]["int4"]
+    assert parts["blocks"] == {name.removesuffix("_block"): n for name, n in forms.items() if "block" in name}
+    assert ("int8" in parts) == ("bits" in forms)
+
+
+def test_bits_are_those_of_the_decoder_and_its_head_and_leave_other_precisions_alone() -> None:
+    words = ("--model", "qwen2.5-vl-3b", "--k", "none", "--profile", "cpu", "--int4-block", "32")
+    low, high = (planned(*words, "--bits", bits) for bits in ("5.1", "6.3"))
+    plain = planned(*words)
+    size = KNOWN["qwen2.5-vl-3b"].decoder
+    weights = size.layers * size.layer_macs + size.head_macs
+    more = high["weights_bytes"].pop("int4") - low["weights_bytes"].pop("int4")
+    assert more == pytest.approx(weights * 1.2 / 8, rel=0.01)
+    peaks = [plan["depths"][0]["precisions"]["int4"]["peak_bytes"] for plan in (low, high)]
+    assert 0.5 * more < peaks[1] - peaks[0] < more, "scales take more in memory"
+    assert high["weights_bytes"].items() <= plain["weights_bytes"].items()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--precision", "fp16", "--bits", "6"), "--bits is for an int4 decoder; add --precision int4"),
+        (("--precision", "int8", "--int4-block", "32"), "--int4-block is for int4 weights; add --precision int4"),
+        (("--bits", "9"), "--bits 9 is out of reach"),
+        (("--bits", "nan"), "--bits nan is out of reach"),
+    ],
+)
+def test_bits_and_blocks_that_nothing_has_are_refused(words: tuple[str, ...], message: str) -> None:
+    done = vtx_plan("--model", "llava-1.5-7b", *words)
+    assert done.exit_code
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_tied_head_in_other_floats_than_its_table_s_is_refused(tiny_checkpoint: Checkpoints) -> None:
     tied = "--model", str(tiny_checkpoint(TINIES["siglip-tied"])), "--precision", "int4", "--head-precision"
     done = vtx_plan(*tied, "fp32")
     assert done.exit_code == 1
@@ -369,7 +428,7 @@ def test_a_tied_head_counts_beside_its_table_if_it_is_quantised() -> None:
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
-    found = make_plan(SEVEN, WORK, [None], PRECISIONS, load_profile("cpu")).depths[0].precisions
+    found = make_plan(SEVEN, WORK, [None], profile=load_profile("cpu")).depths[0].precisions
     for name in ("fp16", "bf16"):
         assert found[name].resident_weights_bytes == found["fp32"].resident_weights_bytes
     assert found["int4"].resident_weights_bytes < found["fp32"].resident_weights_bytes / 4
@@ -379,7 +438,8 @@ def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | No
     device = load_profile(profile)
     if bandwidth:
         device = replace(device, bandwidth=Figure(bandwidth, "another card of the same generation"))
-    found = make_plan(KNOWN[model], WORK, [None], [precision], device, "fp16", "fp16")  # TinyChat's tower and head
+    parts = precisions_by_name(KNOWN[model], [precision], "fp16", "fp16")
+    found = make_plan(KNOWN[model], WORK, [None], parts, device)  # TinyChat's tower and head
     phases = found.depths[0].precisions[precision].phases
     assert phases is not None
     return phases["decode_per_token"].ms
@@ -412,7 +472,7 @@ def test_decode_reads_weights_and_so_scales_with_the_bandwidth() -> None:
 
 
 def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> None:
-    found = make_plan(SEVEN, WORK, [None, 17], ["fp16"], load_profile("agx-orin-64")).to_dict()["depths"]
+    found = make_plan(SEVEN, WORK, [None, 17], HALF, load_profile("agx-orin-64")).to_dict()["depths"]
     none, at_k = (depth["precisions"]["fp16"]["latency_ms"] for depth in found)
     assert at_k["vision"] == none["vision"]
     assert at_k["prefill"] / none["prefill"] == pytest.approx(0.55, abs=0.01)
@@ -420,7 +480,7 @@ def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> 
 
 
 def test_a_text_prompt_costs_no_vision_time() -> None:
-    found = make_plan(SEVEN, Workload(66, 0, 0), [None], ["fp16"], load_profile("agx-orin-64")).to_dict()
+    found = make_plan(SEVEN, Workload(66, 0, 0), [None], HALF, load_profile("agx-orin-64")).to_dict()
     assert found["vision_flops"] == 0
     assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
 
@@ -440,7 +500,7 @@ def test_planning_a_known_model_loads_no_exporting_library() -> None:
 
 def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> None:
     model = KNOWN["gemma-4-e2b"]
-    none, first = make_plan(model, Workload(22, 266, 32), [None, 14], ["fp16"]).depths
+    none, first = make_plan(model, Workload(22, 266, 32), [None, 14], precisions_by_name(model, ["fp16"])).depths
     assert none.kv_slots == (288,) * 15 + (0,) * 20
     assert first.kv_slots == (288,) * 13 + (22,) * 2 + (0,) * 20
     element = 2 * 2  # K and V, in fp16
@@ -449,7 +509,7 @@ def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> 
     assert with_exit(model.decoder, every) == (288,) * 15 + (1,) * 20
     assert 0.31 < total_flops(model.decoder, with_exit(model.decoder, every)) / total_flops(model.decoder, every) < 0.32
     with pytest.raises(RequestError, match="K = 16 is behind layer 14: layers from 16 on"):
-        make_plan(model, Workload(22, 266, 32), [16], ["fp16"])
+        make_plan(model, Workload(22, 266, 32), [16], precisions_by_name(model, ["fp16"]))
 
 
 def test_a_layer_that_slides_attends_to_its_window() -> None:

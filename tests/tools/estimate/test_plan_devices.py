@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from click.testing import CliRunner
 from tests.support.bundles import export_all
 from tests.support.engines import on_standin, open_model
 from tests.support.families.qwen import QWEN2, QWEN3
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import build_all
 from tests.support.tiny import Tiny
 
@@ -51,6 +51,26 @@ def test_what_no_engine_answers_on_a_device_is_refused_with_each_reason(device: 
         assert reason in done.stderr
 
 
+@pytest.mark.parametrize("device", ["tensorrt", "cuda"])
+@pytest.mark.parametrize("model", ["llava-1.5-7b", "qwen3.5-9b"])
+def test_conversations_that_decode_together_have_lanes_beside_the_memory_of_a_prompt(model: str, device: str) -> None:
+    words = ("--model", model, "--profile", "rtx-4090", "--device", device, "--precision", "int4", "--k", "none")
+    alone, together = (planned(*words, *more)["depths"][0]["precisions"]["int4"] for more in ((), ("--batch", "8")))
+    size = KNOWN[model].decoder
+    states = len(size.conv_layers) * 2 * size.state_numbers
+    assert bool(states) == (model == "qwen3.5-9b")
+    lanes = 8 * (alone["kv_held_bytes"] + 4 * (states + 2 * size.hidden + size.vocab))
+    assert together["kv_held_bytes"] - alone["kv_held_bytes"] == lanes
+    assert together["peak_bytes"] - alone["peak_bytes"] == lanes
+
+
+def test_a_batch_is_planned_for_a_gpu_alone() -> None:
+    for words in ((), ("--profile", "cpu")):
+        done = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--batch", "2", *words])
+        assert done.exit_code == 2
+        assert "--batch is for a GPU" in done.stderr
+
+
 @pytest.mark.parametrize("profile", [*ORINS, "rtx-4090"])
 @pytest.mark.parametrize("model", ["gemma-4-e2b", "gemma-3-4b"])
 def test_models_with_windows_are_answered_by_tensorrt_alone(model: str, profile: str) -> None:
@@ -70,9 +90,28 @@ def test_a_jetson_names_the_tensorrt_of_each_jetpack() -> None:
     assert "TensorRT 8.5 is not supported" in engines[0]["obstacles"]["int4"]
     shown = CliRunner().invoke(cli.plan, ["--model", "llava-1.5-7b", "--profile", "orin-nano-8"]).stdout
     assert "answers with --device tensorrt: TensorRT 10.3 of JetPack 6.2, trt10 graphs\n" in shown
-    counted = "counted below for TensorRT 10.16 of JetPack 7.2: weights as stored, but TensorRT other than TensorRT-RTX"
-    assert f"{counted} may widen int8 ones to float16" in " ".join(shown.split())
+    counted = (
+        "counted below for TensorRT 10.16 of JetPack 7.2: int8 weights as float16, which TensorRT may hold them in"
+    )
+    assert f"{counted} (not measured), others as stored" in " ".join(shown.split())
     assert "not tensorrt with TensorRT 8.5 of JetPack 5.1: " in shown
+
+
+@pytest.mark.parametrize(("device", "int8_bytes"), [("agx-orin-64", 2), ("agx-thor", 2), ("rtx-4090", 1)])
+def test_int8_weights_are_counted_as_float16_where_tensorrt_may_widen_them(device: str, int8_bytes: int) -> None:
+    """LLaVA-1.5-7B: of an int4 bundle all matrices of tower, projector and head, of an int8 one those of layers too."""
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    tower = 23 * (4 * 1024**2 + 2 * 1024 * 4096)
+    others = tower + 1024 * 4096 + 4096**2 + 32064 * 4096
+    words = "--model", "llava-1.5-7b", "--profile", device, "--precision", "int8", "--precision", "int4", "--k", "none"
+    plan = planned(*words)
+    of_int8, of_int4 = (plan["depths"][0]["precisions"][name] for name in ("int8", "int4"))
+    for cost, name, weights in ((of_int8, "int8", layers + others), (of_int4, "int4", others)):
+        assert cost["resident_weights_bytes"] - plan["weights_bytes"][name] == (int8_bytes - 1) * weights
+    if int8_bytes == 2:
+        half = planned(*words[:5], "fp16", *words[8:])["depths"][0]["precisions"]["fp16"]
+        for phase, ms in half["latency_ms"].items():
+            assert of_int8["latency_ms"][phase] == pytest.approx(ms, rel=0.01)
 
 
 @pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-4b"])
@@ -115,7 +154,7 @@ def test_peak_memory_on_a_cpu_is_within_15_percent_of_measurements(
 
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=lambda tiny: tiny.family)
 def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
-    tiny: Tiny, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export_all(tiny_checkpoint(tiny), tmp_path / "bundle", (2,))
     build_all(tmp_path / "bundle")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from tests.support.exported import Models
+from tests.support.json_files import read_json
 from tests.support.ray_standin import standin
 from tests.support.tiny import random_image
 
@@ -108,7 +109,7 @@ def test_the_command_evaluates_on_a_cluster_without_times(
     told = run("--ray-address", "auto", "--ray-gpus", "0.5")
     assert told.exit_code == 0, told.output
     assert (seen.asked["compute"], seen.asked["num_gpus"]) == (2, 0.5)
-    report = json.loads((tmp_path / "out/report.json").read_text())
+    report = read_json(tmp_path / "out/report.json")
     assert report["model"]["device"] == "cpu (Ray)"
     assert all(method["first_token_ms"] is None for method in report["methods"])
     assert "times are not measured on a cluster" in told.output

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from tests.support import bundles
 from tests.support.cards import card_of
 from tests.support.exported import Models
+from tests.support.json_files import read_json
 from tests.support.tiny import random_image
 
 from vtx.cli import evaluate
@@ -106,7 +107,7 @@ def test_the_command_writes_the_threshold_into_the_card(models: Models, tmp_path
     said("--coverage", "0.99")  # twelve answers do not show that
     assert (folder / "card.json").read_bytes() == before
     output = said("--coverage", "0.7")
-    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    report = read_json(tmp_path / "out" / "report.json")
     [method] = report["methods"]
     assert method["k"] == 2, "the bundle's default"
     assert method["coverage"][-1]["coverage"] == 1.0

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from tests.support.exported import Models
 from tests.support.families.llava_onevision import ONEVISION
+from tests.support.json_files import read_json
 from tests.support.tiny import random_image
 
 from vtx.cli import evaluate
@@ -88,7 +89,7 @@ def test_accuracy_and_costs_are_those_of_fresh_answers(model: Model, data: Path)
         assert method["first_token_ms"]["n"] == 4
     assert report["methods"][0]["difference"] is None
     assert (data.parent / "out" / "pareto.png").stat().st_size > 1000
-    assert json.loads((data.parent / "out" / "report.json").read_text()) == report
+    assert read_json(data.parent / "out" / "report.json") == report
 
 
 def test_several_images_are_seen_as_in_one_prompt(models: Models, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.json_files import write_json
 from tests.support.tiny import random_image
 
 from vtx.runtime.errors import RequestError
@@ -115,7 +116,7 @@ def test_scienceqa_s_problems(tmp_path: Path) -> None:
         "4": {**problem, "image": None, "hint": ""},
         "5": {**problem, "split": "train"},
     }
-    (tmp_path / "problems.json").write_text(json.dumps(problems))
+    write_json(tmp_path / "problems.json", problems)
     first, second = read("scienceqa", tmp_path, tmp_path, instruction="").questions
     assert first.text == "Context: Look.\nWhich?\nA. one\nB. two"
     assert (first.answers, first.choices, first.group, len(first.images)) == (("B",), 2, "natural science", 1)
@@ -128,8 +129,8 @@ def test_vqav2_s_questions_beside_their_annotations(folder: Path) -> None:
     questions = {"data_subtype": "val2014", "questions": [{**ids, "question": "What color?"}]}
     annotations = {"annotations": [{**ids, "answers": humans, "answer_type": "other"}]}
     data, answers = folder / "q.json", folder / "a.json"
-    data.write_text(json.dumps(questions))
-    answers.write_text(json.dumps(annotations))
+    write_json(data, questions)
+    write_json(answers, annotations)
     [question] = read("vqav2", data, folder, annotations=answers).questions
     assert (question.images[0].name, question.answers, question.group) == (
         "COCO_val2014_000000000007.jpg", ("red",) * 10, "other",
@@ -141,7 +142,7 @@ def test_vqav2_s_questions_beside_their_annotations(folder: Path) -> None:
 def test_textvqa_s_data_and_its_annotators(folder: Path) -> None:
     record = {"image_id": "0a1b", "question": "What brand?", "answers": ["nokia"] * 10}
     data = folder / "text.json"
-    data.write_text(json.dumps({"data": [*[record] * 4, {**record, "answers": ["nokia"]}]}))
+    write_json(data, {"data": [*[record] * 4, {**record, "answers": ["nokia"]}]})
     found = read("textvqa", data, folder)
     assert found.questions[0].answers == ("nokia",) * 10
     assert found.skipped == ("question 5: its answers are not a list of 4 to 64 texts",)

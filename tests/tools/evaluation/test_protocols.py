@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from tests.support.bundles import ORT, export
+from tests.support.fixtures import Checkpoints
 from tests.support.lmms_prompts import CASES
 from tests.support.tiny import Tiny
 
@@ -68,7 +68,7 @@ def test_an_answer_of_pope_that_is_neither_counts_against_accuracy_alone() -> No
 
 
 def test_the_command_takes_the_protocol(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     export(tiny_checkpoint(Tiny()), tmp_path / "b", (3,), dialects=ORT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.support import bundles
 from tests.support.exported import Models
 from tests.support.families.llava_next import LLAVA_NEXT
 from tests.support.families.qwen import QWEN25
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 
 from vtx.cli import doctor, fit
@@ -30,6 +31,7 @@ from vtx.runtime.vision.layout import limited_layout
 from vtx.tools.data.items import plain
 from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import bundle_size
+from vtx.tools.estimate.weights import precisions_by_name
 from vtx.tools.fit import asking, settings
 from vtx.tools.fit.fit import FURTHER, LEAST_TIMES
 from vtx.tools.fit.planning import PlannedEngine
@@ -309,7 +311,7 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
     models: Models, tmp_path: Path, tiny: Tiny, size: tuple[int, int], wanted: list[Any]
 ) -> None:
     model = models(tiny, ks=(3,))
-    folder, layout = bundles.copy(model.bundle.folder, tmp_path / "bundle"), model.loaded.layout
+    folder, layout = bundles.copy(model.bundle.folder, tmp_path / "bundle"), model.loaded.images.layout
     wanted = [{"max_pixels": layout.fitting([size], most)} if isinstance(most, int) else most for most in wanted]
     bundle, file = Bundle.open(folder), write(tmp_path, [f"{n}.png" for n in range(10)], size)
     done = run(bundle, file, "--json", keep="50%")
@@ -327,13 +329,13 @@ def test_tiles_or_pixels_are_searched_and_the_card_limits_images(
     how = dataclasses.replace(card.chosen.configuration, **wanted[-1])
     write_card(folder, dataclasses.replace(card, chosen=dataclasses.replace(card.chosen, configuration=how)))
     with load(folder, threads=1) as fitted, load(folder, threads=1, **dict.fromkeys(wanted[-1], 1 << 20)) as given:
-        seen = fitted.loaded.prepare(tmp_path / "0.png").tokens
+        seen = fitted.loaded.images.prepare(tmp_path / "0.png").tokens
         assert seen == limited_layout(layout, how.max_tiles, how.max_pixels).count(*size)
-        assert seen < given.loaded.prepare(tmp_path / "0.png").tokens == layout.count(*size)
+        assert seen < given.loaded.images.prepare(tmp_path / "0.png").tokens == layout.count(*size)
 
 
 @pytest.fixture
-def half(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Bundle:
+def half(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Bundle:
     """With the graphs of onnxruntime's CUDA provider."""
     return bundles.export(tiny_checkpoint(), tmp_path / "bundle", (3, 8), "fp16", dialects=("ort", "ort-cuda"))
 
@@ -367,7 +369,8 @@ def test_an_estimate_is_that_of_vtx_plan_for_what_the_answer_ran(half: Bundle) -
             answer = image.ask("red?", k, max_new_tokens=2)
             text = answer.stats.prompt_tokens - answer.stats.vision_tokens
             work = Workload(text, answer.stats.vision_tokens, 2, 1)
-            cost = make_plan(size, work, [k], ["fp16"], planned.profile, engine=planned.engine.cost)
+            parts = precisions_by_name(size, ["fp16"])
+            cost = make_plan(size, work, [k], parts, planned.profile, engine=planned.engine.cost)
             phases = cost.depths[0].precisions["fp16"].phases
             assert phases is not None
             assert planned.times(answer, 1) == pytest.approx(

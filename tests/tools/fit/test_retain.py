@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
 
 from vtx.cli import export as export_command
@@ -29,7 +29,6 @@ DATA = Data(
     "a few pictures",
     tuple(Item((random_image(seed),), words) for seed, words in enumerate(("red?", "how many?", "what is left?"))),
 )
-Checkpoints = Callable[..., Path]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.support.bundles import export
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 
 @pytest.fixture(scope="session")
-def bundle(lasting: Path, tiny_checkpoint: Callable[..., Path]) -> Path:
+def bundle(lasting: Path, tiny_checkpoint: Checkpoints) -> Path:
     return export(tiny_checkpoint(Tiny()), lasting / "fleet", (3, 5), "fp32").folder

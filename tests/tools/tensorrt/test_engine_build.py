@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.support.bundles import IGNORE, copy, export_all, flip, manifest, write_manifest
+from tests.support.fixtures import Checkpoints
 from tests.support.gpu_standin import RTX_17
 from tests.support.tiny import Tiny
 
@@ -28,7 +28,7 @@ from vtx.runtime.report.golden import read_golden
 from vtx.tools.tensorrt import build as engines
 from vtx.tools.tensorrt.build import EnginePlan, build_engines, check_memory, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
-from vtx.tools.tensorrt.graph import load_graph
+from vtx.tools.tensorrt.graph import SeenGraph, load_graph
 from vtx.tools.tensorrt.profiles import input_shapes
 from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.tools.tensorrt.targets import TARGETS, find_target, load_tensorrt
@@ -40,7 +40,7 @@ CARD = Gpu("RTX 4090", (8, 9), 24 << 30, (13, 0))
 
 
 @pytest.fixture(scope="module")
-def exported(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines") / "bundle"
     return export_all(tiny_checkpoint(Tiny(layers=3)), folder, (2,)).folder
 
@@ -79,7 +79,7 @@ def run(bundle: Bundle, **changes: Any) -> list[str]:
 
 
 def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_overflow(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -257,27 +257,28 @@ def test_stages_for_one_conversation_get_one_profile_from_one_row_to_all(bundle:
     assert (profile["tokens"][0], profile["tokens"][2]) == (1, bundle.manifest.max_context)
 
 
-@pytest.mark.parametrize(
-    ("release", "precision", "batches", "batch", "count"),
-    [(RTX_17, "fp16", True, None, 2), (RTX_17, "fp16", True, 1, 1), (RTX_17, "fp16", False, None, 1),
-     (RTX_17, "int4", False, None, 2), (RTX_17, "int8", False, None, 1), (ORIN_10, "fp16", True, None, 2),
-     (ORIN_10, "fp16", False, None, 2), (ORIN_10, "fp16", True, 1, 1)],
-)  # fmt: skip
-def test_a_stage_has_two_profiles_where_weights_are_stored_once(
-    release: Release,
-    precision: str,
-    batches: bool,
-    batch: int | None,
-    count: int,
-    bundle: Bundle,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("release", [RTX_17, ORIN_10])
+@pytest.mark.parametrize(("batch", "count"), [(None, 2), (1, 1)])
+def test_single_tokens_have_a_profile_of_their_own_unless_a_run_is_of_one_conversation(
+    release: Release, batch: int | None, count: int, bundle: Bundle
 ) -> None:
-    monkeypatch.setattr(engines, "batches", lambda _: batches)
-    narrow = replace(bundle, manifest=replace(bundle.manifest, precision=precision))
     target = "sm89" if release is RTX_17 else "jetson-orin"
-    asked = plan_engines(narrow, TARGETS[target], release, "1.7.1", "trt10", batch=batch)
+    asked = plan_engines(bundle, TARGETS[target], release, "1.7.1", "trt10", batch=batch)
     assert {len(job.profiles) for job in asked.jobs if job.graph.name.startswith("stage")} == {count}
     assert {len(job.profiles) for job in asked.jobs if not job.graph.name.startswith("stage")} == {1}
+
+
+def test_graphs_that_keep_the_state_of_one_conversation_are_refused_for_several(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(path: Path) -> SeenGraph:
+        graph = load_graph(path)
+        return replace(graph, shapes={**graph.shapes, "state": (2, 1, 64)}) if "stage" in path.name else graph
+
+    monkeypatch.setattr(engines, "load_graph", loaded)
+    with pytest.raises(BundleError, match="keep the state of one conversation; export the bundle again, or use --ba"):
+        plan(bundle)
+    assert plan_engines(bundle, ADA, RTX_17, "1.7.1", "trt", batch=1).jobs
 
 
 def test_an_engine_larger_than_its_weights_allow_is_pointed_out(bundle: Bundle) -> None:

@@ -1,132 +1,70 @@
-"""What engines of stages with the heads of published models contain, by the builder's own list of their layers.
-
-TensorRT-RTX builds them without a GPU, in both dialects, so it stands in for TensorRT with `trt10`.
-"""
+"""What engines of stages contain, by the builder's own list of their layers, and the results that a page shows."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+import json
 from pathlib import Path
 
 import pytest
 from onnx import TensorProto, helper
-from tests.support.bundles import export
-from tests.support.tiny import Tiny, make
-
-from vtx.runtime.backends.tensorrt.engine import LOG
-from vtx.runtime.bundle.bundle import Bundle
-from vtx.tools.tensorrt.build import LARGEST_ENGINE, EngineJob, plan_engines
-from vtx.tools.tensorrt.child import BuildRequest, build
-from vtx.tools.tensorrt.profiles import input_shapes
-from vtx.tools.tensorrt.targets import TARGETS, load_tensorrt
+from tests.support.engine_layers import CARDS, DIALECTS, PRECISIONS, SHAPES, Bundles, build_stage, bundles_of
 
 trt = pytest.importorskip("tensorrt_rtx", reason='needs pip install "vtx-edge[rtx]"')
 pytestmark = pytest.mark.slow
 LAYERS = 2
-KERNELS = 10 << 20  # bytes of engines of this size that are no weights
-SHAPES = {
-    "grouped": Tiny(hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, context=2048),
-    "all": Tiny(hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, context=2048),
-}
+COPIES = 1.01  # bytes of weights in an engine by those of its graph, at most
+OTHER = 3 << 20  # bytes beside weights, of an engine and of each layer, at most
 LAUNCHES = 16  # of a layer, at most
 PRODUCTS = 4  # of a layer with quantised weights: q, k and v are one, and so are gate and up
-LAYER = re.compile(r"^Name: (?P<name>.+?)_myl(?P<graph>\d+)_\d+, LayerType: (?P<kind>\w+),", re.MULTILINE)
-NO_LAUNCHES = ("reshape", "cast", "copy", "signal", "wait")  # of sizes, on the host, and between streams
-PAGE = Path(__file__).parents[3] / "docs/reference/devices.md"
-PRECISIONS = ("fp16", "int8", "int4")
-TABLED = "1.7."  # the release of TensorRT-RTX that the page's table is of
-Bundles = Callable[[str, str, int], Bundle]
+RESULTS = Path(__file__).parents[3] / "docs/measurements/results/engine-layers.jsonl"
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """A bundle of one stage by its shape, precision and layers; each is made once."""
-    folder = tmp_path_factory.mktemp("layers")
-
-    @cache
-    def checkpoint(shape: str, layers: int) -> Path:
-        return make(folder / f"{shape}-{layers}", replace(SHAPES[shape], layers=layers))
-
-    def bundle(shape: str, precision: str, layers: int) -> Bundle:
-        return export(checkpoint(shape, layers), folder / f"{shape}-{layers}-{precision}", (), precision,
-                      max_context=2048, dialects=("ort", "trt", "trt10"))  # fmt: skip
-
-    return cache(bundle)
-
-
-def build_stage(
-    bundle: Bundle,
-    card: str,
-    dialect: str,
-    folder: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> tuple[EngineJob, int, list[list[str]]]:
-    """The job of the stage, the bytes of its engine, and the names of what each profile launches."""
-    module, release = load_tensorrt(TARGETS[card])
-    plan = plan_engines(bundle, TARGETS[card], release, module.__version__, dialect)
-    (stage,) = bundle.manifest.dialects[dialect].stages
-    job = next(job for job in plan.jobs if job.graph.name == stage)
-    shapes = tuple(input_shapes(job.graph, profile) for profile in job.profiles)
-    request = BuildRequest("tensorrt_rtx", bundle.path(stage), folder / "engine", TARGETS[card].capability, shapes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LOG, "1")
-        built = build(request, lambda *_: None)
-    graphs = defaultdict[str, list[str]](list)
-    for layer in LAYER.finditer(capfd.readouterr().err):
-        if layer["kind"] not in NO_LAUNCHES:
-            graphs[layer["graph"]].append(layer["name"])
-    return job, built.bytes, list(graphs.values())
+    return bundles_of(tmp_path_factory.mktemp("layers"))
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("card", ["sm86", "sm89", "sm120"])
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_and_weights_are_fused_in_every_profile(
-    shape: str, dialect: str, precision: str, card: str, bundles: Bundles, tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    job, size, graphs = build_stage(bundles(shape, precision, LAYERS), card, dialect, tmp_path, capfd)
-    assert len(graphs) == len(job.profiles) == 2
-    for names in graphs:
-        assert sum("_mha_" in name for name in names) == LAYERS
-        apart = [name for name in names if "CastMulCast" in name and "Fc" not in name and "Mean" not in name]
-        assert not apart, "weights are dequantised by kernels of their own"
+    shape: str, dialect: str, precision: str, card: str, bundles: Bundles, tmp_path: Path
+) -> None:
+    engine = build_stage(bundles(shape, precision, LAYERS), card, dialect, tmp_path)
+    assert len(engine.launches) == len(engine.job.profiles) == 2
+    assert engine.attention == [LAYERS, LAYERS]
+    assert engine.casts == [0, 0], "weights are dequantised by kernels of their own"
+    if precision == "int4":  # which would have three
+        assert engine.streams == {"0"}, "streams of the engine's own wait for the default one"
+    for names in engine.launches:
         assert len(names) <= LAUNCHES * LAYERS
         if precision != "fp16":
             separate = 2 if (shape, precision) == ("all", "int8") else 0  # three equal int8 matrices are not joined
             assert sum("Fc" in name for name in names) == (PRODUCTS + separate) * LAYERS
-    assert any("_gemv_mha_" in name for name in graphs[0]), "no kernels of its own for single tokens"
-    assert size < LARGEST_ENGINE * job.graph.weights + KERNELS
-
-
-def tabled(shape: str, dialect: str, precision: str) -> list[int]:
-    """Launches of a layer by the page, for a token and for a prompt."""
-    _, _, table = PAGE.read_text(encoding="utf-8").partition("<!-- launches -->\n")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2 : 2 + len(SHAPES)]]
-    column = 1 + 3 * ("trt", "trt10").index(dialect) + PRECISIONS.index(precision)
-    return [int(number) for row in rows if row[0] == shape for number in row[column].split("/")]
+    assert any("_gemv_mha_" in name for name in engine.launches[0]), "no kernels of its own for single tokens"
+    assert 0.99 < engine.copies < COPIES
+    assert engine.size - engine.weights < OTHER * (1 + LAYERS)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_layer_has_the_launches_of_the_page_s_table(
-    shape: str, dialect: str, precision: str, bundles: Bundles, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_layer_has_the_launches_of_the_results(
+    shape: str, dialect: str, precision: str, bundles: Bundles, tmp_path: Path
 ) -> None:
-    if not trt.__version__.startswith(TABLED):
-        pytest.skip(f"the table is of TensorRT-RTX {TABLED}x, this is {trt.__version__}")
-    counts = []
-    for layers in (LAYERS, LAYERS + 1):
-        _, _, graphs = build_stage(bundles(shape, precision, layers), "sm89", dialect, tmp_path, capfd)
-        counts.append([len(names) for names in graphs])
-    assert [more - few for few, more in zip(*counts, strict=True)] == tabled(shape, dialect, precision)
+    head, *results = (json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines())
+    if trt.__version__ not in head["caption"]:
+        pytest.skip(f"the results are of another release than TensorRT-RTX {trt.__version__}")
+    (row,) = (line["row"] for line in results if line.get("row", [])[:4] == ["sm89", dialect, shape, precision]
+              and line["table"] == head["table"])  # fmt: skip
+    few, more = (
+        build_stage(bundles(shape, precision, layers), "sm89", dialect, tmp_path) for layers in (LAYERS, LAYERS + 1)
+    )
+    launches = [len(b) - len(a) for a, b in zip(few.launches, more.launches, strict=True)]
+    assert row[head["columns"].index("launches of a layer")] == "/".join(map(str, launches))
 
 
 def test_an_update_of_k_and_v_in_place_needs_a_fixed_number_of_slots() -> None:

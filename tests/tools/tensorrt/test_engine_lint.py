@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from onnx import TensorProto as T
 from onnx import helper
 from tests.support.bundles import export_all
 from tests.support.engine_graphs import Graph, trt_stage
+from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny
 
 from vtx.runtime.bundle.bundle import Bundle
@@ -190,9 +191,7 @@ def test_the_rules_say_what_the_parser_of_tensorrt_rtx_says() -> None:
     assert judged == {name for name in standard if parser.supports_operator(name)}
 
 
-def test_a_bundle_of_onnxruntimes_dialect_is_named_as_such(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_bundle_of_onnxruntimes_dialect_is_named_as_such(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(Tiny(layers=2)), tmp_path / "bundle", (2,))
     found = lint_bundle(bundle, "ort", JETPACK_7)
     assert {finding.graph for finding in found} >= {"vision.ort.onnx", "stage-01-01.ort.onnx", "head.ort.onnx"}

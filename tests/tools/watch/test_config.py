@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.json_files import write_json
 
 from vtx.runtime.errors import RequestError
 from vtx.tools.watch.config import read_config
@@ -54,7 +54,7 @@ def test_toml_and_json_say_the_same_and_paths_start_at_the_file(tmp_path: Path) 
         import tomllib
     else:
         import tomli as tomllib
-    (tmp_path / "watch.json").write_text(json.dumps(tomllib.loads(TOML)))
+    write_json(tmp_path / "watch.json", tomllib.loads(TOML))
     assert read_config(tmp_path / "watch.json") == read
 
 
@@ -101,7 +101,7 @@ def test_toml_and_json_say_the_same_and_paths_start_at_the_file(tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, given: Any, said: str) -> None:
-    (tmp_path / "watch.json").write_text(json.dumps(given))
+    write_json(tmp_path / "watch.json", given)
     with pytest.raises(RequestError) as error:
         read_config(tmp_path / "watch.json")
     assert said in str(error.value)
@@ -118,9 +118,9 @@ def test_what_is_not_toml_is_named(tmp_path: Path) -> None:
 def test_a_standing_question_has_a_rest_and_a_wrong_one_is_named(tmp_path: Path) -> None:
     file = tmp_path / "watch.json"
     for rest, expected in (("10%", 0.1), (57, 57), (0.25, 0.25)):
-        file.write_text(json.dumps(source(question=[{**ASK, "k": 5, "rest": rest}])))
+        write_json(file, source(question=[{**ASK, "k": 5, "rest": rest}]))
         [question] = read_config(file).source[0].question
         assert (question.settings.k, question.settings.options.rest) == (5, expected)
-    file.write_text(json.dumps(source(question=[{**ASK, "k": 5, "rest": "much"}])))
+    write_json(file, source(question=[{**ASK, "k": 5, "rest": "much"}]))
     with pytest.raises(RequestError, match=r"rest is 'much'; it must be a share of the image tokens"):
         read_config(file)

@@ -210,7 +210,7 @@ def test_answers_stand_while_no_image_token_of_the_answered_frame_has_moved_by_m
     engine: Engine, model: Model
 ) -> None:
     frames = [Image.blend(picture(1), picture(2), part) for part in np.linspace(0, 1, 12)]
-    seen = [model.loaded.prepare(frame).encode(model.backend).hidden for frame in frames]
+    seen = [model.loaded.images.prepare(frame).encode(model.backend).hidden for frame in frames]
 
     def moved(now: np.ndarray, before: np.ndarray) -> float:
         return max(1 - float(a @ b) / float(np.sqrt(a @ a) * np.sqrt(b @ b)) for a, b in zip(now, before, strict=True))

@@ -32,14 +32,13 @@ PROCESSOR = ImageProcessor(
     own_size=True,
 )
 IMAGE, BEGIN, END = "<|image|>", "<|image>", "<image|>"  # the placeholder, and the tokens around an image
+EXPERTS = "Gemma 4's mixture of experts (26B-A4B) is not supported; use Gemma 4 E2B or E4B"
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     text_part = part_of(config, "text_config")
     if text_part.get("enable_moe_block"):
-        raise UnsupportedModelError(
-            "enable_moe_block: Gemma 4's mixture of experts is not supported; use Gemma 4 E2B or E4B"
-        )
+        raise UnsupportedModelError(f"enable_moe_block: {EXPERTS}")
     check_values(
         text_part,
         "a Gemma 4",

@@ -78,7 +78,8 @@ def _expert(decoder: TextConfig, multiplier: float) -> TextConfig:
     return replace(decoder, hidden=hidden, ffn=-(-inner // MULTIPLE) * MULTIPLE)
 
 
-_VLM = r"^(?:model\.)?vlm_with_expert\.vlm\.model\."
+_PARTS = r"^(?:model\.)?vlm_with_expert\."
+_VLM = _PARTS + r"vlm\.model\."
 FAMILY = Family(
     model_type="lerobot.smolvla",
     architecture="SmolVLAPolicy",
@@ -89,7 +90,8 @@ FAMILY = Family(
         (_VLM + r"vision_model\.", "vision."),
         (_VLM + r"text_model\.", "text."),
         (_VLM + r"connector\.modality_projection\.proj\.", "projector.linear_1."),
-        (r"^(?:model\.)?vlm_with_expert\.lm_expert\.", "head."),
+        (_PARTS + r"vlm\.lm_head\.", "table."),  # of a SmolVLM2 that ties it
+        (_PARTS + r"lm_expert\.", "head."),
     ),
     prompt=TEMPLATE,
     original=OriginalLayout(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_files import read_json
 from tests.support.tiny import ARCHITECTURES, Tiny, make
 from vtx.exporter.checkpoint import families
 from vtx.exporter.checkpoint.families.registry import FAMILIES, REFUSED, find_family, read_config
@@ -27,7 +27,7 @@ TOWER |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
 
 
 def settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(folder / name)
     return found
 
 
@@ -49,6 +49,33 @@ def test_every_file_of_a_family_is_registered_and_has_a_tiny_checkpoint() -> Non
 def test_a_family_that_is_not_exported_is_refused_with_the_reason(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=REFUSED[kind]):
         find_family({"model_type": kind})
+
+
+PUBLISHED = {  # keys and values of the published config.json that tell the model
+    "gemma-3n-E4B-it": {
+        "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"],
+        "text_config": {"model_type": "gemma3n_text", "altup_num_inputs": 4, "laurel_rank": 64},
+        "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc"},
+    },
+    "gemma-4-12B-it": {
+        "model_type": "gemma4_unified", "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "text_config": {"model_type": "gemma4_unified_text", "attention_k_eq_v": True, "hidden_size": 3840},
+    },
+    "gemma-4-26B-A4B-it": {
+        "model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
+    },
+    "MiniCPM-V-4.7": {"model_type": "minicpmv4_7", "architectures": ["MiniCPMV4_7ForConditionalGeneration"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_that_is_refused_is_so_in_one_sentence(name: str) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"^[^;]+: [^;]+; use [^;]+$|^[^;]+: [^;]+ is not supported; use "
+    ) as e:
+        read_config(PUBLISHED[name])
+    assert len(str(e.value)) < 260
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.model_type))

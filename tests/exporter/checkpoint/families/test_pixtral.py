@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.families.pixtral import LIGHTON, MINISTRAL3, MISTRAL3, PIXTRAL
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import edited
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import Plan, plan_export
@@ -20,7 +22,7 @@ from vtx.runtime.vision.layouts.longest import LongestEdge
 
 
 @pytest.fixture
-def planned(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Plan]:
+def planned(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Callable[..., Plan]:
     """The plan of a checkpoint with other settings in one of its files."""
 
     def plan(tiny: Any, name: str, changes: dict[str, Any], part: str | None = None) -> Plan:
@@ -73,10 +75,10 @@ def test_the_image_processor_states_the_longest_edge(planned: Callable[..., Plan
 
 @pytest.mark.parametrize(("beta", "positions"), [(0.1, MINISTRAL3.context), (0.0, 4096)])
 def test_ministral_s_context_ends_where_its_queries_begin_to_grow(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, beta: float, positions: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, beta: float, positions: int
 ) -> None:
     source = tiny_checkpoint(MINISTRAL3)
-    rope = json.loads((source / "config.json").read_text(encoding="utf-8"))["text_config"]["rope_parameters"]
+    rope = read_json(source / "config.json")["text_config"]["rope_parameters"]
     settings = {"max_position_embeddings": 4096, "rope_parameters": rope | {"llama_4_scaling_beta": beta}}
     checkpoint = str(edited(source, tmp_path / "edited", "config.json", settings, "text_config"))
     assert plan_export(ExportOptions(checkpoint)).config.text.max_positions == positions
@@ -86,10 +88,10 @@ def test_ministral_s_context_ends_where_its_queries_begin_to_grow(
 
 @pytest.mark.parametrize("architecture", ["LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration"])
 def test_lightonocr_is_known_by_the_names_of_its_published_files(
-    tiny_checkpoint: Callable[..., Path], planned: Callable[..., Plan], architecture: str
+    tiny_checkpoint: Checkpoints, planned: Callable[..., Plan], architecture: str
 ) -> None:
     """They say mistral3, and have settings of it that transformers' class does not read."""
-    token = json.loads((tiny_checkpoint(LIGHTON) / "config.json").read_text(encoding="utf-8"))["image_token_id"]
+    token = read_json(tiny_checkpoint(LIGHTON) / "config.json")["image_token_id"]
     names = {"model_type": "mistral3", "architectures": [architecture], "image_token_id": None}
     plan = planned(LIGHTON, "config.json", names | {"image_token_index": token, "vision_feature_layer": -2})
     usual = plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON))))
@@ -102,24 +104,24 @@ def test_lightonocr_s_pages_are_multiples_of_a_patch_or_of_a_token(planned: Call
         planned(LIGHTON, "preprocessor_config.json", {"patch_size": 12})
 
 
-def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(RequestError, match="this model reads documents"):
         plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON)), (3,)))
 
 
 @pytest.mark.parametrize(("release", "patterns"), [("4.50.0", 1), ("5.0.0", 0)])
 def test_words_of_mistral_3_are_split_as_in_training_whatever_release_wrote_its_tokenizer(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, release: str, patterns: int
+    tiny_checkpoint: Checkpoints, tmp_path: Path, release: str, patterns: int
 ) -> None:
     """Transformers knows a tokenizer of Mistral's by its size, the model_type and the release."""
     from transformers import AutoTokenizer
 
     folder = edited(tiny_checkpoint(MISTRAL3), tmp_path / "edited", "config.json", {"transformers_version": release})
-    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    spec = read_json(folder / "tokenizer.json")
     spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
     spec["model"]["vocab"] |= {f"filler {number}": number for number in range(MISTRAL3.vocab, 100_100)}
-    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer.json", spec)
+    config = read_json(folder / "config.json")
     options = TextOptions(fix_mistral_regex=FAMILY.fix_mistral_regex)
     tokenizer, _, _ = read_text(folder, config["image_token_index"], config["text_config"], config, options)
     pattern = AutoTokenizer.from_pretrained(folder, local_files_only=True, fix_mistral_regex=True).backend_tokenizer

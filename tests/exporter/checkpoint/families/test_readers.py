@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.families import glm_ocr, lfm3_vl, paddleocr_vl
+from tests.support.json_files import read_json
+from tests.support.near import assert_near
 from tests.support.tiny import Tiny, make, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -82,9 +83,9 @@ def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tm
     import transformers
 
     folder = make(tmp_path, tiny)
-    settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    settings = read_json(folder / "preprocessor_config.json")
     processor = getattr(transformers, PROCESSORS[tiny.family]).from_pretrained(folder, local_files_only=True)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     family = find_family(config)
     assert family.adjust is not None
     layout = family.adjust(family.read(config), settings).layout
@@ -95,7 +96,7 @@ def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tm
         assert layout.count(*size) == wanted["image_grid_thw"].prod() // 4
         patches = patches_of(np.asarray(layout.views(image, normal)[0]), tiny.patch, tiny.family)
         pixels = wanted["pixel_values"].reshape(len(patches), -1)
-        np.testing.assert_allclose(patches, pixels, atol=1e-6, rtol=0)
+        assert_near(patches, pixels, 1e-6)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -109,7 +110,7 @@ def test_a_published_configuration_has_the_known_sizes(name: str) -> None:
 def test_a_head_of_paddleocr_is_tied_where_config_json_says_so(tmp_path: Path, names: str, tied: bool) -> None:
     folder = make(tmp_path / "checkpoint", replace(paddleocr_vl.PADDLE, names=names, tied=tied))
     plan = plan_export(ExportOptions(str(folder), (), "fp32"))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     assert config_size(config, "tiny").decoder.tied == plan.config.text.tied == tied
     assert not [line for line in plan.warnings if "ties the head" in line]
     if names == "saved":  # older releases of transformers wrote it into the text model's settings

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +16,10 @@ from tests.support.families import lisa
 from tests.support.families.eagle import Judge as EagleJudge
 from tests.support.families.eagle import TinyEagle, make_eagle
 from tests.support.families.lisa_judge import Judge as LisaJudge
-from tests.support.families.original import PAD, counterpart, write_json
+from tests.support.families.original import PAD, counterpart
 from tests.support.families.vila import VILA
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.parity import STEPS
 from tests.support.published.compare import OK, TOLERANCE, Row
 from tests.support.published.places import published
@@ -49,7 +49,7 @@ def with_llamas_tokenizer(folder: Path) -> Path:
     old = next(folder.rglob("tokenizer.model"))
     shutil.copyfile(MODEL, old)
     for path in (folder / "config.json", old.with_name("config.json")):
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         write_json(path, config | ({"vocab_size": VOCAB} if "vocab_size" in config else {}))
     return folder
 
@@ -58,7 +58,7 @@ def with_llamas_tokenizer(folder: Path) -> Path:
 @pytest.mark.skipif(not MODEL.exists(), reason=f"no {MODEL}; name the folder of published files with PUBLISHED")
 @pytest.mark.parametrize("family", ["llava_llama", "vila", "lisa", "eagle"])
 def test_authors_layouts_are_planned_with_llamas_tokenizer(
-    family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    family: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     if family == "eagle":
@@ -96,7 +96,7 @@ def lisa_judge(theirs: Path, ours: Path) -> LisaJudge:
 @pytest.mark.skipif(not MODEL.exists(), reason=f"no {MODEL}; name the folder of published files with PUBLISHED")
 @pytest.mark.parametrize("family", ["lisa", "eagle"])
 def test_models_of_which_no_files_are_published_here_answer_as_their_judges(
-    family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    family: str, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     row, image = Row(family, "made, with Llama's tokenizer"), random_image(1, (150, 60))
     folder = tmp_path / "checkpoint"

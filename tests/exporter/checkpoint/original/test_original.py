@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.support.families.original import SCRIPTS, TOWER, write_json
+from tests.support.families.original import SCRIPTS, TOWER
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
@@ -29,19 +29,19 @@ CLASS = "vision.embeddings.class_embedding"
 
 
 @pytest.fixture
-def folder(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint(PAD), tmp_path / "checkpoint"))
 
 
 def change(folder: Path, **values: Any) -> Path:
     path = folder / "config.json"
-    write_json(path, json.loads(path.read_text()) | values)
+    write_json(path, read_json(path) | values)
     return folder
 
 
 def config(folder: Path) -> dict[str, Any]:
-    tower = json.loads((folder / TOWER / "config.json").read_text())
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    tower = read_json(folder / TOWER / "config.json")
+    found: dict[str, Any] = read_json(folder / "config.json")
     return found | {"vision_config": tower}
 
 
@@ -121,7 +121,7 @@ def test_a_pickled_tower_is_read_where_the_user_allows_it(folder: Path, kind: st
     assert set(after.tensors) == set(before.tensors)
 
 
-def test_a_tower_for_a_checkpoint_that_holds_one_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_tower_for_a_checkpoint_that_holds_one_is_refused(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(RequestError, match="this one holds it, leave it out"):
         open_checkpoint(str(tiny_checkpoint(Tiny())), tower="anything")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.fixtures import Checkpoints
+from tests.support.json_files import write_json
 from tests.support.tiny import Tiny
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.hub import checkpoint_files
@@ -65,7 +65,7 @@ def altered(folder: Path, old: bytes, new: bytes, value: object = None, **option
     return found(folder)
 
 
-def test_pickles_are_not_opened_unasked(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_pickles_are_not_opened_unasked(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(CheckpointError, match=r"pytorch_model-00001-of-00002.bin.* is not opened; .*--allow-pickle"):
         open_checkpoint(str(tiny_checkpoint(PICKLED)))
 
@@ -219,7 +219,7 @@ def test_a_file_that_changes_after_it_was_opened_is_not_read(tmp_path: Path, swa
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_damaged_archive_and_a_missing_shard_are_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_damaged_archive_and_a_missing_shard_are_named(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint(PICKLED), tmp_path / "damaged"))
     shard = folder / "pytorch_model-00002-of-00002.bin"
     shard.write_bytes(shard.read_bytes()[:-200])
@@ -229,6 +229,6 @@ def test_a_damaged_archive_and_a_missing_shard_are_named(tiny_checkpoint: Callab
     with pytest.raises(CheckpointError, match=r"00002-of-00002.bin is missing"):
         open_checkpoint(str(folder), allow_pickle=True)
     index = folder / "pytorch_model.bin.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../evil.bin"}}))
+    write_json(index, {"weight_map": {"a": "../evil.bin"}})
     with pytest.raises(CheckpointError, match="not a file name inside it"):
         open_checkpoint(str(folder), allow_pickle=True)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.families.original import PIECES, SCRIPTS, WORDS, write_json
+from tests.support.families.original import PIECES, SCRIPTS, WORDS
+from tests.support.json_files import write_json
 from tests.support.published.places import published
 from vtx.exporter.checkpoint.original.tokenizer import original_tokenizer, sentencepiece_tokenizer
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError

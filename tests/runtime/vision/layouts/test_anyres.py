@@ -17,10 +17,12 @@ from vtx.exporter.checkpoint.families.registry import find_family, read_config
 from vtx.exporter.checkpoint.processor import image_settings, read_image_processor
 from vtx.exporter.checkpoint.settings import read_settings
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.layout import limited_layout
+from vtx.runtime.vision.layout import Layout, limited_layout
 from vtx.runtime.vision.layouts import read_layout, spec_of
 from vtx.runtime.vision.layouts.anyres import Anyres
+from vtx.runtime.vision.layouts.marked import MarkedTiles
 from vtx.runtime.vision.layouts.single import Single
+from vtx.runtime.vision.layouts.tiles import Tiles
 from vtx.runtime.vision.tokens import ImageTokens
 
 POINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # in the order of the published files
@@ -218,16 +220,25 @@ def test_a_tower_of_other_tiles_is_refused() -> None:
         HF.check(tower)
 
 
-@pytest.mark.parametrize("layout", [Single(576), HF], ids=["single", "anyres"])
-def test_a_declared_layout_is_read_as_strictly_as_the_manifest(layout: Single | Anyres) -> None:
-    tower = tower_spec(336, 14, 576)
+@pytest.mark.parametrize(
+    ("layout", "tower"),
+    [
+        (Single(576), (336, 14, 576)),
+        (HF, (336, 14, 576)),
+        (Tiles(448, 256, 1, 12), (448, 14, 256, 2)),
+        (MarkedTiles(512, 64, 4, 17), (512, 16, 64, 4)),
+    ],
+    ids=["single", "anyres", "tiles", "marked"],
+)
+def test_a_declared_layout_is_read_as_strictly_as_the_manifest(layout: Layout, tower: tuple[int, ...]) -> None:
+    seen_by = tower_spec(*tower)
     spec = spec_of(layout)
-    assert read_layout(spec, tower) == layout
+    assert read_layout(spec, seen_by) == layout
     for name, value in spec.parameters.items():
         for wrong in (None, "1", 1.5, {}, [1], 1 if isinstance(value, bool) else True):
             with pytest.raises(BundleError):
-                read_layout(replace(spec, parameters={**spec.parameters, name: wrong}), tower)
+                read_layout(replace(spec, parameters={**spec.parameters, name: wrong}), seen_by)
         with pytest.raises(BundleError):
-            read_layout(replace(spec, parameters={k: v for k, v in spec.parameters.items() if k != name}), tower)
+            read_layout(replace(spec, parameters={k: v for k, v in spec.parameters.items() if k != name}), seen_by)
     with pytest.raises(BundleError, match="unknown to this vtx"):
-        read_layout(replace(spec, name="spiral"), tower)
+        read_layout(replace(spec, name="spiral"), seen_by)

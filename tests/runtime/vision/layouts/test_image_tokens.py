@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.checkpoint.families.gemma.gemma4 import PROCESSOR
 from vtx.exporter.checkpoint.processor import image_settings
@@ -58,7 +59,7 @@ def test_each_budget_of_gemma_4_has_tokens_and_pixels_of_transformers(budget: in
         wanted = processor([image], return_tensors="np")
         patches = patches_of(np.asarray(layout.views(image, SETTINGS)[0]))
         assert [layout.count(*size)] == wanted["num_soft_tokens_per_image"]
-        np.testing.assert_allclose(patches, wanted["pixel_values"][0][: len(patches)], atol=1e-6, rtol=0)
+        assert_near(patches, wanted["pixel_values"][0][: len(patches)], 1e-6)
 
 
 @pytest.mark.parametrize("tokens", [16, 70, 256, 1280])

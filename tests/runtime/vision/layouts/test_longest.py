@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.support.near import assert_near
 from tests.support.tiny import random_image
 from vtx.exporter.checkpoint.families.pixtral import PROCESSOR
 from vtx.exporter.checkpoint.processor import image_settings
@@ -46,7 +47,7 @@ def test_tokens_and_pixels_are_those_of_transformers(name: str, edge: int) -> No
         high, wide = expected["image_sizes"][0]
         assert layout.count(*size) == (high // layout.unit) * (wide // layout.unit) <= layout.max_tokens
         views = np.asarray(layout.views(image, SETTINGS))
-        np.testing.assert_allclose(views, expected["pixel_values"], atol=1e-6, rtol=0)
+        assert_near(views, expected["pixel_values"], 1e-6)
 
 
 def test_text_ends_each_row_and_the_image() -> None:

@@ -107,6 +107,7 @@ struct DeviceSlots : StageMemory, BoundStage {
       addresses[names::kState] = states->given;
       addresses[names::kStateOut] = states->made;
       addresses[names::kStateEnds] = states->ends;
+      shapes[names::kState] = {static_cast<int64_t>(spec.stateful.size()), 1, model.state_numbers};
       shapes[names::kStateEnds] = {static_cast<int64_t>(states->count)};
     }
     context.bind(shapes, addresses);

@@ -1,0 +1,161 @@
+"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers in bf16.
+
+What a configuration leaves out is the default of transformers' classes, as in the published files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.shape_files import CHATML, QWEN_VIDEOS, SHAPES, Shape
+
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+QWEN_TURNS = dict(zip(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], range(151643, 151646), strict=True))
+SOURCE = "transformers' classes"
+
+
+def _shape(
+    title: str,
+    config: Mapping[str, Any],
+    specials: Mapping[str, int],
+    image: str,
+    files: Mapping[str, Any],
+    **sizes: int,
+) -> Shape:
+    """A shape with ChatML's turns; `image` is the text of an image in a prompt, its marks included."""
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    template = CHATML.replace("IMAGE", image)
+    token = next(name for name, id in specials.items() if id == config["image_token_id"])
+    common = {"dtype": "bfloat16", **config}
+    return Shape(title, common, specials, roles, template, token, files, source=SOURCE, torch=True, **sizes)
+
+
+def _lighton_ocr() -> Shape:
+    config = {
+        "architectures": ["LightOnOcrForConditionalGeneration"],
+        "model_type": "lighton_ocr",
+        "image_token_id": 151655,
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+                        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+                        "intermediate_size": 3072, "max_position_embeddings": 16384, "rope_theta": 1000000.0},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24, "image_size": 1540,
+                          "num_attention_heads": 16, "intermediate_size": 4096, "patch_size": 14},
+    }  # fmt: skip
+    files = {
+        "preprocessor_config.json": CLIP | {
+            "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 28, "width": 28},
+            "size": {"longest_edge": 1540}, "rescale_factor": 1 / 255, "resample": 3},
+        "processor_config.json": {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
+    }  # fmt: skip
+    specials = QWEN_TURNS | {"<|image_pad|>": 151655}
+    return _shape("LightOnOCR 1B", config, specials, "<|image_pad|>", files, k=10, picture=784)
+
+
+def _paddleocr_vl() -> Shape:
+    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 500000.0}
+    config = {
+        "architectures": ["PaddleOCRVLForConditionalGeneration"],
+        "model_type": "paddleocr_vl",
+        "image_token_id": 100295,
+        "video_token_id": 100296,
+        "vision_start_token_id": 101305,
+        "vision_end_token_id": 101306,
+        "tie_word_embeddings": False,
+        "text_config": {"model_type": "paddleocr_vl_text", "vocab_size": 103424, "hidden_size": 1024,
+                        "num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
+                        "intermediate_size": 3072, "max_position_embeddings": 131072, "use_bias": False,
+                        "rope_parameters": rope},
+        "vision_config": {"model_type": "paddleocr_vl_vision", "hidden_size": 1152, "num_hidden_layers": 27,
+                          "num_attention_heads": 16, "intermediate_size": 4304, "patch_size": 14, "image_size": 384},
+    }  # fmt: skip
+    images = HALF | {
+        "image_processor_type": "PaddleOCRVLImageProcessor", "min_pixels": 147384, "max_pixels": 2822400,
+        "patch_size": 14, "merge_size": 2, "temporal_patch_size": 1,
+    }  # fmt: skip
+    specials = {"<|endoftext|>": 100272, "<|im_start|>": 100273, "<|im_end|>": 100274, "<|IMAGE_PLACEHOLDER|>": 100295}
+    specials |= {"<|video_pad|>": 100296, "<|IMAGE_START|>": 101305, "<|IMAGE_END|>": 101306}
+    image = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+    files = {"preprocessor_config.json": images}
+    return _shape("PaddleOCR-VL 0.9B", config, specials, image, files, k=7, picture=784)
+
+
+def _glm_ocr() -> Shape:
+    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    config = {
+        "architectures": ["GlmOcrForConditionalGeneration"],
+        "model_type": "glm_ocr",
+        "image_token_id": 59280,
+        "video_token_id": 59281,
+        "image_start_token_id": 59256,
+        "image_end_token_id": 59257,
+        "tie_word_embeddings": False,
+        "text_config": {"model_type": "glm_ocr_text", "vocab_size": 59392, "hidden_size": 1536,
+                        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+                        "intermediate_size": 4608, "max_position_embeddings": 131072, "rope_parameters": rope},
+        "vision_config": {"model_type": "glm_ocr_vision", "depth": 24, "hidden_size": 1024, "num_heads": 16,
+                          "intermediate_size": 4096, "out_hidden_size": 1536, "patch_size": 14},
+    }  # fmt: skip
+    images = CLIP | {
+        "image_processor_type": "Glm46VImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+    }  # fmt: skip
+    specials = {"<|endoftext|>": 59246, "<|im_start|>": 59247, "<|im_end|>": 59248, "<|begin_of_image|>": 59256}
+    specials |= {"<|end_of_image|>": 59257, "<|image|>": 59280, "<|video|>": 59281}
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    return _shape("GLM-OCR 0.9B", config, specials, image, {"preprocessor_config.json": images}, k=6, picture=784)
+
+
+def _lfm3_vl() -> Shape:
+    config = {
+        "architectures": ["Lfm3VlForConditionalGeneration"],
+        "model_type": "lfm3_vl",
+        "image_token_id": 125030,
+        "video_token_id": 125029,
+        "vision_start_token_id": 125009,
+        "vision_end_token_id": 125010,
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "lfm3", "vocab_size": 128000, "hidden_size": 2048, "num_hidden_layers": 24},
+        "vision_config": {"model_type": "lfm3_vl_vision"},
+    }
+    images = HALF | {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 3136, "longest_edge": 1003520},
+    }  # fmt: skip
+    specials = {"<|endoftext|>": 124900, "<|im_start|>": 124901, "<|im_end|>": 124902, "<|vision_start|>": 125009}
+    specials |= {"<|vision_end|>": 125010, "<|video_pad|>": 125029, "<|image_pad|>": 125030}
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    files = {"preprocessor_config.json": images, "video_preprocessor_config.json": QWEN_VIDEOS}
+    return _shape("LFM3-VL-2B", config, specials, image, files, k=8, picture=768)
+
+
+def _qwen3_vl_moe() -> Shape:
+    dense = SHAPES["qwen3-vl-4b"]
+    text = {
+        **dense.config["text_config"], "model_type": "qwen3_vl_moe_text", "hidden_size": 2048, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {
+        **dense.config["vision_config"], "model_type": "qwen3_vl_moe", "depth": 27, "hidden_size": 1152,
+        "intermediate_size": 4304, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
+    }  # fmt: skip
+    config = {
+        **dense.config, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False, "text_config": text, "vision_config": vision,
+    }  # fmt: skip
+    assumed = "2 of 48 layers"
+    return replace(dense, title="Qwen3-VL-30B-A3B", config=config, k=2, assumed=assumed, source=SOURCE, torch=True)
+
+
+PAGE_SHAPES: Mapping[str, Shape] = {
+    "lightonocr-1b": _lighton_ocr(),
+    "paddleocr-vl": _paddleocr_vl(),
+    "glm-ocr": _glm_ocr(),
+    "lfm3-vl-2b": _lfm3_vl(),
+    "qwen3-vl-30b-a3b": _qwen3_vl_moe(),
+}
