@@ -11,7 +11,7 @@ from vtx.runtime.backends.cuda import Buffer, aligned
 from vtx.runtime.backends.device_history import ONE
 from vtx.runtime.backends.device_lanes import DeviceLanes
 from vtx.runtime.backends.device_states import FLOAT, DeviceStates, put
-from vtx.runtime.backends.ort.cuda_cache import OrtCudaCache, OrtCudaStage, Region
+from vtx.runtime.backends.ort.cuda_cache import OrtCudaCache, OrtCudaStage, OrtRegion
 from vtx.runtime.backends.slots import LANES
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.vision.tokens import Ids, TokenStates
@@ -30,7 +30,7 @@ class OrtCudaLanes:
         part = aligned(LANES * self._lane)
         purpose = f"the KV caches of layers {stage.spec.first} to {stage.spec.last} of {LANES} conversations"
         self._kv = Buffer(stage.cuda, max(1, part * len(stage.kv_names)), purpose)
-        self._regions = [Region(self._kv.address + n * part, capacity) for n in range(len(stage.kv_names))]
+        self._regions = [OrtRegion(self._kv.address + n * part, capacity) for n in range(len(stage.kv_names))]
         self._buffers = dict[str, Buffer]()  # of inputs and outputs
         self._bindings = dict[int, Any]()  # by the number of conversations
         self._total = np.zeros(1, np.int32)  # stays in the host's memory, where the operator reads it
@@ -39,10 +39,10 @@ class OrtCudaLanes:
     def clear(self) -> None:
         self.stage.cuda.zero(self._kv)  # masked slots must still be numbers
 
-    def at(self, lane: int) -> list[Region]:
-        return [Region(region.address + lane * self._lane, self.capacity) for region in self._regions]
+    def at(self, lane: int) -> list[OrtRegion]:
+        return [OrtRegion(region.address + lane * self._lane, self.capacity) for region in self._regions]
 
-    def put(self, lane: int, regions: Sequence[Region], length: int) -> None:
+    def put(self, lane: int, regions: Sequence[OrtRegion], length: int) -> None:
         self.stage.copy_slots(self.at(lane), regions, length)
 
     def run(self, caches: Sequence[OrtCudaCache], tokens: TokenStates, positions: Ids) -> DeviceStates:

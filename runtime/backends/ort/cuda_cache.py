@@ -42,13 +42,13 @@ class OrtCudaStage(OrtStage):
     def shape(self, slots: int, lanes: int = 1) -> tuple[int, int, int, int]:
         return lanes, self.context.model.kv_heads, slots, self.context.model.head_dim
 
-    def copy_heads(self, to: Region, source: Region, slots: int) -> None:
+    def copy_heads(self, to: OrtRegion, source: OrtRegion, slots: int) -> None:
         """Queue a copy of some slots of every head."""
         unit = self.slot_bytes
         heads = self.context.model.kv_heads
         self.cuda.copy_rows(to.address, to.slots * unit, source.address, source.slots * unit, slots * unit, heads)
 
-    def copy_slots(self, to: Sequence[Region], source: Sequence[Region], slots: int) -> None:
+    def copy_slots(self, to: Sequence[OrtRegion], source: Sequence[OrtRegion], slots: int) -> None:
         """Queue a copy of the first slots of every layer's K and V."""
         for into, out_of in zip(to, source, strict=True):
             self.copy_heads(into, out_of, slots)
@@ -76,7 +76,7 @@ class OrtCudaStage(OrtStage):
         for memory in kv:
             self.bind_lanes(binding, memory.regions, 1)
 
-    def bind_lanes(self, binding: Any, regions: Sequence[Region], lanes: int) -> None:
+    def bind_lanes(self, binding: Any, regions: Sequence[OrtRegion], lanes: int) -> None:
         """Bind K and V that begin there of one conversation, or of several behind one another."""
         for (past, present), region in zip(self.kv_names, regions, strict=True):
             place = (*self.context.memory, self.kv_type, self.shape(region.slots, lanes), region.address)
@@ -84,15 +84,15 @@ class OrtCudaStage(OrtStage):
             binding.bind_output(present, *place)
 
 
-class Region(NamedTuple):
+class OrtRegion(NamedTuple):
     """A layer's K or V [kv_heads, slots, head_dim] of a conversation."""
 
     address: int
     slots: int
 
-    def at(self, slot: int, slot_bytes: int) -> Region:
+    def at(self, slot: int, slot_bytes: int) -> OrtRegion:
         """The same from a slot on."""
-        return Region(self.address + slot * slot_bytes, self.slots)
+        return OrtRegion(self.address + slot * slot_bytes, self.slots)
 
 
 class OrtDeviceSlots:
@@ -106,7 +106,7 @@ class OrtDeviceSlots:
         part = aligned(stage.context.model.kv_heads * capacity * stage.slot_bytes)
         purpose = f"the KV cache of layers {stage.spec.first} to {stage.spec.last}"
         self.kv = Buffer(cuda, max(1, part * len(stage.kv_names)), purpose)
-        self.regions = [Region(self.kv.address + n * part, capacity) for n in range(len(stage.kv_names))]
+        self.regions = [OrtRegion(self.kv.address + n * part, capacity) for n in range(len(stage.kv_names))]
         self.row = {name: Buffer(cuda, array.nbytes, "one token") for name, array in row.items()}
         self.total = np.zeros(1, np.int32)  # stays in the host's memory, where the operator reads it
         self.binding = stage.bind({names.TOTAL_SLOTS: self.total}, {}, [self])
@@ -121,7 +121,7 @@ class OrtDeviceSlots:
         self.stage.cuda.zero(self.kv)  # masked slots must still be numbers
         self.stage.cuda.wait()
 
-    def take_over(self, regions: Sequence[Region], length: int) -> None:
+    def take_over(self, regions: Sequence[OrtRegion], length: int) -> None:
         self.stage.copy_slots(self.regions, regions, length)
         self.stage.cuda.wait()
 
@@ -223,7 +223,7 @@ class OrtCudaCache(OrtStageCache, DeviceCache[OrtDeviceSlots]):
         keys = np.empty(stage.shape(self.length)[1:], stage.kv_type)
         with stage.cuda:
             packed = Buffer(stage.cuda, max(1, keys.nbytes), "keys")
-            stage.copy_heads(Region(packed.address, self.length), memory.regions[-2], self.length)
+            stage.copy_heads(OrtRegion(packed.address, self.length), memory.regions[-2], self.length)
             stage.cuda.copy_out(keys, packed.address)
             stage.cuda.wait()
         return keys.astype(np.float32)
@@ -251,7 +251,7 @@ class OrtCudaCache(OrtStageCache, DeviceCache[OrtDeviceSlots]):
         packed = stage.context.model.kv_heads * kept.count * stage.slot_bytes
         for start, first, count in runs(slots):
             for number, region in enumerate(memory.regions):
-                saved = Region(kept.buffer.address + number * packed, kept.count)
+                saved = OrtRegion(kept.buffer.address + number * packed, kept.count)
                 ends = saved.at(start, unit), region.at(first, unit)
                 to, source = ends if out else reversed(ends)
                 stage.copy_heads(to, source, count)

@@ -21,8 +21,10 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.weights.plan import StoredTensor
 from vtx.exporter.weights.tensors import BundleWeights, CheckpointWeights
+from vtx.runtime.backends.engines import INSTRUCTIONS
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, HEADS, Precisions
 from vtx.runtime.errors import RequestError
+from vtx.runtime.host.machine import cpu_flags
 from vtx.runtime.report.golden import check_golden
 from vtx.runtime.report.inspect import fidelity_lines
 from vtx.tools.data.items import Data, Item
@@ -61,6 +63,8 @@ def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
     """Both engines compute what the stored weights say."""
     if device == "openvino":
         pytest.importorskip("openvino", reason="needs vtx-edge[openvino]", exc_type=ImportError)
+    if compute == "int8" and cpu_flags().isdisjoint(INSTRUCTIONS["int8"]):
+        pytest.skip("this processor has no products of bytes")
     folder = tiny_checkpoint(WIDE)
     whole = CheckpointWeights(open_checkpoint(str(folder)))
     low = ExportOptions(str(folder), (3,), "int4", int4_block=32, dialects=("ort", "plain"))

@@ -37,6 +37,7 @@ from vtx.runtime.backends.ort.cuda import PROVIDER, OrtCudaBackend
 from vtx.runtime.backends.slots import LANES
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
+from vtx.runtime.host import gpu as host_gpu
 from vtx.runtime.host.device import Device
 from vtx.runtime.host.gpu import Gpu as Card
 from vtx.runtime.host.gpu import find_gpu
@@ -310,7 +311,8 @@ def test_a_provider_that_does_not_open_the_gpu_is_refused_and_auto_goes_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(ort_cuda, "load_onnxruntime", lambda: Provided(got, printed))
-    monkeypatch.setattr(ort_cuda, "find_gpu", lambda *_: gpu)
+    for owner in (ort_cuda, host_gpu):
+        monkeypatch.setattr(owner, "find_gpu", lambda *_: gpu)
     monkeypatch.setattr(ort_cuda, "version", lambda _: "1.31.1")
     ort_cuda.provider_obstacle.cache_clear()
     bundle = Bundle.open(folders("fp16"))

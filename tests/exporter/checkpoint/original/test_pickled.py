@@ -50,7 +50,7 @@ def found(folder: Path) -> dict[str, Any]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child takes seconds to import torch: what it runs is run here."""
-    monkeypatch.setattr(pickled, "confine", lambda _, name, *, data, **__: table(data, name))
+    monkeypatch.setattr(pickled, "confine", lambda task, _, *, data: table(data, task.request))
 
 
 def altered(folder: Path, old: bytes, new: bytes, value: object = None, **options: Any) -> dict[str, Any]:
