@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vtx.runtime.backends.engines import TENSORRT_COSTS
 from vtx.runtime.backends.slots import LANES
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -37,16 +38,20 @@ KERNELS_OF_A_NODE = 48 << 10  # and for each node of its graph: each layer has k
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """One engine to build: its graph and profiles, the SHA-256 of its source files."""
+    """One engine to build: its graph and profiles, the SHA-256 of its source files.
+
+    `int8`: bytes that the engine holds an int8 weight in, as vtx-plan counts them.
+    """
 
     graph: SeenGraph
     profiles: tuple[dict[str, Range], ...]
     sources: dict[str, str]
+    int8: int = 1
 
     @property
     def memory(self) -> int:
         """Predicted peak memory of the build in bytes."""
-        return build_memory(self.graph.weights, len(self.profiles))
+        return build_memory(self.graph.weights + (self.int8 - 1) * self.graph.int8, len(self.profiles))
 
     @property
     def file(self) -> str:
@@ -138,7 +143,7 @@ def plan_engines(
             bounds = {name: bounds for name, bounds in profile.items() if name in named}
             if bounds not in ranges:
                 ranges.append(bounds)
-        jobs.append(EngineJob(graph, tuple(ranges), _sources(graph, m)))
+        jobs.append(EngineJob(graph, tuple(ranges), _sources(graph, m), TENSORRT_COSTS[release.flavour].int8))
     return EnginePlan(
         bundle=bundle,
         target=target,

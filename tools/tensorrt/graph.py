@@ -24,7 +24,7 @@ class SeenGraph:
     """A graph without its weights, types and shapes inferred if ONNX can.
 
     `shapes` gives sizes (int: fixed, str: a free size's name, None: unknown); a missing value has no known rank.
-    `files` hold its weights, `weights` bytes of them.
+    `files` hold its weights, `weights` bytes of them, `int8` of which are int8 weights.
     """
 
     name: str
@@ -37,6 +37,7 @@ class SeenGraph:
     shapes: dict[str, tuple[Dim, ...]]
     files: frozenset[str]
     weights: int
+    int8: int
 
     @cached_property
     def makers(self) -> dict[str, onnx.NodeProto]:
@@ -100,6 +101,7 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
             shapes[info.name] = tuple(map(_side, tensor.shape.dim))
     files = set[str]()
     weight_bytes = 0
+    int8_bytes = 0
     narrow = {"INT4", "UINT4", "FLOAT4E2M1"}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.TensorProto.DataType.Name(tensor.data_type)
@@ -108,6 +110,7 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         count = math.prod(tensor.dims)
         width = int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
         weight_bytes += (count + 1) // 2 if types[tensor.name] in narrow else count * width
+        int8_bytes += count if types[tensor.name] in ("INT8", "UINT8") else 0
     inputs = tuple(value.name for value in graph.input if value.name not in weights)
     return SeenGraph(
         name=name,
@@ -120,6 +123,7 @@ def see(model: onnx.ModelProto, name: str) -> SeenGraph:
         shapes=shapes,
         files=frozenset(filter(None, files)),
         weights=weight_bytes,
+        int8=int8_bytes,
     )
 
 

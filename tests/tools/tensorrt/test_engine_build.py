@@ -29,6 +29,7 @@ from vtx.tools.tensorrt import build as engines
 from vtx.tools.tensorrt.build import EnginePlan, build_engines, check_memory, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine, build
 from vtx.tools.tensorrt.graph import SeenGraph, load_graph
+from vtx.tools.tensorrt.memory import BUILDER_MEMORY
 from vtx.tools.tensorrt.profiles import input_shapes
 from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release
 from vtx.tools.tensorrt.targets import TARGETS, find_target, load_tensorrt
@@ -279,6 +280,18 @@ def test_graphs_that_keep_the_state_of_one_conversation_are_refused_for_several(
     with pytest.raises(BundleError, match="keep the state of one conversation; export the bundle again, or use --ba"):
         plan(bundle)
     assert plan_engines(bundle, ADA, RTX_17, "1.7.1", "trt", batch=1).jobs
+
+
+def test_int8_weights_are_counted_as_the_plan_counts_them(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """By TensorRT proper as float16, whatever it holds them in."""
+    made = export_all(tiny_checkpoint(Tiny(layers=3)), tmp_path / "int8", (2,), "int8")
+    memories = []
+    for release in (RTX_17, ORIN_10):
+        asked = plan_engines(made, ADA, release, "1.7.1", "trt10")
+        memories.append({job.graph.name: job.memory - BUILDER_MEMORY for job in asked.jobs})
+    rtx, proper = memories
+    assert 1.9 < proper["stage-02-03.trt10.onnx"] / rtx["stage-02-03.trt10.onnx"] <= 2
+    assert proper["embed.trt10.onnx"] == rtx["embed.trt10.onnx"]
 
 
 def test_an_engine_larger_than_its_weights_allow_is_pointed_out(bundle: Bundle) -> None:
