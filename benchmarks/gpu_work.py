@@ -5,8 +5,9 @@
 The decoder has the 32 layers and the K and V of LLaVA-1.5-7B in fp16 and is narrow elsewhere, so that a CPU computes
 it; nothing that is counted depends on that. A prompt of 641 tokens, 576 of them the picture's, gets an answer of 64.
 Stand-ins take the place of CUDA, TensorRT and onnxruntime's CUDA provider and count every call; allocations are those
-of device and of pinned memory. Calls are counted in three stages whose K and V are narrow, too. `--frames` asks a tiny
-model about as many pictures in turn and reports what the last one holds. With `--write` the figures replace the page's.
+of device and of pinned memory. Calls are counted in three stages whose K and V are narrow, too, also of the next token
+of one client and of eight, with the bytes that are copied and read. `--frames` asks a tiny model about as many pictures
+in turn and reports what the last one holds. With `--write` the figures replace the results.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import gc
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,11 @@ from vtx.exporter.bundling.prepare import plan_export
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.ort import backend as ort_backend
 from vtx.runtime.backends.ort import cuda as ort_cuda
+from vtx.runtime.backends.slots import LANES
 from vtx.runtime.backends.tensorrt import backend as tensorrt
 from vtx.runtime.bundle.bundle import Bundle
+from vtx.runtime.scheduler.batching import Batching
+from vtx.tools.tensorrt.graph import load_graph
 from vtx.tools.tensorrt.releases import TENSORRT, Release
 
 QUESTION = "What is in this picture? Describe each object."  # 65 tokens of text with the template
@@ -49,6 +53,7 @@ NARROW = Shape(32, 64, 128, 4, head_dim=32, tower=(2, 64, 128, 2))
 TOKENS = 64
 PATHS = {"TensorRT-RTX": "sm89", "TensorRT 10.3": "jetson-orin", "onnxruntime's CUDA provider": None}
 COUNTED = ("allocations", "recordings", "launches", "copies in", "copies out", "copies on the GPU", "waits")
+BYTES = ("bytes in", "bytes out", "bytes on the GPU", "weights read")
 RESULTS = Path("docs/measurements/results/gpu.jsonl")
 MB = 1e6
 
@@ -153,6 +158,29 @@ def work(folder: Path, path: str, k: int | None) -> dict[str, dict[str, int]]:
     return found
 
 
+def next_token(folder: Path, path: str, clients: int) -> list[str]:
+    """The work of the next token of each of some clients, once they decode together and runs are recorded."""
+    with opened(folder, path) as (model, gpu), ExitStack() as stack:
+        images = [stack.enter_context(model.open(picture(number))) for number in range(clients)]
+        streams = [image.stream(QUESTION, "none", options(8)) for image in images]
+        batching = Batching(model, LANES, LANES)
+        assert batching.obstacle is None
+        for turn in range(6):
+            gpu.calls.clear()
+            gpu.moved.clear()
+            if turn:
+                batching.decode(streams)
+            for stream in streams:
+                stream.step()
+        launches = sum(gpu.calls[name] for name in ("cuGraphLaunch", "enqueue", "run", "run on arrays"))
+        sizes = {kind: [n for side, n in gpu.moved if side == kind] for kind in ("in", "out", "within", "weights")}
+        read = sum(sizes.pop("weights"))
+        graphs = model.manifest.dialects[model.backend.dialect]
+        weights = sum(load_graph(folder / name).weights for name in (*graphs.stages, graphs.head))
+        figures = [launches, *map(len, sizes.values()), gpu.calls["cuStreamSynchronize"], *map(sum, sizes.values())]
+        return [path, str(clients), *map(str, figures), f"{read / weights:.2f} times"]
+
+
 def memory(folder: Path, path: str, k: int | None) -> tuple[int, int, int]:
     """Bytes of K and V: of a whole context in every layer, of the filled slots, and those that are held."""
     with opened(folder, path) as (model, _), model.open(picture(0)) as image:
@@ -210,6 +238,12 @@ def main() -> None:
             for k in (None, 9)
             for title, figures in work(folder, path, k).items()
         ),
+    )
+    show(
+        "gpu-clients",
+        ["path", "clients", *COUNTED[2:], *BYTES],
+        1,
+        (next_token(folder, path, clients) for path in PATHS for clients in (1, LANES)),
     )
     folder = exported(given.work, "kv-of-7b", SHAPES["kv-of-7b"], cuts)
     show(

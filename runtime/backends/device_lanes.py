@@ -26,7 +26,7 @@ class OwnMemory(StageMemory, Protocol):
     regions: Any
 
     def take_over(self, regions: Any, length: int) -> None:
-        """Copy the first `length` slots of other memory."""
+        """Queue a copy of the first `length` slots of other memory."""
 
 
 class LaneMemory(StageMemory, Protocol):

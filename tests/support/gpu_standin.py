@@ -32,6 +32,7 @@ from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.tools.tensorrt import build as engines
 from vtx.tools.tensorrt.build import build_engines, plan_engines
 from vtx.tools.tensorrt.child import BuildRequest, BuiltEngine
+from vtx.tools.tensorrt.graph import load_graph
 from vtx.tools.tensorrt.releases import RTX, Release
 from vtx.tools.tensorrt.targets import TARGETS
 
@@ -104,6 +105,7 @@ class Gpu:
         self.contexts = WeakSet[Context]()  # each holds memory of TensorRT's own
         self.graphs: dict[int, list[Work]] = {}
         self.copies: list[tuple[str, int]] = []  # "in" or "out", and the bytes, of each copy between host and device
+        self.moved: list[tuple[str, int]] = []  # the same as work runs, recorded or not, "within" the device, "weights"
         self._queue: list[Work] = []
         self._recording: list[Work] | None = None
 
@@ -206,7 +208,12 @@ class Gpu:
     def _copy(self, side: str, to: int, source: int, nbytes: int) -> tuple[Error]:
         self.calls["copies"] += 1
         self.copies.append((side, nbytes))
-        self.queue(lambda: void(ctypes.memmove(to, source, nbytes)))
+
+        def copy() -> None:
+            ctypes.memmove(to, source, nbytes)
+            self.moved.append((side, nbytes))
+
+        self.queue(copy)
         return (Error.CUDA_SUCCESS,)
 
     def copy_rows(
@@ -219,6 +226,7 @@ class Gpu:
         def copy() -> None:
             for row in range(height):
                 ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+            self.moved.append(("within", height * width))
 
         self.queue(copy)
         return (Error.CUDA_SUCCESS,)
@@ -383,6 +391,12 @@ def _session(graph: str, *files: tuple[str, int, int]) -> Any:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
+@lru_cache(maxsize=128)
+def weights_read(graph: str) -> int:
+    """Bytes of weights that a run of the graph in that file reads; of an embedding a row, which counts as none."""
+    return 0 if Path(graph).name.startswith("embed") else load_graph(Path(graph)).weights
+
+
 class PlainEngine:
     """The graph that the engine's file names, run by onnxruntime."""
 
@@ -506,6 +520,7 @@ class Context:
         for name, value in self.engine.unread.items():
             feeds[name] = np.zeros([size if isinstance(size, int) else 1 for size in value.shape], TYPES[value.type])
         found = dict(zip(self.engine.outputs, self.engine.session.run(None, feeds), strict=True))
+        self.gpu.moved.append(("weights", weights_read(self.engine.graph)))
         regions = []
         for name, array in found.items():
             self.gpu.holds(addresses[name], array.nbytes)

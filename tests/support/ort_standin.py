@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from tests.support.gpu_standin import Gpu
+from tests.support.gpu_standin import Gpu, weights_read
 from vtx.runtime.backends.ort.cuda import PROVIDER
 from vtx.runtime.bundle.spec import names
 
@@ -47,7 +47,7 @@ class Ort:
         assert name == PROVIDER
         assert given["user_compute_stream"] == str(STREAM)
         self.options.append(given)
-        return Session(self, onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+        return Session(self, onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]), path)
 
 
 class Value:
@@ -64,11 +64,16 @@ class Value:
 
 
 class Session:
-    def __init__(self, ort: Ort, session: Any) -> None:
-        self._ort, self._session = ort, session
+    def __init__(self, ort: Ort, session: Any, path: str) -> None:
+        self._ort, self._session, self._path = ort, session, path
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
+
+    def _move(self, copies: list[tuple[str, int]]) -> None:
+        """Count what a run copies and reads."""
+        self._ort.gpu.copies += copies
+        self._ort.gpu.moved += [*copies, ("weights", weights_read(self._path))]
 
     def get_providers(self) -> list[str]:
         return [PROVIDER, "CPUExecutionProvider"]
@@ -76,8 +81,7 @@ class Session:
     def run(self, outputs: Any, feeds: Any) -> list[Any]:
         found: list[Any] = self._session.run(outputs, feeds)
         self._ort.gpu.calls["run on arrays"] += 1
-        self._ort.gpu.copies += [("in", array.nbytes) for array in feeds.values()]
-        self._ort.gpu.copies += [("out", array.nbytes) for array in found]
+        self._move([*(("in", array.nbytes) for array in feeds.values()), *(("out", array.nbytes) for array in found)])
         return found
 
     def io_binding(self) -> Binding:
@@ -95,7 +99,7 @@ class Session:
             self._session.run_with_iobinding(binding.binding)
             copied = [(side, value.numpy().nbytes) for (side, _), value in binding.of_host.items()]
             returned = binding.get_outputs() if binding.returns else []
-            gpu.copies += copied + [("out", value.numpy().nbytes) for value in returned]
+            self._move(copied + [("out", value.numpy().nbytes) for value in returned])
 
         gpu.queue(run)
         if options is None or options.get_run_config_entry(UNSYNCHRONISED) != "1":

@@ -119,11 +119,9 @@ class OrtDeviceSlots:
 
     def clear(self) -> None:
         self.stage.cuda.zero(self.kv)  # masked slots must still be numbers
-        self.stage.cuda.wait()
 
     def take_over(self, regions: Sequence[OrtRegion], length: int) -> None:
         self.stage.copy_slots(self.regions, regions, length)
-        self.stage.cuda.wait()
 
 
 class OrtCudaCache(OrtStageCache, DeviceCache[OrtDeviceSlots]):

@@ -91,16 +91,14 @@ class DeviceSlots(BoundStage):
         for key in [key for key, graph in self.recordings.items() if graph is False]:
             del self.recordings[key]  # what could not be recorded once is tried again
         self._shared.cuda.zero(self.kv)  # masked slots must still be numbers
-        self._shared.cuda.wait()
 
     def at(self, slot: int) -> list[Region]:
         """The parts from that slot on."""
         return [region.at(slot) for region in self.regions]
 
     def take_over(self, regions: Sequence[Region], length: int) -> None:
-        """Copy the first `length` slots of other memory."""
+        """Queue a copy of the first `length` slots of other memory."""
         copy_slots(self._shared.cuda, self.regions, regions, length)
-        self._shared.cuda.wait()
 
     def new_slots(self, tokens: int) -> list[Region]:
         """The parts of the buffer for new K and V, none if no layer has any."""

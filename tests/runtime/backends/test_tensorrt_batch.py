@@ -25,6 +25,7 @@ from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.scheduler.batching import Batching
 from vtx.runtime.vision.tokens import TokenStates
+from vtx.tools.tensorrt.graph import load_graph
 
 STEPS = 12
 COUNTED = ("enqueue", "cuGraphLaunch", "cuStreamSynchronize")
@@ -56,7 +57,8 @@ def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_lanes, "GROWTH", 256)
-    model = open_model(request.getfixturevalue("on_jetpack_6") if jetpack else with_engines)
+    folder = request.getfixturevalue("on_jetpack_6") if jetpack else with_engines
+    model = open_model(folder)
     count = 2 if jetpack else LANES  # of a Jetson's engines
     alone = [stream.read().token_ids for stream in streams(model, count)]
     batching = Batching(model, LANES, LANES)
@@ -70,10 +72,14 @@ def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(
             stream.step()
     device.calls.clear()
     device.copies.clear()
+    device.moved.clear()
     batching.decode(together)
     stages = len(model.manifest.stages)
     launches = {"cuGraphLaunch": stages, "enqueue": 2} if jetpack else {"cuGraphLaunch": 0, "enqueue": 2 + stages}
     assert {name: device.calls[name] for name in COUNTED} == {**launches, "cuStreamSynchronize": 3}
+    graphs = model.manifest.dialects["trt10" if jetpack else "trt"]
+    weights = sum(load_graph(folder / name).weights for name in (*graphs.stages, graphs.head))
+    assert sum(nbytes for kind, nbytes in device.moved if kind == "weights") == weights
     hidden, vocab = model.manifest.model.hidden, model.manifest.model.vocab
     numbers = 8 + stages * (8 + 4)  # an id, and positions and slots of each stage
     assert sum(nbytes for side, nbytes in device.copies if side == "in") == count * (numbers + 4 * hidden)
@@ -81,6 +87,26 @@ def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(
     for stream in together:
         stream.step()
     assert [stream.read().token_ids for stream in together] == alone
+
+
+def test_clients_beyond_the_lanes_move_in_and_out_without_a_wait(on_jetpack_6: Path, device: Gpu) -> None:
+    model = open_model(on_jetpack_6)
+    batching = Batching(model, LANES, LANES)
+    together = streams(model, LANES)
+    for stream in together:
+        stream.step()
+    for _ in range(3):  # so that there is memory for all
+        device.calls.clear()
+        device.moved.clear()
+        batching.decode(together)
+        for stream in together:
+            stream.step()
+    assert device.calls["cuStreamSynchronize"] == 3
+    graphs = model.manifest.dialects["trt10"]
+    read = {name: load_graph(on_jetpack_6 / name).weights for name in (*graphs.stages, graphs.head)}
+    runs = LANES // 2  # of pairs
+    weights = sum((1 if name == graphs.head else runs) * nbytes for name, nbytes in read.items())
+    assert sum(nbytes for kind, nbytes in device.moved if kind == "weights") == weights
 
 
 def test_lanes_grow_with_the_longest_conversation_and_shrink_after_it(
