@@ -4,7 +4,8 @@
 
 Stages of two and of three layers with the heads of published models are built for cards that are not here, in both
 dialects, and counted in the builder's own list of layers; what a layer adds is the difference. Kernels are a large part
-of engines of this width, and as large in wider ones, so the bytes beside weights have a column. Each row is a line of
+of engines of this width, and as large in wider ones, so the bytes beside weights have a column, and int4 is built in
+twice the width too. Each row is a line of
 `--lines FILE`, which a later run does not build again. Needs vtx-edge[rtx] and vtx-edge[export], no GPU.
 """
 
@@ -18,15 +19,17 @@ from tempfile import TemporaryDirectory
 
 import tensorrt_rtx
 from benchmarks.common import parser
-from tests.support.engine_layers import CARDS, DIALECTS, PRECISIONS, SHAPES, StageEngine, build_stage, bundles_of
+from tests.support.engine_layers import CARDS, DIALECTS, PRECISIONS, SHAPES, WIDER, StageEngine, build_stage, bundles_of
 
 LAYERS = (2, 3)
+CONFIGURATIONS = (*product(SHAPES, PRECISIONS, DIALECTS, CARDS), *product(WIDER, ("int4",), DIALECTS, ("sm89",)))
 TABLE = "layers"
 SUMMARY = "launches"
 COLUMNS = ["card", "dialect", "heads", "weights", "fused attention", "casts beside products", "launches of a layer",
            "weights in the engine", "engine", "beside weights, a layer"]  # fmt: skip
 CAPTION = (
-    f"TensorRT-RTX {tensorrt_rtx.__version__}, built without a GPU, hidden 1024; of a token's and a prompt's profile"
+    f"TensorRT-RTX {tensorrt_rtx.__version__}, built without a GPU, hidden 1024 unless named; "
+    "of a token's and a prompt's profile"
 )
 
 
@@ -82,7 +85,7 @@ def main() -> None:
     print(*COLUMNS, sep=" | ")
     with TemporaryDirectory() as folder:
         bundles = bundles_of(Path(folder))
-        for shape, precision, dialect, card in product(SHAPES, PRECISIONS, DIALECTS, CARDS):
+        for shape, precision, dialect, card in CONFIGURATIONS:
             key = (card, dialect, shape, precision)
             if key not in rows:
                 few, more = (

@@ -29,6 +29,10 @@ SHAPES = {  # of the results
     "grouped": Tiny(hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, context=2048),
     "all": Tiny(hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, context=2048),
 }
+WIDER = {  # where kernels, which all widths have, are a smaller part of an engine
+    "grouped, hidden 2048": Tiny(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=5632, context=2048),
+    "all, hidden 2048": Tiny(hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=5632, context=2048),
+}
 PRECISIONS = ("fp16", "int8", "int4")
 DIALECTS = ("trt", "trt10")
 CARDS = ("sm86", "sm89", "sm120")
@@ -76,7 +80,7 @@ def bundles_of(folder: Path) -> Bundles:
 
     @cache
     def checkpoint(shape: str, layers: int) -> Path:
-        return make(folder / f"{shape}-{layers}", replace(SHAPES[shape], layers=layers))
+        return make(folder / f"{shape}-{layers}", replace((SHAPES | WIDER)[shape], layers=layers))
 
     def bundle(shape: str, precision: str, layers: int) -> Bundle:
         return export(checkpoint(shape, layers), folder / f"{shape}-{layers}-{precision}", (), precision,

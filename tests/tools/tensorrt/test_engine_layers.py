@@ -36,8 +36,7 @@ def test_attention_and_weights_are_fused_in_every_profile(
     assert len(engine.launches) == len(engine.job.profiles) == 2
     assert engine.attention == [LAYERS, LAYERS]
     assert engine.casts == [0, 0], "weights are dequantised by kernels of their own"
-    if precision == "int4":  # which would have three
-        assert engine.streams == {"0"}, "streams of the engine's own wait for the default one"
+    assert engine.streams == {"0"}, "streams of the engine's own wait for the default one"
     for names in engine.launches:
         assert len(names) <= LAUNCHES * LAYERS
         if precision != "fp16":
