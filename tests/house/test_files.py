@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -76,3 +77,13 @@ def test_the_packages_for_a_machine_with_a_gpu_are_those_of_the_extras() -> None
     lines = (ROOT / "scripts/gpu-tests.txt").read_text(encoding="utf-8").splitlines()
     needed = {line.partition("; platform_machine")[0] for line in lines if not line.startswith("#")}
     assert needed == wanted | {line for line in extras["cpu"] if line.startswith("onnxruntime")}
+
+
+def test_the_run_with_a_gpu_installs_its_packages_and_has_every_test_that_needs_one() -> None:
+    _, _, rest = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntest-gpu:")
+    recipe = rest.partition("\n\n")[0]
+    assert "-m pip install --requirement scripts/gpu-tests.txt" in recipe
+    marked = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu$", re.MULTILINE)
+    paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if marked.search(path.read_text("utf-8"))]
+    assert paths
+    assert recipe.splitlines()[-1].split()[-len(paths) :] == [path.relative_to(ROOT).as_posix() for path in paths]

@@ -18,6 +18,7 @@ from tests.support.tiny import prompt_messages, random_image
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.cuda import Buffer, Cuda
+from vtx.runtime.backends.tensorrt import engine
 from vtx.runtime.backends.tensorrt.backend import TensorrtBackend
 from vtx.runtime.backends.tensorrt.loaded import LoadedEngines
 from vtx.runtime.bundle import fingerprint
@@ -107,6 +108,22 @@ def test_memory_that_is_freed_while_work_is_recorded_goes_right_after_it(with_en
     assert goes not in device.device
 
 
+def test_the_collector_rests_while_work_is_recorded(with_engines: Path, device: Gpu) -> None:
+    """It may find a context of TensorRT, whose end frees memory of TensorRT's own."""
+    cuda = TensorrtBackend(Bundle.open(with_engines)).cuda
+    buffer = Buffer(cuda, 64, "a test")
+    running = []
+
+    def work() -> None:
+        cuda.zero(buffer)
+        running.append(gc.isenabled())
+
+    with cuda:
+        assert cuda.record(work) is not None
+    assert running == [False]
+    assert gc.isenabled()
+
+
 def test_a_timed_backend_lists_the_work_of_each_token(with_engines: Path, device: Gpu) -> None:
     model = open_model(with_engines)
     backend, calls = timed(model.backend)
@@ -157,6 +174,19 @@ def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(
     kernels.mkdir()  # as a folder that cannot be written
     assert compiled() == first
     assert "compiled kernels are not kept" in caplog.text
+
+
+def test_more_kernels_than_are_read_are_not_kept(
+    with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy(with_engines, tmp_path / "bundle")
+    kernels = folder / "engines/sm89" / fingerprint.KERNELS
+    kernels.unlink(missing_ok=True)  # of other tests
+    monkeypatch.setattr(engine, "MAX_KERNELS", 10)
+    with load(folder, device="tensorrt") as model, model.open([random_image(1)]) as image:
+        image.ask("red?", 2, reduce="none", max_new_tokens=2)
+    assert device.calls["compile"]
+    assert not kernels.exists()
 
 
 def test_kernels_are_not_taken_from_an_unsigned_file_where_a_signature_is_required(

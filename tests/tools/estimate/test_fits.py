@@ -16,7 +16,7 @@ from vtx.tools.estimate.plan import Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 from vtx.tools.estimate.weights import head_weights, precisions_by_name, precisions_of, stored_bytes, vision_weights
 from vtx.tools.tensorrt.memory import build_memory, buildable_layers
-from vtx.tools.tensorrt.releases import RTX, TENSORRT
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, parse_release
 from vtx.tools.tensorrt.support import gpu_cost
 
 ORIN = load_profile("agx-orin-64")
@@ -86,6 +86,19 @@ def test_every_engine_of_a_model_that_the_page_says_fits_can_be_built_there(devi
                 embedding = 2 * size.decoder.vocab * size.decoder.hidden
                 assert build_memory(max(largest, embedding), 1) <= profile.usable_bytes
                 assert buildable_layers(size, parts, profile.usable_bytes, cost.int8) >= 1
+
+
+def test_the_jetpacks_of_the_page_are_those_of_the_devices_with_their_dialects() -> None:
+    starts = ("| | JetPack", "| TensorRT |", "| dialect of the graphs |")
+    rows = (next(line for line in PAGE.splitlines() if line.startswith(start)) for start in starts)
+    columns = list(zip(*(row.strip("|").split("|")[1:] for row in rows), strict=True))
+    listed = [
+        (re.findall(r"[\d.]+", names), release.strip(), dialect.strip(" `")) for names, release, dialect in columns
+    ]
+    packs = {pack for name in JETSONS for pack in load_profile(name).jetpack if pack.version >= "6"}
+    known = {(pack.version, pack.tensorrt, parse_release(TENSORRT, pack.tensorrt).dialect) for pack in packs}
+    assert known <= {(version, *others) for versions, *others in listed for version in versions}
+    assert all(known & {(version, *others) for version in versions} for versions, *others in listed)
 
 
 @pytest.mark.parametrize("device", ["orin-nano-8", "orin-nx-16"])
