@@ -61,7 +61,7 @@ def export(checkpoint: Path, folder: Path) -> Path:
 
 def answered(bundle: Path, pages: Path, journal: Path, threads: int) -> Asked:
     from vtx.runtime.api.load import load
-    from vtx.tools.evaluation.ask import Evaluated, ask_all
+    from vtx.tools.evaluation.ask import Evaluated, Inquiry, ask_all
     from vtx.tools.evaluation.formats import FORMATS
     from vtx.tools.evaluation.questions import QuestionFiles, read_questions
 
@@ -69,7 +69,8 @@ def answered(bundle: Path, pages: Path, journal: Path, threads: int) -> Asked:
     questions = read_questions(FORMATS["exact"], QuestionFiles(pages / "questions.jsonl", pages))
     with load(bundle, device="cpu", threads=threads) as model:
         by = Evaluated.of(model, methods)
-        return ask_all(by, questions, methods, 32, journal, report=lambda *_: None, predict=lambda _: None, timed=0)
+        inquiry = Inquiry(questions, methods, 32, timed=0)
+        return ask_all(by, inquiry, journal, report=lambda *_: None, predict=lambda _: None)
 
 
 def equal(right: Sequence[str], given: Sequence[str]) -> list[bool]:

@@ -75,7 +75,7 @@ def batch(settings: BatchSettings) -> None:
     from vtx.runtime.api.options import Options
     from vtx.runtime.policies.spec import parse
     from vtx.tools.batch.cluster import answer_on_cluster
-    from vtx.tools.batch.run import Answers, Asking, on_this_machine, run_batch
+    from vtx.tools.batch.run import Answers, Asking, Batch, on_this_machine, run_batch
     from vtx.tools.batch.tasks import read_tasks
     from vtx.tools.common.files import check_folder
 
@@ -102,9 +102,8 @@ def batch(settings: BatchSettings) -> None:
             answer: Answers = partial(answer_on_cluster, settings.cluster, folder.resolve(), asking)
         else:
             answer = on_this_machine(resources.enter_context(settings.loading.load(folder)), asking)
-        outcome = run_batch(
-            answer, folder, tasks, settings.answers, asking, report=resources.enter_context(bar()), warn=note
-        )
+        batch = Batch(folder, tasks, settings.answers, asking)
+        outcome = run_batch(answer, batch, report=resources.enter_context(bar()), warn=note)
     if outcome.failed:
         raise RequestError(
             f"{outcome.failed} of {len(tasks.lines)} lines failed; their errors are in {settings.answers}; fix these "

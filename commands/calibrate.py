@@ -14,12 +14,13 @@ from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say
 
 if TYPE_CHECKING:
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.source import OpenedModel
+    from vtx.exporter.calibration.source import CheckpointReading, OpenedModel
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.gates import Judgement, Outcome
     from vtx.tools.calibration.report import CalibrationReport
     from vtx.tools.common.loading import Loading
     from vtx.tools.data.choice import RecordedChoice
+    from vtx.tools.data.items import Data
 
 SAMPLES = 100  # questions measured by default: 96 unchanged answers show 90%
 
@@ -115,9 +116,10 @@ def calibrate(settings: CalibrateSettings) -> None:
     need_exporter()
     from vtx.exporter.bundling.prepare import load_template
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.source import open_source
+    from vtx.exporter.calibration.source import CheckpointReading, open_source
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.plots import draw_report
+    from vtx.tools.data.items import read_data
 
     choosing = Choosing(settings.eta, settings.max_accuracy_drop, settings.min_kept)
     options = CalibrationOptions(
@@ -127,14 +129,12 @@ def calibrate(settings: CalibrateSettings) -> None:
     if engine is not None and settings.attention:
         raise RequestError("an engine does not give its attention; leave out --attention, or --device and its options")
     template = load_template(settings.chat_template) if settings.chat_template else None
-    source = open_source(
-        settings.model, settings.bundle, template, settings.tower, allow_pickle=settings.allow_pickle, engine=engine
-    )
+    reading = CheckpointReading(template, settings.tower, settings.allow_pickle)
+    source = open_source(settings.model, settings.bundle, engine=engine, reading=reading)
     measured = source.name if settings.bundle is None else settings.bundle.expanduser().absolute().name
     folder = settings.out or Path(f"vtx-calibration-{measured}")
-    report = _measure(
-        source, settings.data, settings.images, settings.samples, settings.seed, options, choosing, folder
-    )
+    questions = read_data(settings.data, settings.images, settings.samples, settings.seed)
+    report = _measure(source, questions, options, choosing, folder)
     try:
         draw_report(report, folder)
     except DeviceError as e:
@@ -161,10 +161,7 @@ def _engine(bundle: Path | None, loading: Loading, *of_checkpoints: str) -> Load
 
 def _measure(
     source: OpenedModel,
-    data: str,
-    images: Path | None,
-    samples: int,
-    seed: int,
+    questions: Data,
     options: CalibrationOptions,
     choosing: Choosing,
     folder: Path,
@@ -176,9 +173,7 @@ def _measure(
     from vtx.runtime.units import size
     from vtx.tools.calibration.report import make_report, write_report
     from vtx.tools.common.memory import peak
-    from vtx.tools.data.items import read_data
 
-    questions = read_data(data, images, samples, seed)
     prompts, skipped = prepare(source, questions, options.max_new_tokens)
     for line in skipped:
         note(f"skipped {line}")
@@ -194,17 +189,18 @@ def _measure(
     return result
 
 
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value >= 0.01 or value == 0 else f"{value:.1e}".replace("e-0", "e-")
+
+
 def _show_calibration(report: CalibrationReport) -> None:
     from vtx.tools.data.intervals import CONFIDENCE
-
-    def short(value: float) -> str:
-        return f"{value:.2g}" if value >= 0.01 or value == 0 else f"{value:.1e}".replace("e-0", "e-")
 
     rows = [
         [
             str(p.k or "none"),
             str(p.full_layers or report.model.layers),
-            *map(short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
+            *map(_short, (p.kl.mean, p.kl.low, p.kl.high, p.kl_reverse.mean)),
             *(f"{share.share:.1%}" if share else "-" for share in (p.top1, p.agree, p.right)),
         ]
         for p in report.curve
@@ -240,28 +236,21 @@ def _show_kinds(report: CalibrationReport) -> None:
     table("answers kept, by the kind of answer", heads, rows)
 
 
-def calibrated(
-    data: str,
-    images: Path | None,
-    model: str,
-    template: str | None,
-    tower: str | None,
-    *,
-    allow_pickle: bool,
-    downsample: str | None,
-) -> RecordedChoice:
+def calibrated(data: str, images: Path | None, model: str, reading: CheckpointReading) -> RecordedChoice:
     """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.source import open_source
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.report import chosen, find_report, read_choice
+    from vtx.tools.data.items import read_data
 
-    source = open_source(model, None, template, tower, allow_pickle=allow_pickle, downsample=downsample)
+    source = open_source(model, reading=reading)
     if earlier := find_report(Path(data)):
         choice = read_choice(earlier, source.fingerprint)
     else:
         folder = Path(f"vtx-calibration-{source.name}-export")
-        choice = chosen(_measure(source, data, images, SAMPLES, 0, CalibrationOptions(), Choosing(), folder))
+        questions = read_data(data, images, SAMPLES, 0)
+        choice = chosen(_measure(source, questions, CalibrationOptions(), Choosing(), folder))
     remark = f"; {choice.kept.share:.1%} of {choice.kept.count} answers stay the same" if choice.kept else ""
     note(f"calibration chooses K = {choice.k} ({choice.rule}, {choice.items} items of {choice.data}){remark}")
     return choice
@@ -348,7 +337,7 @@ def train_gate(settings: GateSettings) -> None:
     end_on_sigterm()
     need_exporter()
     from vtx.exporter.gates.fit import FitOptions
-    from vtx.exporter.gates.train import TrainOptions, default_out, train_gates
+    from vtx.exporter.gates.train import GateTraining, TrainOptions, default_out, train_gates
     from vtx.exporter.gates.workdir import MeasureOptions
 
     measuring = MeasureOptions(settings.answers, settings.max_new_tokens, settings.batch)
@@ -359,8 +348,7 @@ def train_gate(settings: GateSettings) -> None:
         settings.images,
         settings.items,
         settings.held_out,
-        measuring,
-        fitting,
+        GateTraining(measuring, fitting),
         settings.ray_address,
         settings.tower,
         allow_pickle=settings.allow_pickle,

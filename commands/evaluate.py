@@ -137,7 +137,7 @@ def evaluate(settings: EvaluationSettings) -> None:
     end_on_sigterm()
     from vtx.tools.common.files import write_json
     from vtx.tools.evaluation.questions import read_questions
-    from vtx.tools.evaluation.report import make_report, scored_answers
+    from vtx.tools.evaluation.report import TaskForm, make_report, scored_answers
     from vtx.tools.evaluation.tables import draw_report, in_tables
 
     methods = _named_methods(settings)
@@ -152,14 +152,11 @@ def evaluate(settings: EvaluationSettings) -> None:
         answers = _ask(settings, by, questions, methods, target)
         _say_skipped(answers.skipped[len(questions.skipped) :])
         report = make_report(
-            settings.task,
-            metric,
-            questions.source,
             answers,
             by,
-            instruction=suffix,
+            metric,
+            TaskForm(settings.task, questions.source, suffix, settings.protocol),
             times=not settings.no_times and by.alone is not None,
-            protocol=settings.protocol,
             coverage=settings.coverage is not None,
         )
         if settings.coverage is not None:
@@ -238,25 +235,17 @@ def _ask(
 ) -> Asked:
     """Every question under every method, with a prediction before and a bar during."""
     from vtx.runtime.units import counted, duration
-    from vtx.tools.evaluation.ask import TIMED, ask_all
+    from vtx.tools.evaluation.ask import TIMED, Inquiry, ask_all
 
+    timed = 0 if settings.no_times else TIMED
+    inquiry = Inquiry(questions, methods, settings.max_new_tokens, settings.guide, timed)
     amount = f"{counted(len(questions.questions), 'question')} of {questions.source}"
 
     def predict(seconds: float) -> None:
         note(f"{amount}, {counted(len(methods), 'method')}; predicted: at most {duration(seconds)}")
 
     with bar() as report:
-        return ask_all(
-            by,
-            questions,
-            methods,
-            settings.max_new_tokens,
-            target / "answers.jsonl",
-            report=report,
-            guide=settings.guide,
-            timed=0 if settings.no_times else TIMED,
-            predict=predict,
-        )
+        return ask_all(by, inquiry, target / "answers.jsonl", report=report, predict=predict)
 
 
 def _accept(folder: Path, acceptance: Acceptance | None, target: float, sign: Path | None) -> None:

@@ -306,10 +306,10 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
     choice = None
     if s.calibration is not None and s.one_k:
         from vtx.commands.calibrate import calibrated
+        from vtx.exporter.calibration.source import CheckpointReading
 
-        choice = calibrated(
-            s.calibration, s.images, s.model, template, s.tower, allow_pickle=s.allow_pickle, downsample=s.downsample
-        )
+        reading = CheckpointReading(template, s.tower, s.allow_pickle, s.downsample)
+        choice = calibrated(s.calibration, s.images, s.model, reading)
     return ExportOptions(
         s.model,
         (choice.k,) if choice else s.ks,

@@ -240,17 +240,16 @@ def _costs(
 ) -> CostPlan:
     from vtx.runtime.policies.make import read_rest
     from vtx.runtime.policies.spec import parse
-    from vtx.tools.estimate.plan import make_plan
+    from vtx.tools.estimate.plan import PlannedMethods, make_plan
 
+    rest = 0 if settings.rest is None else read_rest(settings.rest)
     return make_plan(
         size,
         work,
-        settings.ks,
+        PlannedMethods(settings.ks, parse(settings.reduction), rest),
         parts,
         device,
         engine=None if engine is None else engine.cost,
-        reductions=parse(settings.reduction),
-        rest=0 if settings.rest is None else read_rest(settings.rest),
     )
 
 

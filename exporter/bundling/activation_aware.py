@@ -53,7 +53,7 @@ def measure_factors(plan: Plan, data: Data, folder: Path, report: Progress) -> C
     """
     import torch
 
-    from vtx.exporter.reference.model import Reference, Sample
+    from vtx.exporter.reference.model import Reference, Sample, Watchers
     from vtx.exporter.reference.prompts import prepare
     from vtx.exporter.weights.tensors import CheckpointWeights
 
@@ -77,7 +77,7 @@ def measure_factors(plan: Plan, data: Data, folder: Path, report: Progress) -> C
             search.finish_layer(done)
             count(1)
 
-        reference.hidden(samples, [None], layer, feed=search.add)
+        reference.hidden(samples, [None], layer, Watchers(feed=search.add))
     return search.factors, {
         "data": data.source,
         "items": len(questions),

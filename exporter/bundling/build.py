@@ -181,8 +181,7 @@ def _write_dialect(folder: Path, plan: Plan, dialect: str, graphs: Graphs, weigh
         build = partial(
             build_stage,
             c=text,
-            first=stage.first,
-            last=stage.last,
+            layers=range(stage.first, stage.last + 1),
             kv_type=kv,
             query=stage.query,
             inputs=plan.config.token_inputs,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -221,7 +221,7 @@ def measure(
         if time.monotonic() - started + first_seconds > limit:
             results[kind] = {"obstacle": f"there was no time for it in {SECONDS:.0f} s; vtx-fit measures it"}
             continue
-        results[kind] = _measured(folder, device, kind, exchanges, wanted_logits, most, step)
+        results[kind] = _measured(partial(_loaded, folder, device, kind), exchanges, wanted_logits, most, step)
     accepted = tuple(kind for kind in kinds if results[kind].get("accepted"))
     record = {
         "data": "drawn scenes and texts" if wanted.data is None else wanted.data.source,
@@ -263,9 +263,7 @@ def _answers(
 
 
 def _measured(
-    folder: Path,
-    device: str,
-    kind: str,
+    loading: Callable[[], AbstractContextManager[Model]],
     exchanges: Sequence[Exchange],
     wanted: Sequence[Logits],
     most: float,
@@ -274,7 +272,7 @@ def _measured(
     """The record of a kind of arithmetic; it ends with the exchange after which it cannot be accepted any more."""
     divergence = Divergence()
     try:
-        with _loaded(folder, device, kind) as model:
+        with loading() as model:
             for exchange, logits in zip(exchanges, wanted, strict=True):
                 divergence.add(logits, read(model, exchange))
                 step()
@@ -347,7 +345,7 @@ def checkpoint_logits(
     """
     import torch
 
-    from vtx.exporter.reference.model import LayerErrors, Reference, Sample
+    from vtx.exporter.reference.model import LayerErrors, Reference, Sample, Watchers
     from vtx.exporter.weights.tensors import BundleWeights
 
     reference = Reference(plan.checkpoint, plan.config)
@@ -360,7 +358,7 @@ def checkpoint_logits(
             samples.append(Sample(ids, images, len(exchange.answer)))
         sample = next((number for number, exchange in enumerate(exchanges) if exchange.item.images), 0)
         errors = LayerErrors(reference, rounded, samples, sample)
-        states = reference.hidden(samples, [None], step, watch=errors.watch)
+        states = reference.hidden(samples, [None], step, Watchers(output=errors.watch))
         layer, moved = errors.largest
         logits = [reference.head(state[None]).numpy() for state in states]
         return logits, {"layer": layer, "moved": float(f"{moved:.3g}")}

@@ -85,11 +85,7 @@ def predict(
     engine_base = max(cost.base for cost in ENGINES[engine].costs.values())
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
     answering = answering_memory(
-        layers=text.attending,
-        hidden=text.hidden,
-        heads=text.heads,
-        kv_heads=text.kv_heads,
-        head_dim=text.head_dim,
+        text,
         image_tokens=min(config.layout.max_tokens, max_context),
         max_context=max_context,
         kv_bytes=KV_DTYPES[kv_dtype].bytes,

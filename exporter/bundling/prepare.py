@@ -295,7 +295,7 @@ def _placed(
             tensors, requirements = split_head(tensors, requirements)
             precisions = replace(precisions, head=precisions.decoder)
         precisions = widened(precisions, requirements, options.bits)
-    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else ()
+    scaled = scaled_weights(config.text, precisions.decoder) if options.aware else set()
     return plan_weights(replace(checkpoint, tensors=tensors), requirements, precisions, scaled), precisions
 
 

@@ -23,7 +23,7 @@ from vtx.exporter.calibration.source import OpenedModel, answering
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.engine import EngineReference
-from vtx.exporter.reference.model import Encoded, Reference, Sample
+from vtx.exporter.reference.model import Encoded, Reference, Sample, Watchers
 from vtx.exporter.reference.prompts import PreparedItem, prepare
 from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.memory import RUN_BASE, needed_memory
@@ -240,7 +240,7 @@ class BatchMeasurer:
         """Each sample's hidden states at its last tokens, for none and every K."""
         depths: list[int | None] = [None, *self._ks]
         if self._options.rest is None:
-            return self.reference.hidden(samples, depths, layer, meter)
+            return self.reference.hidden(samples, depths, layer, Watchers(meter))
         assert isinstance(self.reference, Reference), "an engine was refused"
         return self.reference.hidden(samples, depths, layer, rest=read_rest(self._options.rest))
 

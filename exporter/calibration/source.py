@@ -69,26 +69,35 @@ class OpenedModel(Source):
         return Reference(self.checkpoint, self.config) if self.engine is None else EngineReference(self.engine)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointReading:
+    """Options of reading a checkpoint, as of `ExportOptions`."""
+
+    template: str | None = None
+    tower: str | None = None
+    allow_pickle: bool = False
+    downsample: str | None = None
+
+
+AS_IT_IS = CheckpointReading()
+
+
 def open_source(
-    model: str,
-    bundle: Path | None = None,
-    template: str | None = None,
-    tower: str | None = None,
-    *,
-    allow_pickle: bool = False,
-    engine: Loading | None = None,
-    downsample: str | None = None,
+    model: str, bundle: Path | None = None, *, engine: Loading | None = None, reading: CheckpointReading = AS_IT_IS
 ) -> OpenedModel:
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
-    `template` is a chat template for a checkpoint without one, `tower` the vision tower of one that only names it;
-    `allow_pickle` allows weights that are pickles; `downsample` is that of `ExportOptions`; `engine` loads the bundle,
-    to be measured as it is deployed. Raises CheckpointError, BundleError, DeviceError.
+    `engine` loads the bundle, to be measured as it is deployed. Raises CheckpointError, BundleError, DeviceError.
     """
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle), None if engine is None else engine.load(bundle))
     options = ExportOptions(
-        model, precision="fp32", template=template, tower=tower, allow_pickle=allow_pickle, downsample=downsample
+        model,
+        precision="fp32",
+        template=reading.template,
+        tower=reading.tower,
+        allow_pickle=reading.allow_pickle,
+        downsample=reading.downsample,
     )
     plan = plan_export(options)
     _check_answers(plan.name, plan.config)

@@ -14,7 +14,14 @@ from vtx.exporter.checkpoint.config import VISION_FAMILIES
 from vtx.exporter.checkpoint.families.registry import find_family
 from vtx.exporter.checkpoint.family import Config, Family, OriginalLayout, OriginalParts
 from vtx.exporter.checkpoint.hub import checkpoint_files
-from vtx.exporter.checkpoint.loader import Checkpoint, canonical_name, check_model, is_plain_path, open_model
+from vtx.exporter.checkpoint.loader import (
+    Checkpoint,
+    CheckpointKind,
+    canonical_name,
+    check_model,
+    is_plain_path,
+    open_model,
+)
 from vtx.exporter.checkpoint.mixture import stack_experts
 from vtx.exporter.checkpoint.original.known_towers import (
     CLIP_L_336,
@@ -56,9 +63,8 @@ def open_checkpoint(
         layout = find_family(config).original
         return layout.folders.values() if layout else ()
 
-    checkpoint = open_model(
-        model, check_model, canonical_name, parts=folders, allow_pickle=allow_pickle, progress=progress
-    )
+    kind = CheckpointKind(check_model, canonical_name, folders)
+    checkpoint = open_model(model, kind, allow_pickle=allow_pickle, progress=progress)
     family = find_family(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=_arranged(family, checkpoint))
     layout = family.original
@@ -114,7 +120,7 @@ def _with_base(checkpoint: Checkpoint, layout: OriginalLayout, name: str, given:
     """A policy of LeRobot with the settings and the tokenizer of the checkpoint it names, or of the one `given`."""
     address = given or _folder_inside(checkpoint, name) or name
     try:
-        base = open_model(address, lambda _: None, canonical_name, weights=False)
+        base = open_model(address, CheckpointKind(lambda _: None, canonical_name), weights=False)
     except CheckpointError as cause:
         raise CheckpointError(
             f"the checkpoint has no tokenizer, it names {shown(name)}, which cannot be opened ({cause}); give the "
@@ -192,7 +198,8 @@ def find_tower(
     try:
         if address is None and (not is_plain_path(name) or name.count("/") != 1):
             raise CheckpointError("it is a path of the machine that it was trained on")  # noqa: TRY301
-        tower = open_model(address or name, _check_tower, _tower_name, weights=weights, allow_pickle=allow_pickle)
+        kind = CheckpointKind(_check_tower, _tower_name)
+        tower = open_model(address or name, kind, weights=weights, allow_pickle=allow_pickle)
     except UnsupportedModelError:
         raise
     except CheckpointError as cause:

@@ -150,43 +150,51 @@ class Checkpoint:
         return CheckpointError(f"tensor {name} is missing; config.json needs {needs}")
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointKind:
+    """A kind of checkpoint, and its reading. `check` raises for a config to refuse, before weights are downloaded.
+
+    `rename` gives a tensor's canonical name. `parts` are the folders of the tensors if they are not in the config's;
+    names then begin with the folder.
+    """
+
+    check: Callable[[Mapping[str, Any]], None]
+    rename: Callable[[str], str]
+    parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: ()
+
+
 def open_model(
     model: str,
-    check: Callable[[Mapping[str, Any]], None],
-    rename: Callable[[str], str],
+    kind: CheckpointKind,
     *,
-    parts: Callable[[Mapping[str, Any]], Collection[str]] = lambda _: (),
     weights: bool = True,
     allow_pickle: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Open the checkpoint in directory `model`, else download the hub model of that id; `progress` gets a line a step.
 
-    `check` raises for a config to refuse, before weights are downloaded; `rename` gives a tensor's canonical name.
-    `parts` are the folders of the tensors if they are not in the config's; names then begin with the folder. Without
-    `weights` only settings are downloaded and read. With `allow_pickle` files of `torch.save` are read if there is no
-    safetensors file. Raises CheckpointError, DeviceError.
+    Without `weights` only settings are downloaded and read. With `allow_pickle` files of `torch.save` are read if there
+    is no safetensors file. Raises CheckpointError, DeviceError.
     """
     if os.path.isdir(model):
         folder = Path(model).resolve()
-        config = _config(folder, check)
+        config = _config(folder, kind.check)
     else:
         if os.path.exists(model):
             _refuse_gguf(Path(model).absolute())
             raise CheckpointError(f"{model} is a file; name the directory that holds config.json")
         check_hub_id(model)
         report = progress or (lambda line: None)
-        folder, config = _downloaded(model, check, parts, report, weights=weights, allow_pickle=allow_pickle)
+        folder, config = _downloaded(model, kind, report, weights=weights, allow_pickle=allow_pickle)
     if not weights:
         return Checkpoint(folder, config, {}, revision_of(folder))
-    sources, notes = _all_tensors(folder, parts(config), allow_pickle=allow_pickle)
-    return Checkpoint(folder, config, _canonical_tensors(sources, rename), revision_of(folder), notes=notes)
+    sources, notes = _all_tensors(folder, kind.parts(config), allow_pickle=allow_pickle)
+    return Checkpoint(folder, config, _canonical_tensors(sources, kind.rename), revision_of(folder), notes=notes)
 
 
 def _downloaded(
     model: str,
-    check: Callable[[Mapping[str, Any]], None],
-    parts: Callable[[Mapping[str, Any]], Collection[str]],
+    kind: CheckpointKind,
     report: Callable[[str], None],
     *,
     weights: bool,
@@ -196,8 +204,8 @@ def _downloaded(
     report(f"fetching the settings of {model} from the hub")
     model, _, revision = model.partition("@")
     folder = snapshot(model, revision or None, _SETTINGS_FILES)
-    config = _config(folder, check)
-    folders = [f"{part}/" for part in parts(config)] or [""]
+    config = _config(folder, kind.check)
+    folders = [f"{part}/" for part in kind.parts(config)] or [""]
     nested = folders != [""]
     if nested:
         patterns = [part + pattern for part in folders for pattern in _SETTINGS_FILES]

@@ -15,7 +15,7 @@ import numpy as np
 
 from vtx.exporter.checkpoint.config import ModelConfig, check_layers, parse
 from vtx.exporter.checkpoint.fields import number, size
-from vtx.exporter.checkpoint.loader import Checkpoint, open_model
+from vtx.exporter.checkpoint.loader import Checkpoint, CheckpointKind, open_model
 from vtx.exporter.checkpoint.text import read_plain_tokenizer
 from vtx.runtime.bundle.safetensors import read_tensor, shown
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
@@ -48,7 +48,7 @@ def open_text_tower(path: str, model: Checkpoint, config: ModelConfig, *, allow_
 
     read_size = partial(size, file=FILE)
     eps = partial(number, name="layer_norm_eps", file=FILE)
-    checkpoint = open_model(path, _check_clip, canonical, allow_pickle=allow_pickle)
+    checkpoint = open_model(path, CheckpointKind(_check_clip, canonical), allow_pickle=allow_pickle)
     clip = parse("CLIPConfig", checkpoint.config, FILE)
     _check_fits(clip, config)
     text = clip.text_config

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.calibration.source import CheckpointReading, OpenedModel, open_source
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
-from vtx.exporter.reference.model import Encoded, Sample
+from vtx.exporter.reference.model import Encoded, Sample, Watchers
 from vtx.exporter.reference.prompts import answer_ids, prompt_ids
 from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
 from vtx.tools.calibration.gates import UNKNOWN
@@ -76,7 +76,9 @@ class Measurer:
     @classmethod
     def open(cls, origin: Origin, options: MeasureOptions) -> Measurer:
         """Open a model on this machine; its fingerprint must be the origin's. Raises `CheckpointError`."""
-        source = open_source(origin.model, tower=origin.tower, allow_pickle=origin.allow_pickle)
+        source = open_source(
+            origin.model, reading=CheckpointReading(tower=origin.tower, allow_pickle=origin.allow_pickle)
+        )
         if source.fingerprint != origin.fingerprint:
             raise CheckpointError(
                 f"{origin.model} is another model on this machine ({source.fingerprint[:12]}, not "
@@ -185,7 +187,7 @@ class Measurer:
                 inputs[n].append(gate_input(suffix[: len(prompt) - prefix], 0))
 
         ks: list[int | None] = [*self.ks, None]
-        by_sample = self._reference.hidden(samples, ks, watch=watch)
+        by_sample = self._reference.hidden(samples, ks, watchers=Watchers(output=watch))
         hidden = torch.cat([torch.cat([by_k[k] for k in ks]) for by_k in by_sample])
         targets = torch.cat([torch.tensor(ids).repeat(len(ks)) for _, ids in jobs])
         hits = list[Tensor]()

@@ -9,7 +9,7 @@ from pathlib import Path
 from vtx.exporter.bundling.options import DEMO
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
-from vtx.exporter.calibration.source import OpenedModel, open_source
+from vtx.exporter.calibration.source import CheckpointReading, OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, GateWeights, fit_gates, held_out_of, write_gates
 from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
@@ -20,6 +20,22 @@ from vtx.tools.calibration.gates import GatesReport, draw_judgement, judge
 from vtx.tools.common.files import write_json
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import SCENES, Item, read_data, split_items
+
+
+@dataclass(frozen=True, slots=True)
+class GateTraining:
+    """Settings of the measurements and of the fit."""
+
+    measure: MeasureOptions = field(default_factory=MeasureOptions)
+    fit: FitOptions = field(default_factory=FitOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class GateItems:
+    """Items to learn from, and items to judge the gates by."""
+
+    learn: Sequence[Item]
+    held_out: Sequence[Item] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +50,7 @@ class TrainOptions:
     images: Path | None = None
     items: int = 1000
     held_out: int = 250
-    measure: MeasureOptions = field(default_factory=MeasureOptions)
-    fit: FitOptions = field(default_factory=FitOptions)
+    training: GateTraining = field(default_factory=GateTraining)
     ray_address: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
@@ -59,32 +74,33 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
         raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")
     if options.ray_address is not None and options.bundle is not None:
         raise RequestError("--ray-address measures a checkpoint; leave out --bundle")
-    source = open_source(
-        options.model, options.bundle, tower=options.tower, allow_pickle=options.allow_pickle, engine=options.engine
-    )
-    data = read_data(options.data, options.images, options.items + options.held_out, options.fit.seed)
+    reading = CheckpointReading(tower=options.tower, allow_pickle=options.allow_pickle)
+    source = open_source(options.model, options.bundle, engine=options.engine, reading=reading)
+    data = read_data(options.data, options.images, options.items + options.held_out, options.training.fit.seed)
     shuffle = options.data != SCENES
-    learn, held_out = split_items(data.items, options.items, options.held_out, options.fit.seed, shuffle=shuffle)
+    items = GateItems(
+        *split_items(data.items, options.items, options.held_out, options.training.fit.seed, shuffle=shuffle)
+    )
     make_folder(out.parent)
 
     def on_cluster(measurer: Measurer, work: WorkDirectory, count: Callable[[int], None]) -> None:
         assert options.ray_address is not None
         model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
         origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
-        measure_on_cluster(options.ray_address, origin, options.measure, work, count)
+        measure_on_cluster(options.ray_address, origin, options.training.measure, work, count)
 
     measured_by = measure if options.ray_address is None else on_cluster
-    work, gates = gates_of(source, learn, held_out, options.measure, options.fit, work_folder, report, measured_by)
+    work, gates = gates_of(source, items, options.training, work_folder, report, measured_by)
     measured = len(work.items(held_out=False))
     judgement = judge(held_out_of(work, gates), model_size(source.config, source.name))
     training = {
         "items": measured,
-        "epochs": options.fit.epochs_for(measured),
-        "answers": options.measure.answers,
+        "epochs": options.training.fit.epochs_for(measured),
+        "answers": options.training.measure.answers,
         "data": data.source,
         "verdict": judgement.verdict,
     }
-    write_gates(out, gates, source.fingerprint, options.fit, training)
+    write_gates(out, gates, source.fingerprint, options.training.fit, training)
     skipped = (*data.skipped, *work.all_skipped)
     report_record = GatesReport(source.name, training, skipped, judgement)
     write_json(out.with_suffix(".json"), report_record.to_dict())
@@ -97,21 +113,20 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
 
 def gates_of(
     source: OpenedModel,
-    learn: Sequence[Item],
-    held_out: Sequence[Item],
-    measuring: MeasureOptions,
-    fitting: FitOptions,
+    items: GateItems,
+    training: GateTraining,
     folder: Path,
     report: Progress,
     measured_by: Callable[..., None] = measure,
 ) -> tuple[WorkDirectory, dict[int, GateWeights]]:
-    """The gates of a model from items to learn from, and `folder` with the measurements of these and of those held out.
+    """The gates of a model, and `folder` with the measurements of all items.
 
     Raises as `train_gates` does.
     """
+    measuring = training.measure
     measurer = Measurer(source, measuring)
-    shards = make_shards(learn, measuring.batch, held_out=False)
-    shards += make_shards(held_out, measuring.batch, held_out=True, first=len(learn))
+    shards = make_shards(items.learn, measuring.batch, held_out=False)
+    shards += make_shards(items.held_out, measuring.batch, held_out=True, first=len(items.learn))
     work = WorkDirectory(folder, source, measuring, shards)
     missing = sum(len(shard.items) for shard in work.missing())
     text = source.config.text
@@ -119,7 +134,7 @@ def gates_of(
     check_disk(folder, nbytes, purpose="measuring", fix="name another folder, or use fewer --items")
     measured_by(measurer, work, counter(report, "items", missing))
     ks = measurer.ks
-    return work, fit_gates(work, ks, fitting, counter(report, "gates", len(ks)))
+    return work, fit_gates(work, ks, training.fit, counter(report, "gates", len(ks)))
 
 
 def default_out(model: str) -> Path:

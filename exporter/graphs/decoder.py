@@ -131,23 +131,22 @@ def _feed_forward(b: Builder, c: TextConfig, x: ir.Value, name: str, layer: int)
 def build_stage(
     b: Builder,
     c: TextConfig,
-    first: int,
-    last: int,
+    layers: range,
     kv_type: ir.DataType,
     *,
     query: bool = False,
     inputs: Mapping[int, TokenInput] | None = None,
 ) -> None:
-    """Layers `first` to `last`, with the KV cache of each as input and output; with `query` also the last one's q.
+    """The layers of these numbers, with the KV cache of each as input and output; with `query` also the last one's q.
 
     `inputs` are added to the hidden states after layers, by their number, or are each layer's own.
     """
     total = b.from_float32(b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden]))
-    attention = b.dialect.stage_attention(b, c, kv_type, range(first, last + 1))
-    convolved = sorted({*range(first, last + 1)} & {*c.conv_layers})
+    attention = b.dialect.stage_attention(b, c, kv_type, layers)
+    convolved = sorted({*layers} & {*c.conv_layers})
     states = States(b, c, convolved) if convolved else None
     delta: ir.Value | None = None
-    for layer in range(first, last + 1):
+    for layer in layers:
         prefix = f"text.layers.{layer - 1}"
         norm = f"{prefix}.input_layernorm.weight"
         if delta is None:
@@ -180,6 +179,7 @@ def build_stage(
     out = total if delta is None else b.op("Add", total, delta)
     b.output(b.to_float32(out), names.HIDDEN_OUT, FLOAT, ["tokens", c.hidden])
     if query:
+        last = layers[-1]
         b.output(b.to_float32(attention.join(q, last)), names.QUERY, FLOAT, ["tokens", c.heads * c.heads_of(last)])
     attention.finish()
     if states is not None:

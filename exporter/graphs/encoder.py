@@ -19,16 +19,15 @@ def build_block(
     name: str,
     shape: tuple[int, int, int],
     seen: ir.Value | None = None,
-    *,
-    causal: bool = False,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One block on [batch, tokens, hidden], and its q and k.
 
-    `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all;
-    `causal`: a token attends to itself and those before.
+    `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all.
     """
     q, k, w = projected(b, e, x, name, shape, "qkv")
-    y = b.dialect.tower_attention(b, q, k, w, Heads(e.heads, e.hidden // e.heads, causal=causal), seen)
+    y = b.dialect.tower_attention(
+        b, q, k, w, Heads(e.heads, e.hidden // e.heads, causal=isinstance(e, TextEncoder)), seen
+    )
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
     hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)
@@ -91,7 +90,7 @@ def build_text_tower(b: Builder, spec: TextTowerSpec) -> None:
     positions = b.op("Slice", b.weight(POSITIONS), b.constant([0]), b.op("Shape", ids), b.constant([0]))
     x = b.op("Unsqueeze", b.op("Add", tokens, positions), b.constant([0]))
     for layer in range(spec.layers):
-        x, _, _ = build_block(b, _encoder(spec), x, _block(layer), (1, -1, spec.hidden), causal=True)
+        x, _, _ = build_block(b, _encoder(spec), x, _block(layer), (1, -1, spec.hidden))
     last = b.op("Slice", x, b.constant([-1]), b.constant([1 << 30]), b.constant([1]))
     normed = b.reshape(b.dialect.layer_norm(b, last, LAST_NORM, spec.eps), 1, spec.hidden)
     out = b.to_float32(b.linear(normed, PROJECTION, bias=False))

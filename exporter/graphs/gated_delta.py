@@ -160,8 +160,8 @@ def _many(
     _, out, written, begins = b.scan(step, matrices, (*system, weighted, b.op("Exp", last)))
     chunk = b.op("Div", ends, size)
     place = b.op("Mod", ends, size)
-    k, passed, written, begins = (b.op("Gather", part, chunk, axis=0) for part in (inputs.k, passed, written, begins))
-    at_ends = _at_ends(b, k, passed, written, begins, place, size)
+    of_ends = _Chunks(*(b.op("Gather", part, chunk, axis=0) for part in (inputs.k, passed, written, begins)))
+    at_ends = _at_ends(b, of_ends, place, size)
     # [chunks, conversations, heads, tokens of a chunk, width] in order again, without what was padded
     shape = b.op(
         "Concat", b.op("Shape", inputs.v, start=1, end=3), b.constant([-1]), b.op("Shape", inputs.v, start=4), axis=0
@@ -179,7 +179,7 @@ def _at_once(
     # TensorRT's CumSum may loop
     passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), inputs.decay)
     out, written = _read(b, matrices, _solve(b, inputs, passed, each, DELTA_RUN))
-    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, inputs.k, passed, written, matrices, ends, each)
+    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, _Chunks(inputs.k, passed, written, matrices), ends, each)
 
 
 def _solve(b: Builder, inputs: DeltaInputs, passed: ir.Value, size: ir.Value, most: int) -> tuple[ir.Value, ...]:
@@ -207,13 +207,21 @@ def _read(b: Builder, before: ir.Value, system: Sequence[ir.Value]) -> tuple[ir.
     return b.op("Add", b.op("MatMul", asks, before), b.op("MatMul", within, written)), written
 
 
-def _at_ends(
-    b: Builder, k: ir.Value, passed: ir.Value, written: ir.Value, begins: ir.Value, place: ir.Value, size: ir.Value
-) -> ir.Value:
-    """The matrices [conversations, ends, heads, ...] after the token `place` [ends] of each end's chunk of `size`.
+class _Chunks(NamedTuple):
+    """Keys, decays since a chunk's begin, and values that are written, [chunks, ..., tokens of a chunk, width].
 
-    The others are of each end's chunk, [ends or 1, conversations, heads, tokens of a chunk, width].
+    `begins` are the matrices before each chunk.
     """
+
+    k: ir.Value
+    passed: ir.Value
+    written: ir.Value
+    begins: ir.Value
+
+
+def _at_ends(b: Builder, chunks: _Chunks, place: ir.Value, size: ir.Value) -> ir.Value:
+    """The matrices [conversations, ends, heads, ...] after the token `place` [ends] of each end's chunk of `size`."""
+    k, passed, written, begins = chunks
     order = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
     place = b.op("Unsqueeze", place, b.constant([1]))
     until_end, at_end = (  # [ends, 1, 1, tokens of a chunk, 1]

@@ -125,10 +125,16 @@ def build_vision(b: Builder, c: ModelConfig, extras: Extras = NO_EXTRAS) -> None
     b.output(out, names.FEATURES, FLOAT, [images, count, c.text.hidden])
     if tower.merged is not None:
         _output_merged(b, c, tower.merged, count)
-    all_tokens = count if extras.merges else "all_rows"
-    _output_attention(b, c, tower, extras, all_tokens)
+    _output_extras(b, c, tower, extras, features, count if extras.merges else "all_rows")
+
+
+def _output_extras(
+    b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Extras, features: ir.Value, tokens: int | str
+) -> None:
+    """The outputs in addition to the image tokens."""
+    _output_attention(b, c, tower, extras, tokens)
     if extras.text_tower is not None:
-        project_patches(b, extras.text_tower, features, v.hidden, all_tokens)
+        project_patches(b, extras.text_tower, features, c.vision.hidden, tokens)
     if extras.tower_tokens:
         _output_tower_tokens(b, c, tower, 1 if extras.merges else "images")
 

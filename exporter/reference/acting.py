@@ -91,10 +91,7 @@ def _velocity(
         scale, shift, gate = linear(F.silu(mixed), f"{name}.dense", "bias").chunk(3)
         return F.rms_norm(x, x.shape[-1:], None, spec.eps) * (1 + scale) + shift, gate
 
-    visible = torch.ones(rows, rows, dtype=torch.bool)  # among the expert's own rows
-    visible[: rows - horizon, rows - horizon :] = False
-    if spec.causal:
-        visible = visible.tril()
+    visible = _visible(rows, horizon, causal=spec.causal)
     for layer in range(text.layers):
         p = f"layers.{layer}"
         own = layer % spec.self_every == 0
@@ -122,6 +119,13 @@ def _velocity(
         inner = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
         x = x + gate * linear(inner * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
     return linear(norm(x[:, rows - horizon :], "norm")[0], "action_out_proj", "bias")
+
+
+def _visible(rows: int, horizon: int, *, causal: bool) -> Tensor:
+    """The expert's own rows that each of them sees, [rows, rows]: the state's row, if there is one, no action."""
+    visible = torch.ones(rows, rows, dtype=torch.bool)
+    visible[: rows - horizon, rows - horizon :] = False
+    return visible.tril() if causal else visible
 
 
 def record_golden_actions(

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vtx.exporter.reference.model import Encoded, Sample
+from vtx.exporter.reference.model import UNWATCHED, Encoded, Sample, Watchers
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import RequestError
 from vtx.runtime.policies.base import Removal
 from vtx.runtime.policies.make import make_policy
-from vtx.runtime.session.generate import generate
+from vtx.runtime.session.generate import Decoding, generate
 from vtx.runtime.session.prefix import Prompt, no_check
 from vtx.runtime.session.sampling import Sampler, Sampling
 from vtx.runtime.session.session import Session
@@ -59,9 +59,9 @@ class EngineReference:
         for sample in samples:
             session, prompt = self._prompt(sample)
             logits = session.prefill(prompt, self._full).logits
-            tokens = generate(
-                session, logits, Sampler(Sampling()), end_ids=end_ids, max_new_tokens=max_new_tokens, greedy=True
-            )
+            greedy = Decoding(greedy=True)
+            sampler = Sampler(Sampling())
+            tokens = generate(session, logits, sampler, end_ids=end_ids, max_new_tokens=max_new_tokens, decoding=greedy)
             answers.append(list(tokens))
             report(self._manifest.model.layers)
         return answers
@@ -71,11 +71,10 @@ class EngineReference:
         samples: Sequence[Sample],
         ks: Sequence[int | None],
         report: Callable[[int], None] = lambda _: None,
-        attend: Callable[..., Any] | None = None,
-        watch: Callable[[int, int, Tensor], None] = lambda *_: None,
+        watchers: Watchers = UNWATCHED,
     ) -> list[dict[int | None, Tensor]]:
-        """As of `Reference`; `watch` gets layers that end a stage, and of the states those after the last image."""
-        if attend is not None:
+        """As of `Reference`; outputs are of layers that end a stage, and of the states after the last image."""
+        if watchers.attend is not None:
             raise RequestError("an engine does not give its attention; measure it without --device")
         stages = self._manifest.stages
         results = list[dict[int | None, Tensor]]()
@@ -93,7 +92,7 @@ class EngineReference:
             entering = [embedded.then(caches.embedding.text(answer)) if len(answer) else embedded]
             for stage in stages:
                 entering.append(entering[-1].after(caches.run(len(entering) - 1, entering[-1])))
-                watch(stage.last, number, torch.from_numpy(np.asarray(entering[-1].hidden)))
+                watchers.output(stage.last, number, torch.from_numpy(np.asarray(entering[-1].hidden)))
                 report(stage.layers)
             of_ks: dict[int | None, Tensor] = {None: _last(entering[-1].hidden, sample)}
             for k in ks:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.reference.model import Reference, Sample
+from vtx.exporter.reference.model import Reference, Sample, Watchers
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.bundle.safetensors import write_safetensors
 from vtx.runtime.bundle.spec import names
@@ -73,7 +73,8 @@ def record_golden(
 
         decoded = [golden.decoded_ids(ids, config.image_token_id, part) for part in parts]
         samples = [Sample(own, features.part(part)) for own, part in zip(decoded, parts, strict=True)]
-        states = reference.hidden(samples, ks, report, watch=lambda layer, _, out: measure(layer, out), feed=feed)
+        watchers = Watchers(output=lambda layer, _, out: measure(layer, out), feed=feed)
+        states = reference.hidden(samples, ks, report, watchers)
         best = int(margins.argmax())
         logits = reference.head(torch.cat([states[best][k] for k in ks]))
     tensors = {"ids": ids, "pixels": pixels, "features": features.hidden[: golden.FEATURE_TOKENS].numpy()}

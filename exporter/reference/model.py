@@ -35,6 +35,7 @@ from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.tokens import ImageTokens, Mask, highest
 from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECTION
 
+Attend = Callable[[int, int, Tensor, Tensor], None]
 HEAD_ROWS = 4096  # of the output matrix, in memory at a time
 FINAL_NORM = "text.norm.weight"
 
@@ -88,6 +89,22 @@ class Sample:
     ids: NDArray[np.int64]
     features: Encoded
     last: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Functions that get values of a pass, behind a layer, from 1, and the number of a sample.
+
+    `attend` gets the rotated queries and keys [1, heads, n, head_dim] without withdrawal, `output` the layer's hidden
+    states [n, hidden] without it, and `feed` a matrix's name in the layer and its inputs [n, in], those at each K too.
+    """
+
+    attend: Attend | None = None
+    output: Callable[[int, int, Tensor], None] = lambda *_: None
+    feed: Callable[[int, int, str, Tensor], None] | None = None
+
+
+UNWATCHED = Watchers()
 
 
 @dataclass(slots=True)
@@ -178,6 +195,10 @@ def _of_depths(sample: Sample, ks: Sequence[int | None], states: Sequence[Tensor
     return {k: of_k[-sample.last :] for k, of_k in zip(ks, states, strict=True)}
 
 
+def _bound(function: Callable[..., None] | None, layer: int, number: int) -> Callable[..., None] | None:
+    return None if function is None else partial(function, layer, number)
+
+
 class Reference:
     """A model as a function of images and token ids, in float32; `weights` are the checkpoint's unless given."""
 
@@ -226,20 +247,15 @@ class Reference:
         samples: Sequence[Sample],
         ks: Sequence[int | None],
         report: Callable[[int], None] = lambda _: None,
-        attend: Callable[[int, int, Tensor, Tensor], None] | None = None,
-        watch: Callable[[int, int, Tensor], None] = lambda *_: None,
-        feed: Callable[[int, int, str, Tensor], None] | None = None,
+        watchers: Watchers = UNWATCHED,
         rest: Rest | None = None,
     ) -> list[dict[int | None, Tensor]]:
         """Last hidden states [last, hidden] of each sample at each K (None: no withdrawal), before the final norm.
 
         With a `rest`, that many image tokens, or as a float that share of them, stay at each K: those that the prompt's
-        last token attends to most in the layer before it. `attend` is then not called.
+        last token attends to most in the layer before it. The watcher of attention is then not called.
 
-        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer. `attend` gets layer
-        (from 1), number of the sample, and the rotated queries and keys [1, heads, n, head_dim] without withdrawal;
-        `watch` gets the same two numbers and the layer's output [n, hidden]; `feed` gets them, a matrix's name in the
-        layer and its inputs [n, in], those at each K too.
+        Each layer's weights are read once for all samples and all K. `report` gets 1 a layer.
         """
         text = self.config.text
         streams = self.enter(samples)
@@ -253,7 +269,7 @@ class Reference:
                 scores = queries[0, :, last, None] @ keys[0, :, : last + 1].transpose(1, 2) * text.scale(layer)
                 received[number] = scores.softmax(-1)[:, 0].mean(0)[streams[number].is_vision[: last + 1]]
 
-        attend = attend if rest is None else rank
+        attend = watchers.attend if rest is None else rank
         for layer in range(1, text.layers + 1):
             weights = self.layer_weights(layer, keep=len(samples) > 1)
             for number, stream in enumerate(streams):
@@ -262,10 +278,9 @@ class Reference:
                         stream.withdrawn = torch.cat((stream.withdrawn, stream.full[~stream.is_vision][None]))
                     else:
                         rested[number].append(stream.resting(WithdrawToRest(layer, rest), layer, received[number]))
-                see = partial(attend, layer, number) if attend else None
-                inputs = partial(feed, layer, number) if feed else None
-                stream.run(text, layer, weights, see=see, feed=inputs)
-                watch(layer, number, stream.full)
+                inputs = _bound(watchers.feed, layer, number)
+                stream.run(text, layer, weights, see=_bound(attend, layer, number), feed=inputs)
+                watchers.output(layer, number, stream.full)
                 if len(stream.withdrawn):
                     stream.run_withdrawn(text, layer, weights, inputs)
                 for remaining in rested[number]:
@@ -464,8 +479,8 @@ class Reference:
 class LayerErrors:
     """The changes that the weights of `rounded` make in each layer of one sample, whose number is `sample`.
 
-    `watch`, passed to `hidden` of the whole weights, runs the rounded layer on what enters the whole one. `largest` is
-    the layer with the largest error, from 1, and that error: of the layer's output, relative to it, the root of the
+    `watch`, the watcher of the whole weights' outputs, runs the rounded layer on what enters the whole one. `largest`
+    is the layer with the largest error, from 1, and that error: of the layer's output, relative to it, the root of the
     mean square over the tokens.
     """
 

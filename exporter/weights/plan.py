@@ -7,7 +7,8 @@ tensor, without what no graph uses. The plan needs no weights, so graphs can be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -159,7 +160,7 @@ def plan_weights(
     checkpoint: Checkpoint,
     needed: Iterable[tuple[str, tuple[int, ...]]],
     precisions: Precisions,
-    scaled: Collection[str] = (),
+    scaled: AbstractSet[str] = frozenset(),
 ) -> WeightPlan:
     """Check that every needed tensor exists in its shape, and lay out the files.
 
@@ -174,15 +175,7 @@ def plan_weights(
     for number, (source, tensors) in enumerate(sorted(by_source.items()), 1):
         name = f"weights/{number:05d}-of-{len(by_source):05d}.safetensors"
         forms = [form_of(tensor, info, checkpoint, precisions, changed=tensor in scaled) for tensor, info in tensors]
-        if (
-            source.suffix == WHOLE
-            and all(info.dtype == form.dtype for (_, info), form in zip(tensors, forms, strict=True))
-            and {info.name for _, info in tensors} == read_header(source).tensors.keys()
-            and not any(
-                tensor in scaled or info.moved or checkpoint.factor(tensor) != 1 or checkpoint.shift(tensor)
-                for tensor, info in tensors
-            )
-        ):
+        if scaled.isdisjoint(tensor for tensor, _ in tensors) and _stays(source, tensors, forms, checkpoint):
             entries = tuple(WeightEntry(tensor, info, Form(info.dtype), (info,)) for tensor, info in tensors)
             files.append(WeightFile(name, source, entries, None, source.stat().st_size))
         else:
@@ -190,6 +183,17 @@ def plan_weights(
             files.append(WeightFile(name, source, entries, header, entries[-1].end))
         stored |= {entry.name: entry.stored(name) for entry in entries}
     return WeightPlan(tuple(files), stored)
+
+
+def _stays(
+    source: Path, tensors: Sequence[tuple[str, TensorInfo]], forms: Sequence[Form], checkpoint: Checkpoint
+) -> bool:
+    """True if a file holds these tensors in these forms, and nothing else."""
+    if source.suffix != WHOLE or any(info.dtype != form.dtype for (_, info), form in zip(tensors, forms, strict=True)):
+        return False
+    if {info.name for _, info in tensors} != read_header(source).tensors.keys():
+        return False
+    return not any(info.moved or checkpoint.factor(name) != 1 or checkpoint.shift(name) for name, info in tensors)
 
 
 def form_of(

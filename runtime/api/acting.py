@@ -20,6 +20,7 @@ from vtx.runtime.api.robot_units import as_text, normalised, restored, width_of
 from vtx.runtime.bundle.spec.action_spec import MAX_STEPS
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import DeadlineError, RequestError
+from vtx.runtime.generator import SplitMix
 from vtx.runtime.session.acting import Acting, ActionSeconds, Denoising, checked
 from vtx.runtime.vision.tokens import Ids
 
@@ -204,7 +205,7 @@ class Actor:
         if noise is None:
             if seed is not None:
                 check_whole("seed", seed, 0, (1 << 63) - 1)
-            return np.random.default_rng(seed).standard_normal(shape, np.float32)
+            return SplitMix(seed).normals(shape[0] * shape[1]).reshape(shape)
         if seed is not None:
             raise RequestError("noise and seed are both given; the noise is all that a seed decides, so leave one out")
         return self._numbers("noise", noise, shape)

@@ -22,7 +22,7 @@ from vtx.runtime.policies import PromptText, to_spec
 from vtx.runtime.prompt.messages import asking_about
 from vtx.runtime.prompt.tools import ToolCall
 from vtx.runtime.session.encoded_images import EncodedImages, PreparedImage, selecting_text
-from vtx.runtime.session.generate import generate
+from vtx.runtime.session.generate import Decoding, generate
 from vtx.runtime.session.sampling import Sampler, log_probability, log_softmax, most_likely
 from vtx.runtime.session.session import PrefillResult, Prompt, Selection, Session
 
@@ -316,9 +316,11 @@ class AnswerInProgress(Request):
             sample,
             end_ids=end_ids,
             max_new_tokens=options.max_new_tokens,
-            check=self.check,
-            drafts=writer.drafts(prompt, options.prompt_lookup),
-            greedy=sampler.greedy and not self._reads_logits,
+            decoding=Decoding(
+                self.check,
+                writer.drafts(prompt, options.prompt_lookup),
+                greedy=sampler.greedy and not self._reads_logits,
+            ),
         )
         for token in tokens:
             self._costs.decode()

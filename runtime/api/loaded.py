@@ -25,7 +25,7 @@ from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.errors import ModelClosedError, RequestError
 from vtx.runtime.policies import to_spec
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import check_layout, check_videos, make_policy, read_rest
+from vtx.runtime.policies.make import PolicySettings, check_layout, check_videos, make_policy, read_rest
 from vtx.runtime.policies.methods.withdraw import Rest
 from vtx.runtime.prompt.text import Text, text_files
 from vtx.runtime.session.encoded_images import ImageCaches, PreparedImage
@@ -166,13 +166,12 @@ class LoadedBundle:
         manifest = self.manifest
         options = options or Options()
         k, rest = self._depth(k, options)
+        settings = PolicySettings(options.gate_threshold, rest, self.defaults.reduce if reduce == DEFAULT else reduce)
         policy = make_policy(
             k,
             manifest,
             self.backend.gate,
-            options.gate_threshold,
-            rest=rest,
-            reduce=self.defaults.reduce if reduce == DEFAULT else reduce,
+            settings,
             dialect=self.backend.dialect,
             final_norm=lambda: read_final_norm(self.bundle),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from vtx.runtime.backends.engines import EXPANDED, Floats
 from vtx.runtime.bundle.bundle import Bundle
@@ -73,24 +73,29 @@ def weights_in_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
     return total
 
 
-def answering_memory(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    image_tokens: int,
-    max_context: int,
-    kv_bytes: int,
-) -> int:
+class DecoderShape(Protocol):
+    """The sizes of a decoder; `attending`: its layers with K and V."""
+
+    @property
+    def attending(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def answering_memory(decoder: DecoderShape, *, image_tokens: int, max_context: int, kv_bytes: int) -> int:
     """Bytes in addition to the weights while one image is asked about and all layers see it.
 
     They are K and V of `kv_bytes` a number, the scores of one layer's attention, and a prefill's buffers.
     """
     tokens = min(max_context, image_tokens + QUESTION_ROWS)
-    kv = 2 * layers * kv_heads * head_dim * kv_bytes * tokens
-    return RUN_BASE + kv + 4 * tokens * (heads * tokens + PREFILL_BUFFERS * hidden)
+    kv = 2 * decoder.attending * decoder.kv_heads * decoder.head_dim * kv_bytes * tokens
+    return RUN_BASE + kv + 4 * tokens * (decoder.heads * tokens + PREFILL_BUFFERS * decoder.hidden)
 
 
 def tokenizer_memory(nbytes: int, vocab: int) -> int:
@@ -105,11 +110,7 @@ def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
         tokenizer
         + weights_in_memory(bundle, floats)
         + answering_memory(
-            layers=m.model.attending,
-            hidden=m.model.hidden,
-            heads=m.model.heads,
-            kv_heads=m.model.kv_heads,
-            head_dim=m.model.head_dim,
+            m.model,
             image_tokens=min(m.layout.max_tokens, m.max_context),
             max_context=m.max_context,
             kv_bytes=KV_DTYPES[m.kv_dtype].bytes,

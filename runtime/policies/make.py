@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,29 +47,41 @@ def read_rest(value: object) -> Rest:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Settings beside K. `threshold` is that of gates; `reduce`: a spec of reductions, "none" or None.
+
+    `rest` is what stays from a prebuilt K on, a number of image tokens or as a float a share of them; None: none.
+    """
+
+    threshold: float = 0.5
+    rest: Rest | None = None
+    reduce: str | None = None
+
+
+NO_SETTINGS = PolicySettings()
+
+
 def make_policy(
     k: int | str | None,
     manifest: Manifest,
     odds: Odds,
-    threshold: float = 0.5,
+    settings: PolicySettings = NO_SETTINGS,
     *,
-    rest: Rest | None = None,
-    reduce: str | None = None,
     dialect: str = "ort",
     final_norm: Callable[[], NDArray[np.float32]] | None = None,
 ) -> Policy:
-    """The policy that `k` and `reduce` mean.
+    """The policy that `k` and `settings` mean.
 
-    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate. `rest` is what stays from a prebuilt
-    K on, a number of image tokens or as a float a share of them; None: none of them. `reduce` is a spec of
-    reductions, "none" or None; `dialect` that of the graphs that will run. `final_norm` reads the weight of
-    the decoder's last norm; it is called if a reduction needs it.
+    `k` is a prebuilt K, "auto" for the gates, "none" or None; `odds` asks a gate; `dialect` is that of the graphs that
+    will run. `final_norm` reads the weight of the decoder's last norm; it is called if a reduction needs it.
 
     Raises RequestError: a K out of range, or one the bundle was not cut at; "auto" without gates; a rest without a K,
     or at one where the bundle cannot choose it; reductions that are not known, do not go together, or for which the
     bundle was not exported.
     """
-    reductions = () if reduce is None else parse(reduce)
+    rest = settings.rest
+    reductions = () if settings.reduce is None else parse(settings.reduce)
     if reductions:
         check_provided(reductions, manifest, dialect)
     exits: Reduction
@@ -86,11 +98,11 @@ def make_policy(
                 "--k auto needs gates and this bundle has none; use --k none or a prebuilt K, "
                 "or train gates with vtx-train-gate and export with --gates"
             )
-        if not 0 <= threshold <= 1:
-            raise RequestError(f"the gate threshold is {threshold}; give a probability from 0 to 1")
+        if not 0 <= settings.threshold <= 1:
+            raise RequestError(f"the gate threshold is {settings.threshold}; give a probability from 0 to 1")
         from vtx.runtime.policies.methods.gate import Gate
 
-        exits = Gate(odds, manifest.gates, threshold)
+        exits = Gate(odds, manifest.gates, settings.threshold)
     else:
         exits = withdrawal(_prebuilt(k, manifest), rest, manifest, dialect)
     policy = Policy((exits, *reductions))

@@ -470,7 +470,6 @@ async def _events(
         with suppress(RuntimeError):  # the loop has ended, and nobody listens
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
 
-    chat = prepared.chat
     place = request.place
     unfinished = prepared.chat.answers
 
@@ -478,26 +477,7 @@ async def _events(
         figures = {"figure": chosen.method.figure, "best_figure": chosen.best}
         notes["adapted"] = {"method": chosen.method.name, **figures, "why": chosen.why}
 
-    share = request.tenant.share
-    place.jobs = [
-        engine.job(
-            AnswerRequest(
-                prepared.images,
-                chat.prompt_of(number),
-                prepared.ids[number // chat.n],
-                chat.settings(number),
-                chat.reuse,
-                chat.adapts,
-                tenant=share,
-            ),
-            partial(emit, number),
-            ends_at=request.started + request.seconds,
-            urgent=chat.deadline is not None,
-            limit=request.seconds,
-            choosing=choosing,
-        )
-        for number in range(chat.answers)
-    ]
+    place.jobs = _jobs(engine, prepared, request, emit, choosing)
     came = False  # a token of any of them
     getting = asyncio.ensure_future(queue.get())
     try:
@@ -529,6 +509,36 @@ async def _events(
         for job in place.jobs:
             job.cancel()
         getting.cancel()
+
+
+def _jobs(
+    engine: Engine,
+    prepared: Prepared,
+    request: _Admitted,
+    emit: Callable[[int, Event], None],
+    choosing: Callable[[Chosen], None],
+) -> list[Job]:
+    """A job for each answer of a request; `emit` gets its number and its events."""
+    chat = prepared.chat
+    return [
+        engine.job(
+            AnswerRequest(
+                prepared.images,
+                chat.prompt_of(number),
+                prepared.ids[number // chat.n],
+                chat.settings(number),
+                chat.reuse,
+                chat.adapts,
+                tenant=request.tenant.share,
+            ),
+            partial(emit, number),
+            ends_at=request.started + request.seconds,
+            urgent=chat.deadline is not None,
+            limit=request.seconds,
+            choosing=choosing,
+        )
+        for number in range(chat.answers)
+    ]
 
 
 def _unanswered(job: Job, seconds: float) -> Refusal:

@@ -292,7 +292,6 @@ class Engines:
                         503,
                         f"{name} does not fit into memory next to the models in use; try again later",
                         code="model_busy",
-                        kind="server_error",
                         retry_after=10,
                     )
                 time.sleep(LOOK_SECONDS)

@@ -186,7 +186,6 @@ def _too_many(message: str, seconds: int) -> Refusal:
         429,
         f"{message}; try again in {seconds} s",
         code="rate_limit_exceeded",
-        kind="rate_limit_error",
         retry_after=seconds,
     )
 

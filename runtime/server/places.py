@@ -77,6 +77,5 @@ class Places:
             429,
             f"{self._most} requests are computed or wait, the limit; try again in {RETRY_SECONDS} s",
             code="queue_full",
-            kind="rate_limit_error",
             retry_after=RETRY_SECONDS,
         )

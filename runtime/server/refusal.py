@@ -20,8 +20,15 @@ FAULTS = (
 )
 
 
+def _kind(status: int) -> str:
+    """OpenAI's type of an error with this status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
 class Refusal(VtxError):
-    """A request that is not answered: HTTP `status`, OpenAI's `code`, and the field `param` that is wrong.
+    """A request that is not answered: HTTP `status`, OpenAI's `code` and `kind`, and the field `param` that is wrong.
 
     `retry_after`: whole seconds after which the same request may be answered. `final`: official clients, which send a
     request that took too long or was one too many again, must not. `counts`: a prompt's tokens and the context's, as
@@ -35,7 +42,6 @@ class Refusal(VtxError):
         *,
         code: str | None = None,
         param: str | None = None,
-        kind: str = "invalid_request_error",
         retry_after: int | None = None,
         final: bool = False,
     ) -> None:
@@ -43,7 +49,7 @@ class Refusal(VtxError):
         self.status = status
         self.code = code
         self.param = param
-        self.kind = kind
+        self.kind = _kind(status)
         self.retry_after = retry_after
         self.final = final
         self.counts: dict[str, int] = {}
@@ -61,11 +67,11 @@ class Refusal(VtxError):
 
 
 def shutting_down() -> Refusal:
-    return Refusal(503, "the server is shutting down", kind="server_error", retry_after=5)
+    return Refusal(503, "the server is shutting down", retry_after=5)
 
 
 def no_memory(message: str) -> Refusal:
-    return Refusal(503, message, code="no_memory", kind="server_error", retry_after=MEMORY_SECONDS)
+    return Refusal(503, message, code="no_memory", retry_after=MEMORY_SECONDS)
 
 
 def no_room(message: str) -> Refusal:
@@ -73,7 +79,6 @@ def no_room(message: str) -> Refusal:
         429,
         f"{message}; try again in {BODY_SECONDS} s",
         code="uploads_full",
-        kind="rate_limit_error",
         retry_after=BODY_SECONDS,
     )
 
@@ -92,9 +97,9 @@ def refusal_of(error: Exception) -> Refusal:
         return shutting_down()
     if isinstance(error, TooLateError):
         retry = max(1, math.ceil(error.needed - error.left))
-        return Refusal(429, str(error), code="deadline", kind="rate_limit_error", retry_after=retry, final=True)
+        return Refusal(429, str(error), code="deadline", retry_after=retry, final=True)
     if isinstance(error, NoMemoryError):
         return no_memory(str(error))
     if isinstance(error, MemoryError):
         return no_memory("no memory left for this request; try again")
-    return Refusal(500, "the server failed on this request; its log says why", kind="server_error")
+    return Refusal(500, "the server failed on this request; its log says why")

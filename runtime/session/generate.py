@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,23 @@ class Drafts(Protocol):
         """Tokens to run in the pass of the token last pushed, at most `most`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Parts of the loop. `check` is called before each further token and may raise, to stop there.
+
+    `drafts` gives tokens that are verified in one pass: each is sampled from its own logits as without, and the first
+    that differs from the draft ends it. `greedy`: sampling does no more than choose the largest logit, so logits may
+    stay on a device that chooses it.
+    """
+
+    check: Check = no_check
+    drafts: Drafts | None = None
+    greedy: bool = False
+
+
+DECODING = Decoding()
+
+
 def generate(
     session: Session,
     logits: NDArray[np.float32],
@@ -35,20 +53,15 @@ def generate(
     *,
     end_ids: Collection[int],
     max_new_tokens: int,
-    check: Check = no_check,
-    drafts: Drafts | None = None,
-    greedy: bool = False,
+    decoding: Decoding = DECODING,
 ) -> Iterator[int]:
     """Yield token ids after a prefill that gave `logits`, the end token included.
 
-    Stops there, after `max_new_tokens`, or when the context is full. `check` is called before each further token and
-    may raise, to stop there. While a token is given that will be decoded alone, it is the session's `next_token`.
-    `drafts` gives tokens that are verified in one pass: each is sampled from its own logits as without, and the first
-    that differs from the draft ends it. `greedy`: `sample` does no more than choose the largest logit, so logits
-    may stay on a device that chooses it.
+    Stops there, after `max_new_tokens`, or when the context is full. While a token is given that will be decoded
+    alone, it is the session's `next_token`.
     """
+    drafts = decoding.drafts
     choice: int | None = None
-    greedy = greedy and session.chooses
     for remaining in reversed(range(max_new_tokens)):
         token = sample(logits) if choice is None else choice
         complete = drafts is not None and drafts.push(token)
@@ -65,8 +78,8 @@ def generate(
         session.next_token = token if alone else None
         yield token
         session.next_token = None
-        check()
-        choice = session.choose(token) if greedy and alone else None
+        decoding.check()
+        choice = session.choose(token) if decoding.greedy and alone else None
         if choice is None:
             logits = session.decode(token, draft) if foreseen is None else foreseen
 

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from vtx.runtime.checks import check_number, check_whole
 from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.generator import SplitMix
 
 LEAST_PENALTY = 1e-3
 NOT_FINITE = "the logits of this answer are not finite numbers; export with --precision bf16 or fp32"
@@ -68,15 +68,11 @@ class Sampler:
         self._settings = settings
         self._used = {int(token) for token in prompt_ids} if settings.repetition_penalty != 1 else set[int]()
         self._given = Counter[int]()
+        self.generator = SplitMix(settings.seed)
         added = (settings.presence_penalty, settings.frequency_penalty, settings.logit_bias)
         self._adds = added != (0, 0, ())
         # It chooses the largest logit as the model gives them.
         self.greedy = settings.temperature == 0 and settings.repetition_penalty == 1 and not self._adds
-
-    @cached_property
-    def rng(self) -> np.random.Generator:
-        """Made when the first token is drawn: greedy answers need not wait for numpy's generators to be imported."""
-        return np.random.default_rng(self._settings.seed)
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Token id for logits [vocab]. Raises BundleError: the largest is not a number."""
@@ -122,7 +118,7 @@ class Sampler:
         if s.min_p > 0:
             odds[odds < s.min_p * odds.max()] = 0
             odds /= odds.sum()
-        return int(self.rng.choice(len(odds), p=odds))
+        return self.generator.choice(odds)
 
 
 def check_finite(most: float) -> None:

@@ -145,11 +145,6 @@ class Session:
         return self._manifest.max_context
 
     @property
-    def chooses(self) -> bool:
-        """True if `choose` can run a token."""
-        return self._run_step is not None
-
-    @property
     def state(self) -> NDArray[np.float32]:
         """The state [hidden] of the last layer whose logits were given last."""
         state: NDArray[np.float32] = np.asarray(self._state)[0]

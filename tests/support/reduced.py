@@ -22,7 +22,7 @@ from tests.support.tiny import Message, Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.bundle.tensors import read_final_norm
 from vtx.runtime.policies.base import Policy, PromptText, Reduction
-from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.make import PolicySettings, make_policy
 from vtx.runtime.session.encoded_images import PreparedImage, enter, vision_extras
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 from vtx.runtime.vision.tokens import ImageTokens
@@ -110,8 +110,8 @@ class Talk:
         """The greedy answer of `n` ids; `exits` decides where the whole image leaves, instead of the method's K."""
         model = self._model
         policy = make_policy(
-            method.k, model.manifest, model.backend.gate, reduce=word(method), dialect=model.backend.dialect,
-            final_norm=lambda: read_final_norm(model.bundle),
+            method.k, model.manifest, model.backend.gate, PolicySettings(reduce=word(method)),
+            dialect=model.backend.dialect, final_norm=lambda: read_final_norm(model.bundle),
         )  # fmt: skip
         if exits is not None:
             policy = replace(policy, parts=(exits, *policy.parts[1:]))
@@ -162,7 +162,9 @@ def assert_prompt_as_stated(model: Model, judge: Reference, inputs: Inputs, aske
     """
     wanted, session = Statement(judge).answer(inputs, method, STEPS), Session(model.backend, model.manifest)
     norm = partial(read_final_norm, model.bundle)
-    chosen = make_policy(method.k, model.manifest, model.backend.gate, reduce=word(method), final_norm=norm)
+    chosen = make_policy(
+        method.k, model.manifest, model.backend.gate, PolicySettings(reduce=word(method)), final_norm=norm
+    )
     done = session.prefill(asked, chosen)
     logits = [done.logits, *(session.decode(id) for id in wanted.ids[:-1])]
     assert_near(np.stack(logits), wanted.logits, TOLERANCE)

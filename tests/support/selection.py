@@ -120,7 +120,10 @@ def relevance(case: Drawn, text: str) -> Tensor | None:
 def random_tokens(case: Drawn, count: int, seed: int) -> list[int]:
     """The `count` tokens with the lowest numbers drawn from `seed` and the image's key."""
     start = int.from_bytes(hashlib.sha256(f"{seed} {case.key}".encode()).digest()[:8], "big")
-    numbers = np.random.default_rng(start).random(len(case.hidden)).tolist()
+    bits = np.uint64(start) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, len(case.hidden) + 1, dtype=np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
+    numbers = (bits ^ bits >> np.uint64(31)).tolist()
     return sorted(sorted(range(len(numbers)), key=numbers.__getitem__)[:count])
 
 

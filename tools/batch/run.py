@@ -58,6 +58,31 @@ class Asking:
         return Capacity(self.parallel, self.parallel, kept=self.parallel)
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lines for the bundle in `folder`, and the file `out` of their answers."""
+
+    folder: Path
+    tasks: Tasks
+    out: Path
+    asking: Asking
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that the answers depend on."""
+        return {
+            "model": str(self.folder.resolve()),
+            "bundle": sha256(self.folder / "vtx.json"),
+            "lines": self.tasks.digest,
+            "k": self.asking.k,
+            "reduce": self.asking.reduce,
+            "options": asdict(self.asking.options),
+            "device": self.asking.loading.device,
+            "compute": self.asking.loading.compute,
+            "fit": self.asking.loading.fit,
+        }
+
+
 def journal_of(out: Path) -> Path:
     """The file of the answers of an unfinished batch, next to its output."""
     return out.with_name(f".{out.name}.journal")
@@ -70,60 +95,42 @@ class BatchResult(NamedTuple):
     incomplete: int
 
 
-def run_batch(
-    answer: Answers,
-    folder: Path,
-    tasks: Tasks,
-    out: Path,
-    asking: Asking,
-    *,
-    report: Progress,
-    warn: Callable[[str], None],
-) -> BatchResult:
-    """Let `answer` answer all lines by the bundle in `folder`, and write `out`, whole or not at all.
+def run_batch(answer: Answers, batch: Batch, *, report: Progress, warn: Callable[[str], None]) -> BatchResult:
+    """Let `answer` answer all lines of a batch, and write its file, whole or not at all.
 
     Each answer is on disk at once. What an earlier run of the same lines, model and options has answered is not asked
     again, unless an image of the line has changed since. `warn` gets a message for each bad line. Raises RequestError
     for too many bad lines, or a journal of another batch; ExportError if the output cannot be written.
     """
-    identity = {
-        "model": str(folder.resolve()),
-        "bundle": sha256(folder / "vtx.json"),
-        "lines": tasks.digest,
-        "k": asking.k,
-        "reduce": asking.reduce,
-        "options": asdict(asking.options),
-        "device": asking.loading.device,
-        "compute": asking.loading.compute,
-        "fit": asking.loading.fit,
-    }
-    with ResultJournal(journal_of(out), identity) as journal:
-        keys = {line.number: line.key for line in tasks.lines}
+    lines = batch.tasks.lines
+    most_bad = batch.asking.most_bad
+    with ResultJournal(journal_of(batch.out), batch.identity) as journal:
+        keys = {line.number: line.key for line in lines}
         kept = [journal.results[key] for key in keys.values() if key in journal.results]
         reasons = [_error(result) for result in kept if result.get("error")]
-        _check_bad(reasons, asking.most_bad)
-        left = [line for line in tasks.lines if keys[line.number] not in journal.results]
+        _check_bad(reasons, most_bad)
+        left = [line for line in lines if keys[line.number] not in journal.results]
         done = len(kept)
-        report("lines", done, len(tasks.lines))
+        report("lines", done, len(lines))
         with closing(answer(left)) as results:
             for line, result in results:
                 journal.add({keys[line.number]: result})
                 if result.get("error"):
                     reasons.append(_error(result))
                     warn(f"line {line.number}: {reasons[-1]}")
-                    _check_bad(reasons, asking.most_bad)
+                    _check_bad(reasons, most_bad)
                 done += 1
-                report("lines", done, len(tasks.lines))
+                report("lines", done, len(lines))
         try:
-            with replacing(out) as partial, partial.open("w", encoding="utf-8") as file:
+            with replacing(batch.out) as partial, partial.open("w", encoding="utf-8") as file:
                 for number, key in keys.items():
                     result = journal.results[key]
                     result = result if "custom_id" in result else {"line": number, **result}
                     file.write(json.dumps(result, ensure_ascii=False) + "\n")
         except OSError as e:
-            raise ExportError(f"cannot write {out} ({e.strerror}); free some space and run again") from e
+            raise ExportError(f"cannot write {batch.out} ({e.strerror}); free some space and run again") from e
     with suppress(OSError):
-        journal_of(out).unlink()
+        journal_of(batch.out).unlink()
     return BatchResult(len(reasons), sum("incomplete" in journal.results[key] for key in keys.values()))
 
 

@@ -11,7 +11,7 @@ from vtx.runtime.host.device import Device
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.host.profiles import Profile, load_profile
 from vtx.runtime.precision import PRECISIONS
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 from vtx.tools.estimate.weights import precisions_by_name
 
@@ -88,7 +88,9 @@ def what_fits(
         work = Workload(WORK[0], model.vision.image_tokens if model.vision else 0, WORK[1])
         ks = (None, *range(model.decoder.layers, 1, -1))  # from no withdrawal to the earliest
         for precision in precisions:
-            plan = make_plan(model, work, ks, precisions_by_name(model, [precision]), profile, engine=engine)
+            plan = make_plan(
+                model, work, PlannedMethods(ks), precisions_by_name(model, [precision]), profile, engine=engine
+            )
             fitting = [depth.k for depth in plan.depths if depth.precisions[precision].peak_bytes <= free]
             fits.append(Fit(name, precision, bool(fitting), fitting[0] if fitting else None))
         fits_of[name] = tuple(fits)

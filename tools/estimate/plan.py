@@ -342,18 +342,28 @@ def spread_ks(layers: int) -> tuple[int | None, ...]:
     return (None, *(full + 1 for full in range(layers - step, 0, -step)))
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedMethods:
+    """Each of `ks` under the same reductions; empty: no withdrawal and a spread of K. `rest`: what stays from K on."""
+
+    ks: Sequence[int | None] = ()
+    reductions: Sequence[Reduction] = ()
+    rest: Rest = 0
+
+
+SPREAD_OF_K = PlannedMethods()
+
+
 def make_plan(
     model: ModelSize,
     workload: Workload,
-    ks: Sequence[int | None] = (),
+    methods: PlannedMethods = SPREAD_OF_K,
     parts: Mapping[str, Precisions] | None = None,
     profile: Profile | None = None,
     *,
     engine: EngineCost | None = None,
-    reductions: Sequence[Reduction] = (),
-    rest: Rest = 0,
 ) -> CostPlan:
-    """The cost of `model`. `ks` empty: no withdrawal and a spread of K; `rest`: image tokens that stay from K on.
+    """The cost of `model`.
 
     `parts` [default: all of the decoder's, with the tower's and the head's of vtx-export for each]. `engine` [default:
     onnxruntime on a CPU, elsewhere weights as stored and K/V as long as used]. Raises RequestError.
@@ -362,7 +372,7 @@ def make_plan(
     largest = largest_view(model, engine.reserved)
     model = model.seeing(workload.vision)
     views = model.views(workload.vision) if workload.views is None else workload.views
-    reduced = reduce_counts(reductions, model, workload.vision, views)
+    reduced = reduce_counts(methods.reductions, model, workload.vision, views)
     parts = parts or weights.precisions_by_name(model)
     size = model.decoder
     depths = list[DepthCost]()
@@ -370,9 +380,9 @@ def make_plan(
     whole = flops.total_flops(size, full, model.vision, views)
     deepest = size.first_source or size.layers
     kept = flops.make_schedule(reduced.vision_tokens, text=workload.text)
-    for k in ks or spread_ks(deepest):
+    for k in methods.ks or spread_ks(deepest):
         _check_sources(size, k, deepest)
-        stays = 0 if k is None else WithdrawToRest(k, rest).number_kept(reduced.vision_tokens[k - 2], k)
+        stays = 0 if k is None else WithdrawToRest(k, methods.rest).number_kept(reduced.vision_tokens[k - 2], k)
         present = tuple(map(min, _withdrawn(size.layers, workload, k, stays), kept))
         vision = [count - workload.text for count in present]
         slots = flops.with_exit(size, present)
@@ -401,7 +411,7 @@ def make_plan(
         vision_flops=flops.encode_flops(model.vision, views, whole=True),
         depths=tuple(depths),
         profile=profile,
-        reduced=reduced if reductions else None,
+        reduced=reduced if methods.reductions else None,
     )
 
 

@@ -96,6 +96,20 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Questions, the methods by which each is asked, and how.
+
+    About `timed` of the questions, evenly spread, are asked alone if what answers can, the others together.
+    """
+
+    data: QuestionSet
+    methods: Sequence[Method]
+    max_new_tokens: int
+    guide: Guide | None = None
+    timed: int = TIMED
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """The questions that every method has answered, and `replies` [questions][methods]."""
 
@@ -128,33 +142,24 @@ def check_methods(model: Model, methods: Sequence[Method]) -> None:
 
 
 def ask_all(
-    by: Evaluated,
-    data: QuestionSet,
-    methods: Sequence[Method],
-    max_new_tokens: int,
-    journal: Path,
-    *,
-    report: Progress,
-    predict: Callable[[float], None],
-    guide: Guide | None = None,
-    timed: int = TIMED,
+    by: Evaluated, inquiry: Inquiry, journal: Path, *, report: Progress, predict: Callable[[float], None]
 ) -> Asked:
     """Ask what `journal` does not hold yet. `predict` gets the total seconds, estimated from the first question.
 
-    About `timed` of the questions, evenly spread, are asked alone if `by` can, the others together. Raises
-    RequestError for a journal of another bundle, or too many bad questions.
+    Raises RequestError for a journal of another bundle, or too many bad questions.
     """
-    options = Options(max_new_tokens=max_new_tokens, guide=guide)
+    guide = inquiry.guide
+    options = Options(max_new_tokens=inquiry.max_new_tokens, guide=guide)
     identity = {
         "model": sha256(by.bundle.folder / "vtx.json"),
         "device": [by.device, by.compute],
-        "--max-new-tokens": max_new_tokens,
+        "--max-new-tokens": inquiry.max_new_tokens,
         "--fit": by.fit,
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }
     with ResultJournal(journal, identity) as results:
-        run = _Round(data, methods, results, report, 0 if by.alone is None else timed)
-        if by.alone is not None and timed:
+        run = _Round(inquiry, results, report, 0 if by.alone is None else inquiry.timed)
+        if by.alone is not None and inquiry.timed:
             run.ask_alone(by.alone(options), predict)
         run.ask_together(by.many(options))
         return run.answers()
@@ -163,9 +168,9 @@ def ask_all(
 class _Round:
     """Questions on their way into a journal. Each `step`-th of them is asked alone."""
 
-    def __init__(
-        self, data: QuestionSet, methods: Sequence[Method], journal: ResultJournal, report: Progress, timed: int
-    ) -> None:
+    def __init__(self, inquiry: Inquiry, journal: ResultJournal, report: Progress, timed: int) -> None:
+        data = inquiry.data
+        methods = inquiry.methods
         self._data = data
         self._questions = data.questions
         self._methods = methods

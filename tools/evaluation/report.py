@@ -102,6 +102,16 @@ class EvaluatedTask:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskForm:
+    """A benchmark, its questions' file, the suffix of each question, and whose protocol judges the answers."""
+
+    name: str
+    source: str
+    instruction: str
+    protocol: str = "authors"
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """An evaluation, with intervals of `confidence`; `front` names, for each cost, the methods on its Pareto front."""
 
@@ -118,16 +128,7 @@ class Evaluation:
 
 
 def make_report(
-    task: str,
-    metric: Metric,
-    source: str,
-    asked: Asked,
-    by: Evaluated,
-    *,
-    instruction: str,
-    times: bool,
-    protocol: str = "authors",
-    coverage: bool = False,
+    asked: Asked, by: Evaluated, metric: Metric, task: TaskForm, *, times: bool, coverage: bool = False
 ) -> Evaluation:
     """The whole report; without `times`, e.g. on a busy machine, it has none."""
     questions = asked.questions
@@ -169,7 +170,15 @@ def make_report(
         machine=describe(),
         model=EvaluatedModel(m.model.name, by.bundle.folder.name, m.model.layers, m.precision, by.device, by.compute),
         task=EvaluatedTask(
-            task, source, len(questions), len(tallies[0].counts), asked.skipped, instruction, main, shares, protocol
+            task.name,
+            task.source,
+            len(questions),
+            len(tallies[0].counts),
+            asked.skipped,
+            task.instruction,
+            main,
+            shares,
+            task.protocol,
         ),
         confidence=CONFIDENCE,
         methods=tuple(methods),

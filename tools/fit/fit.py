@@ -89,18 +89,16 @@ def fit(
     budget: Budget,
     seed: int,
     predict: Callable[[float], None] = lambda _: None,
-    timed: int = TIMED,
 ) -> Fitted:
     """Search with half of the images, test on the other half, and choose the fastest that passes and is in time.
 
-    `predict` gets the total seconds, at most, estimated from the first question. The times of `timed` questions held
-    out are measured several times.
+    `predict` gets the total seconds, at most, estimated from the first question.
     """
     questions = answers.questions
     estimated = reference.on.planned is not None
     searched, held_out = split(questions, seed)
     check_enough(questions, held_out, budget)
-    timed = min(timed, len(held_out))
+    timed = min(TIMED, len(held_out))
     most = 1 if estimated else turns_for(timed, budget) + FURTHER
     start = time.monotonic()
     answers.ask([reference, *settings], searched[:1], "searching")
@@ -118,8 +116,7 @@ def fit(
     turns = range(1)
     quiet = True
     if not estimated:
-        several = [sum(answers.reply(s, n).per_token_ms is not None for n in clocked) for s in (reference, *finalists)]
-        fewest = len(clocked) if budget.per_token_ms is None else min(filter(None, several), default=len(clocked))
+        fewest = fewest_times([reference, *finalists], clocked, answers, budget)
         turns, quiet = measure_turns([reference, *finalists], clocked, answers, turns_for(fewest, budget))
 
     losses = {setting: losses_of(setting, reference, held_usable, questions.images, answers) for setting in finalists}
@@ -142,7 +139,9 @@ def fit(
         budget,
         reference,
         choice,
-        verdict(choice, evidence, late, keeping, finalists, reference, budget),
+        nearest(evidence, late, keeping, finalists, budget)
+        if choice is None
+        else (_in_words(choice, evidence[choice], reference, budget),),
         evidence,
         tuple(finalists),
         tuple(passed),
@@ -160,6 +159,14 @@ def losses_of(
     setting: Setting, reference: Setting, numbers: Sequence[int], images: Sequence[str], answers: Answers
 ) -> ImageLosses:
     return ImageLosses.of([answers.changed(setting, reference, n) for n in numbers], [images[n] for n in numbers])
+
+
+def fewest_times(settings: Sequence[Setting], numbers: Sequence[int], answers: Answers, budget: Budget) -> int:
+    """The fewest times that a turn has of any setting: answers of one token have none of a further token."""
+    if budget.per_token_ms is None:
+        return len(numbers)
+    several = [sum(answers.reply(setting, n).per_token_ms is not None for n in numbers) for setting in settings]
+    return min(filter(None, several), default=len(numbers))
 
 
 def turns_for(times: int, budget: Budget) -> int:
@@ -226,32 +233,31 @@ def excess(evidence: Evidence, budget: Budget, *, estimated: bool = False) -> fl
     return budget.over(worst(evidence.first_token_ms), worst(evidence.per_token_ms) if evidence.per_token_ms else None)
 
 
-def verdict(
-    chosen: Setting | None,
+def _in_words(choice: Setting, evidence: Evidence, reference: Setting, budget: Budget) -> str:
+    retained = (
+        "the full model itself"
+        if choice == reference
+        else f"{evidence.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
+        f"with {1 - RISK:.0%} confidence"
+    )
+    return f"chosen: {choice.name}; {retained}; {spoken(evidence)}"
+
+
+def nearest(
     evidence: Mapping[Setting, Evidence],
     late: Mapping[Setting, float],
     keeping: Sequence[Setting],
     tested: Sequence[Setting],
-    reference: Setting,
     budget: Budget,
 ) -> tuple[str, ...]:
-    """Sentences: the choice, or what comes nearest and which budget would do; `late`: the `excess` of each."""
-    if chosen is not None:
-        item = evidence[chosen]
-        retained = (
-            "the full model itself"
-            if chosen == reference
-            else f"{item.changed:.2%} of the answers held out {budget.loss}, at most {100 * budget.limit:.3g}% of all "
-            f"with {1 - RISK:.0%} confidence"
-        )
-        return (f"chosen: {chosen.name}; {retained}; {spoken(item)}",)
+    """Sentences on what comes nearest and which budget would do, if nothing fits; `late`: the `excess` of each."""
     sentences = ["nothing fits the budget: none of those tested is shown to keep the answers"]
     if keeping:
-        nearest = min(keeping, key=lambda s: late[s])
-        near = f"{nearest.name}; {spoken(evidence[nearest])}"
+        closest = min(keeping, key=lambda s: late[s])
+        near = f"{closest.name}; {spoken(evidence[closest])}"
         sentences = [f"nothing fits the budget. Nearest that keeps the answers: {near}"]
         limits = {"first-token": budget.first_token_ms, "per-token": budget.per_token_ms}
-        times = evidence[nearest].first_token_ms, evidence[nearest].per_token_ms
+        times = evidence[closest].first_token_ms, evidence[closest].per_token_ms
         conditions = [
             f"--{name} {round_up(of.p99_upper or of.p99):g}"
             for (name, limit), of in zip(limits.items(), times, strict=True)

@@ -14,7 +14,7 @@ from vtx.runtime.policies import parse
 from vtx.runtime.precision import KV_DTYPES
 from vtx.tools.bench.methods import NONE
 from vtx.tools.estimate import flops
-from vtx.tools.estimate.plan import PlannedPrompt, Workload, latency, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, PlannedPrompt, Workload, latency, make_plan
 from vtx.tools.estimate.sizes import ModelSize, bundle_size
 from vtx.tools.estimate.weights import precisions_of
 from vtx.tools.tensorrt.support import EngineSupport, choose_engine, engines_on
@@ -57,7 +57,7 @@ class PlannedEngine:
         cost = make_plan(
             size,
             work,
-            [None],
+            PlannedMethods([None]),
             {manifest.precision: parts},
             profile,
             engine=engine.cost,

@@ -170,8 +170,7 @@ def _refused(request: Request, refusal: Refusal) -> Response:
 
 
 def _later(status: int, message: str, code: str) -> Refusal:
-    kind = "rate_limit_error" if status == 429 else "server_error"
-    return Refusal(status, f"{message}; try again in {RETRY} s", code=code, kind=kind, retry_after=RETRY)
+    return Refusal(status, f"{message}; try again in {RETRY} s", code=code, retry_after=RETRY)
 
 
 async def _content(parts: Any) -> AsyncGenerator[bytes]:

@@ -132,7 +132,7 @@ class _Events:
         reply = Reply(send, Limits())
         client = network_of((scope.get("client") or ("",))[0])
         if self._clients.total() >= STREAMS or self._clients[client] >= STREAMS_PER_CLIENT:
-            refusal = Refusal(503, "too many pages are open; close one", kind="server_error", retry_after=RETRY_SECONDS)
+            refusal = Refusal(503, "too many pages are open; close one", retry_after=RETRY_SECONDS)
             await reply.json(refusal.status, refusal.body(), refusal.headers)
             return
         departure = asyncio.ensure_future(until_left(receive))
@@ -168,7 +168,7 @@ def make_live_app(page: Page, keys: Collection[str] = (), *, local_hosts: bool =
             found = await run_in_threadpool(page.picture, request.path_params["name"])
         except (VtxError, OSError) as e:
             # Its message may name a file of this machine.
-            damaged = Refusal(503, "the newest picture cannot be read; the status says why", kind="server_error")
+            damaged = Refusal(503, "the newest picture cannot be read; the status says why")
             refusal = e if isinstance(e, Refusal) else damaged
             return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
         if found is None:

@@ -241,10 +241,10 @@ class OrtAttention:
         if casts:
             q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
         rounding: dict[str, Any] = {}
-        if KV_DTYPES[kv_type.numpy().name].scaled:  # keep K and V as integers times scales
-            sizes = (1, c.kv_heads, 1, width)
+        scales = self._scales(layer)
+        if scales:  # keep K and V as integers times them
             further += [None] * (5 - len(further))  # tables of a rotation, positions, a bias, sinks
-            further += [b.input(name(layer), FLOAT, sizes) for name in (names.key_scale, names.value_scale)]
+            further += scales
             rounding = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             rounding["kv_cache_bit_width"] = kv_type.bitwidth
         # the operator is causal: where all tokens see each other both ways it only fills the cache, by the fewest heads
@@ -272,7 +272,7 @@ class OrtAttention:
 
         def both_ways() -> ir.Value:
             assert mask is not None
-            of_keys, of_values = further[-2:] if rounding else (None, None)
+            of_keys, of_values = scales or (None, None)
             total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
             keys = self._filled(key, of_keys, total)
             values = self._filled(value, of_values, total)
@@ -283,6 +283,13 @@ class OrtAttention:
             return causal() if mask is None else both_ways()
         (out,) = b.choose(self._ahead, lambda: [both_ways()], lambda: [b.op("Identity", causal())])
         return b.declared(out, "batch", "each", c.heads * width)
+
+    def _scales(self, layer: int) -> list[ir.Value]:
+        """The scales of a layer's K and V, none unless they are integers."""
+        if not KV_DTYPES[self._kv_type.numpy().name].scaled:
+            return []
+        sizes = (1, self._c.kv_heads, 1, self._c.heads_of(layer))
+        return [self._b.input(name(layer), FLOAT, sizes) for name in (names.key_scale, names.value_scale)]
 
     def _seen_both_ways(self, *, sliding: bool) -> ir.Value:
         """The mask added to products, [batch, 1, 1, each, slots]."""

@@ -238,7 +238,7 @@ class WithdrawingDecoder(nn.Module):
         with self._as_it_was() as layers:
             cache = _Cache()
             x = self._enter({"ids": prefix, "image": image}, encoded.hidden)
-            self._extend(layers, x, positions[:-1], 0, cache, torch.where(image)[0], encoded.maps)
+            self._extend(layers, x, positions[:-1], cache, torch.where(image)[0], encoded.maps)
             answers = []
             for suffix in suffixes:
                 cache.crop(len(prefix))
@@ -249,7 +249,7 @@ class WithdrawingDecoder(nn.Module):
                     x = self.model.model.embed_tokens(ids)[None]
                     numbers = torch.arange(start, start + len(ids), device=ids.device)
                     at = positions[-1] + (numbers if positions.ndim == 1 else numbers[:, None])
-                    x = self._extend(layers, x, at, len(prefix) + start, cache)
+                    x = self._extend(layers, x, at, cache)
                     start += len(ids)
                     answer.append(int(self.head(x[:, -1])[0].argmax()))
                     ids = torch.tensor(answer[-1:], device=suffix.device)
@@ -261,16 +261,16 @@ class WithdrawingDecoder(nn.Module):
         layers: Sequence[nn.Module],
         x: Tensor,
         positions: Tensor,
-        filled: int,
         cache: _Cache,
         image: Tensor | None = None,
         maps: Sequence[Tensor] = (),
     ) -> Tensor:
-        """New tokens [1, n, hidden] at `positions`, after the `filled` ones in `cache`, which they join.
+        """New tokens [1, n, hidden] at `positions`, after those in `cache`, which they join.
 
         `maps` are added to those numbered `image`, one after each of the first layers.
         """
         n = x.shape[1]
+        filled = cache.length
         rope = self._rope(positions, x.dtype)
         mask = torch.ones(n, filled + n, dtype=torch.bool, device=x.device).tril(filled)[None, None]
         for number, layer in enumerate(layers):
@@ -285,6 +285,10 @@ class _Cache:
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return next((keys.shape[2] for keys, _ in self._kept.values()), 0)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if layer_idx in self._kept:

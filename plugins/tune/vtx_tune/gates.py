@@ -6,19 +6,20 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.gates.fit import FitOptions, all_odds, held_out_of, write_gates
-from vtx.exporter.gates.train import gates_of
+from vtx.exporter.gates.train import GateItems, GateTraining, gates_of
 from vtx.exporter.gates.workdir import MeasureOptions
 from vtx.exporter.reference.prompts import Source
 from vtx.runtime.errors import RequestError
 from vtx.runtime.units import Progress
 from vtx.tools.calibration.gates import THRESHOLDS, HeldOut, exits
 from vtx.tools.common.files import write_json
-from vtx.tools.data.items import Item
+from vtx.tools.data.items import Data, Item
 from vtx_tune.judge import deployed
 from vtx_tune.options import TuneOptions
 from vtx_tune.write import Changed, write_merged
@@ -42,7 +43,7 @@ def choose(
     model = open_source(str(merged))
     if options.judged is not None:
         model = deployed(model, options.judged, bundle, report)
-    work, gates = gates_of(model, items, (), _measuring(options), FITTED, measured, report)
+    work, gates = gates_of(model, GateItems(items), _training(options), measured, report)
     ks = (*sorted(gates), None)
     columns = exits(all_odds(work, gates, held_out=False), THRESHOLDS[0])
     ks_of = {item.digest(): ks[n] for item, n in zip(work.items(held_out=False), columns.tolist(), strict=True)}
@@ -63,23 +64,24 @@ def chosen(out: Path, count: int) -> list[int | None]:
     return ks
 
 
-def train(
-    options: TuneOptions,
-    learn: Sequence[Item],
-    data: str,
-    out: Path,
-    report: Progress,
-    model: OpenedModel,
-    held_out: Sequence[Item],
-    folder: Path,
-) -> tuple[HeldOut, list[Item]]:
-    """Train the gates of the tuned model, measured in `folder`, and write them; the items held out under them."""
-    work, gates = gates_of(model, learn, held_out, _measuring(options), FITTED, folder, report)
-    measured = len(work.items(held_out=False))
-    record: dict[str, Any] = {"items": measured, "epochs": FITTED.epochs_for(measured), "answers": "own", "data": data}
-    write_gates(out / GATES, gates, model.fingerprint, FITTED, record)
-    return held_out_of(work, gates), work.items(held_out=True)
+@dataclass(frozen=True, slots=True)
+class TunedGates:
+    """The gates of a tuned model, which learn from `learn`; they are written into the tuning's directory `out`."""
+
+    options: TuneOptions
+    learn: Data
+    out: Path
+    report: Progress
+
+    def train(self, model: OpenedModel, held_out: Sequence[Item], folder: Path) -> tuple[HeldOut, list[Item]]:
+        """Train and write the gates, measured in `folder`; the items held out under them."""
+        items = GateItems(self.learn.items, held_out)
+        work, gates = gates_of(model, items, _training(self.options), folder, self.report)
+        measured = len(work.items(held_out=False))
+        record: dict[str, Any] = {"items": measured, "epochs": FITTED.epochs_for(measured), "answers": "own"}
+        write_gates(self.out / GATES, gates, model.fingerprint, FITTED, {**record, "data": self.learn.source})
+        return held_out_of(work, gates), work.items(held_out=True)
 
 
-def _measuring(options: TuneOptions) -> MeasureOptions:
-    return MeasureOptions(max_new_tokens=options.packing.max_new_tokens)
+def _training(options: TuneOptions) -> GateTraining:
+    return GateTraining(MeasureOptions(max_new_tokens=options.packing.max_new_tokens), FITTED)

@@ -27,6 +27,18 @@ MAX_DROP = 1.0  # percentage points
 Gating = Callable[[OpenedModel, Sequence[Item], Path], tuple[HeldOut, list[Item]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """With a `precision` both models are exported to it, cut at every K, and measured by their engines.
+
+    `gating` trains the tuned model's gates, which are judged on the same items.
+    """
+
+    max_new_tokens: int
+    precision: str | None = None
+    gating: Gating | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedAnswers:
     """The tuned model under its gates at one `threshold`: the mean number of layers that see the image, right answers.
@@ -67,23 +79,19 @@ def judge(
     before: OpenedModel,
     merged: Path,
     items: Sequence[Item],
-    max_new_tokens: int,
+    judging: Judging,
     out: Path,
     report: Progress,
-    precision: str | None = None,
-    gating: Gating | None = None,
 ) -> TuningComparison:
     """Curves of both over K, the earliest K within a point of full depth, and the accuracy lost at full depth.
-
-    With a `precision` both are exported to it, cut at every K, and measured by their engines. `gating` trains the tuned
-    model's gates, which are judged on the same items.
 
     An answer that the data do not give is the untuned model's own at full depth; so the accuracy of both models is the
     share of right answers if the data have them, else of answers equal to that model's.
     """
-    options = CalibrationOptions(k_from=2, max_new_tokens=max_new_tokens)
+    options = CalibrationOptions(k_from=2, max_new_tokens=judging.max_new_tokens)
     answered = Data("items held out", tuple(items))
     models = {"before": before, "after": open_source(str(merged))}
+    precision = judging.precision
     if precision is not None:
         models = {name: deployed(model, precision, out / f".{name}", report) for name, model in models.items()}
     if any(item.answer is None for item in items):
@@ -98,8 +106,8 @@ def judge(
         reports[name] = make_report(source.calibrated, answered.source, measured[name], Choosing(max_drop=MAX_DROP))
         write_report(reports[name], out / name)
     comparison = compared(reports["before"], reports["after"])
-    if gating is not None:
-        held, questions = gating(models["after"], answered.items, out / "after" / "gates")
+    if judging.gating is not None:
+        held, questions = judging.gating(models["after"], answered.items, out / "after" / "gates")
         comparison = replace(comparison, gates=gated(held, questions, measured["before"], measured["after"]))
     for name in models if precision is not None else ():  # until here an interrupted judgement finds its bundles
         shutil.rmtree(out / f".{name}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,12 +28,12 @@ from vtx.runtime.strict import json_value
 from vtx.runtime.units import Progress, size
 from vtx.tools.common.files import write_json
 from vtx.tools.common.memory import peak
-from vtx.tools.data.items import SCENES, Item, check_skipped, image_key, read_data, split_items
+from vtx.tools.data.items import SCENES, Data, Item, check_skipped, image_key, read_data, split_items
 from vtx.tools.data.journal import ResultJournal
 from vtx.tools.estimate.sizes import ModelSize
 from vtx_tune import gates, write
 from vtx_tune.decoder import WithdrawingDecoder, load_text_model
-from vtx_tune.judge import judge
+from vtx_tune.judge import Judging, judge
 from vtx_tune.options import TuneOptions, check_tunable
 from vtx_tune.packing import Ids, Row, TuningQuestion, pack, read_questions
 from vtx_tune.state import StateFile, seconds_of_steps
@@ -101,13 +100,7 @@ def run(
     state = StateFile(out, _identity(work, rows, options))
     half = (trainer.order.steps + 1) // 2
     if state.step() < trainer.order.steps and work.accelerator.is_main_process:
-        old = [out / MERGED, out / ADAPTER, out / JUDGED / "after", *[out / gates.HALFWAY] * (state.step() < half)]
-        try:  # measurements of the untuned model stay
-            for folder in old:
-                if folder.exists():
-                    shutil.rmtree(folder)
-        except OSError as e:
-            raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
+        _clear(out, halfway=state.step() < half)
     work.accelerator.wait_for_everyone()
 
     def trained(done: int, total: int) -> None:
@@ -124,9 +117,19 @@ def run(
         trainer.follow(gates.chosen(out, len(work.questions)))
     trainer.run(state, out, trained)
     main = work.accelerator.is_main_process
-    steps = trainer.order.steps
+    record = {"items": len(work.questions), "rows": len(rows), "data": work.data, "steps": trainer.order.steps}
     work.accelerator.end_training()
-    return _finish(options, work, decoder, rows, steps, out, report) if main else {}
+    return _finish(options, work, decoder, record, out, report) if main else {}
+
+
+def _clear(out: Path, *, halfway: bool) -> None:
+    """Remove what an earlier tuning wrote: measurements of the untuned model stay, and unless `halfway` its gates."""
+    try:
+        for folder in (out / MERGED, out / ADAPTER, out / JUDGED / "after", *[out / gates.HALFWAY] * halfway):
+            if folder.exists():
+                shutil.rmtree(folder)
+    except OSError as e:
+        raise ExportError(f"cannot clear {out} ({e.strerror}); name another --out") from e
 
 
 def open_workspace(options: TuneOptions, out: Path, say: Callable[[str], None]) -> Workspace:
@@ -311,8 +314,7 @@ def _finish(
     options: TuneOptions,
     work: Workspace,
     decoder: WithdrawingDecoder,
-    rows: Sequence[Row],
-    steps: int,
+    record: Mapping[str, Any],
     out: Path,
     report: Progress,
 ) -> dict[str, Any]:
@@ -320,24 +322,15 @@ def _finish(
     changed = Changed.of(decoder, work.source)
     if not options.learning.full:
         write.write_adapters(work.source, decoder, options.learning, out / ADAPTER)
-    record = {"items": len(work.questions), "rows": len(rows), "data": work.data, "steps": steps}
     if not (out / MERGED).exists():  # an interrupted judgement keeps it and its measurements
         write.write_merged(work.source, changed, out / MERGED, model_card(work.source.name, options, record, None))
     judged = None
     if work.held_out:
         card = out / MERGED / write.CARD
-        items = [question.item for question in work.questions]
-        gating = functools.partial(gates.train, options, items, work.data, out, report) if options.gates else None
-        judged = judge(
-            work.source,
-            out / MERGED,
-            work.held_out,
-            options.packing.max_new_tokens,
-            out / JUDGED,
-            report,
-            options.judged,
-            gating,
-        )
+        learn = Data(work.data, tuple(question.item for question in work.questions))
+        gating = gates.TunedGates(options, learn, out, report).train if options.gates else None
+        judging = Judging(options.packing.max_new_tokens, options.judged, gating)
+        judged = judge(work.source, out / MERGED, work.held_out, judging, out / JUDGED, report)
         try:
             with replacing(card) as partial:
                 partial.write_text(model_card(work.source.name, options, record, judged), encoding="utf-8")
@@ -349,7 +342,12 @@ def _finish(
         "model": {"name": work.source.name, "fingerprint": work.source.fingerprint},
         "options": json.loads(json.dumps(asdict(options), default=str)),
         "training": record,
-        "cost": {"steps": steps, "seconds": seconds_of_steps(out), "peak_memory_bytes": peak() or 0, **on_gpu},
+        "cost": {
+            "steps": record["steps"],
+            "seconds": seconds_of_steps(out),
+            "peak_memory_bytes": peak() or 0,
+            **on_gpu,
+        },
         "changed_layers": {str(layer): share for layer, share in write.changes(changed).items()},
         "skipped": list(work.skipped),
         "versions": write.versions(),

@@ -68,6 +68,12 @@ def arithmetic(compute: str, precision: str, threads: int, block: int | None = N
     }
 
 
+def kv_type(compute: str, kv_dtype: str) -> str:
+    """The type in which the engine keeps K and V of a bundle with `kv_dtype`, in `compute` arithmetic."""
+    row = KV_DTYPES[kv_dtype]
+    return "bf16" if compute == "bf16" and not row.scaled else row.openvino
+
+
 def key_scales(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
     """The scales of each layer's keys [1, kv_heads, 1, head_dim]; none unless K and V are kept in integers."""
     m = bundle.manifest
@@ -107,7 +113,7 @@ class OpenvinoBackend(HostBackend):
         able = self._core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         if compute == "bf16" and "BF16" not in able:
             raise DeviceError(f"this processor computes {', '.join(able)}, not bf16; leave out --compute bf16")
-        kv = "bf16" if compute == "bf16" and not KV_DTYPES[m.kv_dtype].scaled else KV_DTYPES[m.kv_dtype].openvino
+        kv = kv_type(compute, m.kv_dtype)
         by_slot = {"KEY_CACHE_QUANT_MODE": "BY_TOKEN"} if kv == "u8" else {}
         self._cache_settings = {"KV_CACHE_PRECISION": kv, **by_slot}
         self.tower_settings = {"INFERENCE_PRECISION_HINT": "bf16"} if compute == "int8" and "BF16" in able else {}

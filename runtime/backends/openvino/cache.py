@@ -226,6 +226,10 @@ class OpenvinoStageCache(SlotCounter):
         computed = outputs if len(outputs) else np.zeros(1, np.int64)  # engines differ in empty products
         return self._compute(tokens, positions, computed.astype(np.int32))[: len(outputs)]
 
+    def _request_for(self, count: int) -> Any:
+        """The request over the form of the weights that is the quicker for this number of tokens."""
+        return self._for_many if self._for_many is not None and count > FEW else self._request
+
     def _compute(self, tokens: TokenStates, positions: Ids, outputs: NDArray[np.int32]) -> HiddenStates:
         """Run the stage; the hidden states of the tokens `outputs`, at least one."""
         self._stage.check_open()
@@ -246,7 +250,7 @@ class OpenvinoStageCache(SlotCounter):
         else:
             out = np.empty((len(outputs), tokens.hidden.shape[1]), np.float32)
             tensors = self._tensors(tokens, positions[None].copy(), outputs, out)
-        self._ran = self._for_many if self._for_many is not None and count > FEW else self._request
+        self._ran = self._request_for(count)
         with run_failures(ENGINE, self._stage.name):
             try:
                 for name, table in own_rope.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vtx.runtime.generator import SplitMix
 from vtx.runtime.policies.base import Entry, PromptText, Reduction, reduction
 from vtx.runtime.policies.options import number_to_keep, option, share_or_number
 from vtx.runtime.vision.tokens import Ids, ImageTokens
@@ -18,7 +19,7 @@ class Random(Reduction, Entry):
     """Of each image `keep` tokens enter, drawn at random, in their order and at positions without gaps.
 
     `seed` and the image's pixels decide, so an image keeps the same tokens for every question and in every run: those
-    with the lowest of numpy's default_rng numbers, seeded with the first 64 bits of SHA-256("seed key"). `keep` is a
+    with the lowest of `SplitMix` numbers, seeded with the first 64 bits of SHA-256("seed key"). `keep` is a
     share up to 1, rounded up, or a number.
     """
 
@@ -36,5 +37,6 @@ class Random(Reduction, Entry):
         if count == len(image):
             return None
         digest = hashlib.sha256(f"{self.seed} {image.key}".encode()).hexdigest()
-        numbers = np.random.default_rng(int(digest[:16], 16)).random(len(image))
+        generator = SplitMix(int(digest[:16], 16))
+        numbers = [generator.uniform() for _ in image.hidden]
         return np.sort(np.argsort(numbers, kind="stable")[:count])

@@ -26,7 +26,7 @@ from vtx.exporter.graphs.vision import vision_tensors
 from vtx.exporter.reference.prompts import PreparedItem
 from vtx.tools.data.items import Item
 from vtx.tools.estimate.flops import kv_bytes
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 from vtx.tools.estimate.weights import precisions_by_name
 
@@ -48,7 +48,9 @@ PUBLISHED = {  # parameters that the model cards on the hub state
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_take_two_bytes_each_of_the_published_number(name: str) -> None:
-    costs = make_plan(KNOWN[name], Workload(64, 576, 256), [None], precisions_by_name(KNOWN[name], ["fp16", "fp32"]))
+    costs = make_plan(
+        KNOWN[name], Workload(64, 576, 256), PlannedMethods([None]), precisions_by_name(KNOWN[name], ["fp16", "fp32"])
+    )
     assert costs.weights_bytes["fp16"] == pytest.approx(2 * PUBLISHED[name], rel=0.005)  # without unused layers
     assert costs.weights_bytes["fp32"] == pytest.approx(4 * PUBLISHED[name], rel=0.005)
 

@@ -29,7 +29,7 @@ from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
 from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
-from vtx.exporter.gates.train import TrainOptions, train_gates
+from vtx.exporter.gates.train import GateTraining, TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
@@ -421,7 +421,7 @@ def write_data(folder: Path, count: int) -> Path:
 
 def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = tiny_checkpoint(TINY)
-    options = TrainOptions(str(checkpoint), str(write_data(tmp_path, 12)), None, 8, 4, MEASURE, FIT)
+    options = TrainOptions(str(checkpoint), str(write_data(tmp_path, 12)), None, 8, 4, GateTraining(MEASURE, FIT))
     out = tmp_path / "g.safetensors"
     report = train_gates(options, out, tmp_path / "work", QUIET)
     opened = open_checkpoint(str(checkpoint))
@@ -440,7 +440,7 @@ def test_trained_gates_are_taken_by_the_export_of_their_model(tmp_path: Path, ti
 
 
 def test_a_directory_in_the_place_of_the_gates_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    options = TrainOptions("no checkpoint", "no data", None, 8, 4, MEASURE, FIT)
+    options = TrainOptions("no checkpoint", "no data", None, 8, 4, GateTraining(MEASURE, FIT))
     with pytest.raises(RequestError, match="which is a directory; name a file with --out"):
         train_gates(options, tmp_path, tmp_path / "work", lambda *_: None)
 

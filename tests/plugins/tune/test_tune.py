@@ -38,7 +38,7 @@ from vtx.tools.calibration.report import ItemResult, Measurement
 from vtx.tools.data.items import Item
 from vtx_tune import gates, train
 from vtx_tune.command import tune as command
-from vtx_tune.judge import gated, judge
+from vtx_tune.judge import Judging, gated, judge
 from vtx_tune.options import Depths, Learning, LossWeights, Packing, Schedule, TuneOptions
 from vtx_tune.packing import pack
 from vtx_tune.tune import open_workspace, run
@@ -335,20 +335,20 @@ def test_engines_judge_as_the_reference_does_and_again_from_what_was_measured(
 ) -> None:
     before, merged = open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1)
     items = [Item((random_image(n),), QUESTIONS[n % 2]) for n in range(3)]
-    expected = judge(before, merged, items, 4, tmp_path / "reference", QUIET)
-    made = judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32")
+    expected = judge(before, merged, items, Judging(4), tmp_path / "reference", QUIET)
+    made = judge(before, merged, items, Judging(4, "fp32"), tmp_path / "engines", QUIET)
     for ours, truth in zip(made.curve, expected.curve, strict=True):
         assert (ours["k"], ours["gained"]) == (truth["k"], truth["gained"])
         for name in ("before", "after"):
             assert ours[name]["right"] == truth[name]["right"]
             assert ours[name]["kl"].mean == pytest.approx(truth[name]["kl"].mean, rel=1e-3, abs=1e-7)
     assert {path.name for path in (tmp_path / "engines").iterdir()} == {"own", "before", "after"}
-    assert judge(before, merged, items, 4, tmp_path / "engines", QUIET, "fp32") == made
+    assert judge(before, merged, items, Judging(4, "fp32"), tmp_path / "engines", QUIET) == made
 
 
 def test_an_item_held_out_that_cannot_be_asked_is_left_out(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     items = [Item((random_image(n),), QUESTIONS[0]) for n in range(5)] + [Item((random_image(5),), "x" * 300)]
-    found = judge(open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1), items, 2, tmp_path, QUIET)
+    found = judge(open_source(str(tiny_checkpoint(TINY))), tiny_checkpoint(TINY, 1), items, Judging(2), tmp_path, QUIET)
     assert found.items == 5
 
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +143,7 @@ def test_int4_of_layers_takes_a_byte_a_weight_more_where_products_are_of_integer
 
 
 def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
-    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "head_dim": 128, "max_context": 4096}
-    wide, narrow = (answering_memory(**shape, image_tokens=576, kv_bytes=size) for size in (4, 2))
+    shape: Any = SimpleNamespace(attending=32, hidden=4096, heads=32, kv_heads=32, head_dim=128)
+    wide, narrow = (answering_memory(shape, image_tokens=576, max_context=4096, kv_bytes=size) for size in (4, 2))
     assert wide - narrow == (576 + 256) * 512 * 1024
     assert narrow < 1024 * MB

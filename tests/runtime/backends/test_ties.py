@@ -14,7 +14,7 @@ from tests.support.tiny import Tiny, make
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.reference.golden import image_parts, router_margin
-from vtx.exporter.reference.model import Reference, Sample
+from vtx.exporter.reference.model import Reference, Sample, Watchers
 from vtx.exporter.weights.tensors import BundleWeights
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle.bundle import Bundle
@@ -45,7 +45,7 @@ def margin_of(reference: Reference, sample: Sample) -> float:
         if name == "mlp.gate":
             found.append(router_margin(reference, layer, inputs))
 
-    reference.hidden([sample], [None, 3], feed=feed)
+    reference.hidden([sample], [None, 3], watchers=Watchers(feed=feed))
     return min(found)
 
 

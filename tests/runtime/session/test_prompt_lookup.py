@@ -15,7 +15,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import RequestError
 from vtx.runtime.prompt.lookup import PromptLookup
-from vtx.runtime.session.generate import generate
+from vtx.runtime.session.generate import Decoding, generate
 from vtx.runtime.session.session import Prompt, Session
 
 pytestmark = pytest.mark.dialects("ort", "plain")
@@ -97,7 +97,9 @@ def test_a_draft_is_taken_as_far_as_it_is_right(model: Model, prompts: list[Prom
             seen.append(logits.copy())
             return int(logits.argmax())
 
-        found = list(generate(session, done.logits, sample, end_ids=(), max_new_tokens=tokens, drafts=lookup))
+        found = list(
+            generate(session, done.logits, sample, end_ids=(), max_new_tokens=tokens, decoding=Decoding(drafts=lookup))
+        )
         assert found == known.ids
         assert_near(np.stack(seen), known.logits, TOLERANCE)
         assert session.passes == passes
@@ -120,7 +122,12 @@ def test_an_answer_that_is_left_in_the_middle_of_a_draft_leaves_no_trace(model: 
         assert np.array_equal(done.logits, known.logits[0])
         wrong = Oracle(known.ids, 8, 3)
         tokens = generate(
-            session, done.logits, lambda logits: int(logits.argmax()), end_ids=(), max_new_tokens=12, drafts=wrong
+            session,
+            done.logits,
+            lambda logits: int(logits.argmax()),
+            end_ids=(),
+            max_new_tokens=12,
+            decoding=Decoding(drafts=wrong),
         )
         assert [next(tokens), next(tokens)] == known.ids[:2]
         tokens.close()
@@ -132,7 +139,9 @@ def test_the_context_is_filled_as_without_it(model: Model, prompts: list[Prompt]
     for lookup in (None, PromptLookup(prompts[0].ids, 16)):
         session = Session(model.backend, model.manifest)
         done = session.prefill(prompts[0], policy(k))
-        tokens = generate(session, done.logits, lambda _: 40, end_ids=(), max_new_tokens=1000, drafts=lookup)
+        tokens = generate(
+            session, done.logits, lambda _: 40, end_ids=(), max_new_tokens=1000, decoding=Decoding(drafts=lookup)
+        )
         ends.append((len(list(tokens)), session.length))
     assert ends[0] == ends[1]
     assert ends[0][1] == session.capacity - 1

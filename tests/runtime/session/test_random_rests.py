@@ -32,7 +32,7 @@ from tests.support.tiny import Message, Tiny, make, prompt_messages, random_imag
 from vtx.runtime.api.conversation import Chat
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
-from vtx.runtime.policies.make import make_policy, read_rest
+from vtx.runtime.policies.make import PolicySettings, make_policy, read_rest
 from vtx.runtime.session.session import PrefillResult, Session
 
 COUNT = int(os.environ.get("VTX_CONFIGURATIONS", "1"))
@@ -165,7 +165,11 @@ def largest_of_logits(folder: Path, device: str, statement: Statement, ks: Seque
             messages = prompt_messages(QUESTIONS[number % len(QUESTIONS)])
             kept, wanted = statement.answer(messages, k, rest)
             policy = make_policy(
-                k, model.manifest, model.backend.gate, rest=read_rest(rest), dialect=model.backend.dialect
+                k,
+                model.manifest,
+                model.backend.gate,
+                PolicySettings(rest=read_rest(rest)),
+                dialect=model.backend.dialect,
             )
             results, prefill = list[PrefillResult](), session.prefill
 

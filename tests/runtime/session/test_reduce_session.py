@@ -27,7 +27,7 @@ from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.runtime.api.model import Model
 from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.make import PolicySettings, make_policy
 from vtx.runtime.session import session as session_module
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import Scores
@@ -62,7 +62,7 @@ def model(models: Models) -> Model:
 
 def policy(model: Model, way: str) -> Policy:
     k, word = WAYS[way]
-    return make_policy(k, model.manifest, model.backend.gate, reduce=word)
+    return make_policy(k, model.manifest, model.backend.gate, PolicySettings(reduce=word))
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ def test_a_later_turn_keeps_the_rows_of_the_first(
     models: Models, model: Model, reference: Any, positions: str, k: int | None
 ) -> None:
     method = Method(key=0.1, layers=LAYERS, gamma=0.05, alpha=1.0, positions=positions, k=k)  # type: ignore[arg-type]
-    how = make_policy(k, model.manifest, model.backend.gate, reduce=word(method))
+    how = make_policy(k, model.manifest, model.backend.gate, PolicySettings(reduce=word(method)))
     session, asked = (
         Session(model.backend, model.manifest),
         prompt(model, prompt_messages(QUESTIONS[1]), [random_image(1)]),

@@ -29,7 +29,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import make_policy, read_rest
+from vtx.runtime.policies.make import PolicySettings, make_policy, read_rest
 from vtx.runtime.session.session import PrefillResult, Prompt, Session
 
 KS = (2, 5, 8)
@@ -70,7 +70,9 @@ def opened(models: Models) -> Iterator[Callable[[Tiny, str], Model]]:
 
 def policy(model: Model, k: int | None, rest: str | None, reduce: str | None = None) -> Policy:
     number = None if rest is None else read_rest(rest)
-    return make_policy(k, model.manifest, model.backend.gate, rest=number, reduce=reduce, dialect=model.backend.dialect)
+    return make_policy(
+        k, model.manifest, model.backend.gate, PolicySettings(rest=number, reduce=reduce), dialect=model.backend.dialect
+    )
 
 
 def count_of(rest: str, tokens: int) -> int:
@@ -366,5 +368,7 @@ def test_a_bundle_of_an_earlier_export_refuses_a_rest_by_name(opened: Callable[[
     dialects = {name: replace(graphs, score=None) for name, graphs in manifest.dialects.items()}
     earlier = replace(manifest, stages=stages, dialects=dialects)
     with pytest.raises(RequestError, match=r"at K = 5 this bundle cannot keep a rest: .* layer 4; export it again"):
-        make_policy(5, earlier, model.backend.gate, rest=0.1)
-    assert make_policy(5, earlier, model.backend.gate, rest=0.0) == make_policy(5, earlier, model.backend.gate)
+        make_policy(5, earlier, model.backend.gate, PolicySettings(rest=0.1))
+    assert make_policy(5, earlier, model.backend.gate, PolicySettings(rest=0.0)) == make_policy(
+        5, earlier, model.backend.gate
+    )

@@ -24,7 +24,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.openvino import backend
 from vtx.runtime.policies.base import Policy
-from vtx.runtime.policies.make import make_policy, read_rest
+from vtx.runtime.policies.make import PolicySettings, make_policy, read_rest
 from vtx.runtime.session.session import Session
 
 KS = (2, 5, 8)
@@ -104,7 +104,9 @@ def judge(made: Callable[..., Opened]) -> Callable[..., Reference]:
 
 def policy(model: Model, k: int | None, rest: str | None = None, reduce: str | None = None) -> Policy:
     number = None if rest is None else read_rest(rest)
-    return make_policy(k, model.manifest, model.backend.gate, rest=number, reduce=reduce, dialect=model.backend.dialect)
+    return make_policy(
+        k, model.manifest, model.backend.gate, PolicySettings(rest=number, reduce=reduce), dialect=model.backend.dialect
+    )
 
 
 @pytest.mark.sampled(7)

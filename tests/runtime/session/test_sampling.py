@@ -23,16 +23,15 @@ class Recorder:
     def __init__(self) -> None:
         self.odds: NDArray[np.float64] = np.zeros(0)
 
-    def choice(self, count: int, p: NDArray[np.float64]) -> int:
-        assert len(p) == count
-        self.odds = p
-        return int(p.argmax())
+    def choice(self, odds: NDArray[np.float64]) -> int:
+        self.odds = odds
+        return int(odds.argmax())
 
 
 def odds_of(logits: Logits, **values: Any) -> NDArray[np.float64]:
     """What a sampler draws from."""
     sampler, recorder = Sampler(Sampling(**values)), Recorder()
-    sampler.rng = recorder  # type: ignore[assignment]
+    sampler.generator = recorder  # type: ignore[assignment]
     sampler(logits)
     return recorder.odds
 
@@ -93,7 +92,7 @@ def test_the_repetition_penalty_is_transformers_processor(seed: int, penalty: fl
         wanted = penalised(logits, used, penalty)
         assert sampler(logits) == int(wanted.argmax())
         drawing, recorder = Sampler(Sampling(temperature=0.7, repetition_penalty=penalty), used), Recorder()
-        drawing.rng = recorder  # type: ignore[assignment]
+        drawing.generator = recorder  # type: ignore[assignment]
         drawing(logits)
         np.testing.assert_allclose(recorder.odds, warped(np.asarray(wanted[0]), 0.7, 1.0, 0), rtol=1e-6, atol=1e-9)
         used.append(int(wanted.argmax()))

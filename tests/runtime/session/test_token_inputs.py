@@ -23,7 +23,7 @@ from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest, StageSpec, TokenInput
 from vtx.runtime.bundle.vtx_json import parse_manifest, write_manifest
 from vtx.runtime.errors import BundleError
-from vtx.runtime.policies.make import make_policy
+from vtx.runtime.policies.make import PolicySettings, make_policy
 from vtx.runtime.session.generate import run_ahead
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.tokens import HiddenStates, TokenStates
@@ -93,7 +93,7 @@ def test_decoding_equals_prefilling_the_longer_prompt(model: Model) -> None:
 
 def test_a_reduction_leaves_out_the_inputs_of_the_tokens_that_it_leaves_out(model: Model) -> None:
     """FastV's choice is taken from the session, what follows from it is stated here."""
-    how = make_policy(None, model.manifest, model.backend.gate, 0.5, reduce="fastv:k=2,ratio=0.5")
+    how = make_policy(None, model.manifest, model.backend.gate, PolicySettings(reduce="fastv:k=2,ratio=0.5"))
     session = Session(model.backend, model.manifest)
     for asked in mixed_prompts(model)[:3]:
         done = session.prefill(asked, how)

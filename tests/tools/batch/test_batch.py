@@ -23,7 +23,7 @@ from vtx.runtime.api.options import Options
 from vtx.runtime.errors import ModelClosedError, RequestError
 from vtx.runtime.scheduler.scheduler import ClosedError
 from vtx.runtime.vision.image import load_image
-from vtx.tools.batch.run import Asking, journal_of, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, Batch, journal_of, on_this_machine, run_batch
 from vtx.tools.batch.tasks import BadLine, Task, read_tasks
 
 ASKING = Asking(3, "none", Options(max_new_tokens=6, ignore_eos=True), most_bad=3)
@@ -59,7 +59,7 @@ def run(model: Model, file: Path, asking: Asking = ASKING) -> tuple[list[Any], l
     told: list[str] = []
     out = file.with_name("answers.jsonl")
     tasks, answer = read_tasks(file, None), on_this_machine(model, asking)
-    run_batch(answer, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
+    run_batch(answer, Batch(model.bundle.folder, tasks, out, asking), report=lambda *_: None, warn=told.append)
     return [json.loads(line) for line in out.read_text().splitlines()], told
 
 

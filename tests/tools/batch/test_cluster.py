@@ -20,7 +20,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import DeviceError
 from vtx.tools.batch.cluster import answer_on_cluster
-from vtx.tools.batch.run import Asking, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, Batch, on_this_machine, run_batch
 from vtx.tools.batch.tasks import read_tasks
 from vtx.tools.common.cluster import CHUNK, Cluster, chunked
 from vtx.tools.common.loading import Loading
@@ -63,7 +63,7 @@ def run(
     if cluster:
         answer = lambda lines: answer_on_cluster(cluster, model.bundle.folder, ASKING, lines)  # noqa: E731
     report = lambda _phase, done, _total: count(done)  # noqa: E731
-    run_batch(answer, model.bundle.folder, tasks, out, ASKING, report=report, warn=lambda _: None)
+    run_batch(answer, Batch(model.bundle.folder, tasks, out, ASKING), report=report, warn=lambda _: None)
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     kept = ("line", "id", "text", "token_ids", "kv_slots", "error")
     return [{name: answer[name] for name in kept if name in answer} for answer in answers]

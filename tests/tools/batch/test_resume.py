@@ -25,7 +25,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError, VtxError
-from vtx.tools.batch.run import Asking, journal_of, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, Batch, journal_of, on_this_machine, run_batch
 from vtx.tools.batch.tasks import read_tasks
 from vtx.tools.common.loading import Loading
 
@@ -75,7 +75,7 @@ def run(
 
     told: list[str] = []
     tasks = read_tasks(file, images)
-    outcome = run_batch(dying, model.bundle.folder, tasks, out, asking, report=lambda *_: None, warn=told.append)
+    outcome = run_batch(dying, Batch(model.bundle.folder, tasks, out, asking), report=lambda *_: None, warn=told.append)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     assert outcome.failed == sum("error" in result for result in results)
     assert [result["line"] for result in results] == [line.number for line in tasks.lines]
@@ -130,14 +130,15 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from vtx.runtime.api.options import Options
-from vtx.tools.batch.run import Asking, on_this_machine, run_batch
+from vtx.tools.batch.run import Asking, Batch, on_this_machine, run_batch
 from vtx.tools.batch.tasks import read_tasks
 from vtx.tools.common.loading import Loading
 bundle, questions, out, after = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 asking = Asking(3, "none", Options(max_new_tokens=3, ignore_eos=True, logprobs=True), 3)
 report = lambda _phase, done, _total: done == after and os.kill(os.getpid(), signal.SIGKILL)
 model = Loading("cpu", threads=1).load(bundle)
-run_batch(on_this_machine(model, asking), bundle, read_tasks(questions, None), out, asking, report=report, warn=print)
+batch = Batch(bundle, read_tasks(questions, None), out, asking)
+run_batch(on_this_machine(model, asking), batch, report=report, warn=print)
 """
 
 

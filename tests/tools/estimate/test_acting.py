@@ -15,7 +15,7 @@ from vtx import cli
 from vtx.exporter.checkpoint.spec import config_size, find_size
 from vtx.runtime.errors import RequestError
 from vtx.runtime.host.profiles import load_profile
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN, ActionSize
 from vtx.tools.estimate.weights import precisions_by_name
 
@@ -66,7 +66,9 @@ def test_a_checkpoint_is_planned_with_its_expert(tmp_path: Path) -> None:
 
 def test_the_expert_reads_its_weights_and_the_prompt_in_each_step() -> None:
     profile, pi0, text, image = load_profile("agx-orin-64"), KNOWN["pi0"], 16, 768
-    plan = make_plan(pi0, Workload(text, image, 0, 3), [None, 10], precisions_by_name(pi0, ["bf16"]), profile)
+    plan = make_plan(
+        pi0, Workload(text, image, 0, 3), PlannedMethods([None, 10]), precisions_by_name(pi0, ["bf16"]), profile
+    )
     layer = 1024 * 256 * (2 * 8 + 2) + 3 * 1024 * 4096
     kv = [18 * (text + image) * 2 * 256 * 2, (9 * (text + image) + 9 * text) * 2 * 256 * 2]
     for depth, cache in zip(plan.depths, kv, strict=True):
@@ -78,7 +80,12 @@ def test_the_expert_reads_its_weights_and_the_prompt_in_each_step() -> None:
         assert phases["expert"].bound == "memory"
     fewer = replace(pi0, action=pi0.action and replace(pi0.action, steps=5))
     parts = precisions_by_name(fewer, ["bf16"])
-    half = make_plan(fewer, Workload(text, image, 0, 3), [None], parts, profile).depths[0].precisions["bf16"].phases
+    half = (
+        make_plan(fewer, Workload(text, image, 0, 3), PlannedMethods([None]), parts, profile)
+        .depths[0]
+        .precisions["bf16"]
+        .phases
+    )
     whole = plan.depths[0].precisions["bf16"].phases
     assert half is not None
     assert whole is not None

@@ -12,7 +12,7 @@ from vtx.runtime.host.device import Device, Jetson
 from vtx.runtime.host.gpu import Gpu
 from vtx.runtime.host.profiles import Profile, load_profile, profile_names
 from vtx.tools.estimate.fits import EXPORTED, SHOWN, WORK, Fit, fits_here, what_fits
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan
 from vtx.tools.estimate.sizes import KNOWN
 from vtx.tools.estimate.weights import head_weights, precisions_by_name, precisions_of, stored_bytes, vision_weights
 from vtx.tools.tensorrt.memory import build_memory, buildable_layers
@@ -33,7 +33,7 @@ def peak(model: str, precision: str, k: int | None) -> int:
     size = KNOWN[model]
     assert size.vision is not None
     work = Workload(WORK[0], size.vision.image_tokens, WORK[1])
-    plan = make_plan(size, work, [k], precisions_by_name(size, [precision]), ORIN)
+    plan = make_plan(size, work, PlannedMethods([k]), precisions_by_name(size, [precision]), ORIN)
     return plan.depths[0].precisions[precision].peak_bytes
 
 

@@ -27,7 +27,7 @@ from vtx.runtime.host.profiles import Figure, load_profile
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.report.inspect import kv_bytes
 from vtx.tools.estimate.flops import attention_macs, encode_flops, full_schedule, total_flops, with_exit
-from vtx.tools.estimate.plan import Workload, make_plan, spread_ks
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan, spread_ks
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 from vtx.tools.estimate.weights import all_weights, precisions_by_name, precisions_of, resident, stored_bytes
 from vtx.tools.tensorrt.support import engines_on
@@ -226,7 +226,9 @@ def test_images_at_their_own_resolution_cost_what_their_tokens_do() -> None:
     windowed = [KNOWN["qwen2.5-vl-3b"].seeing(tokens).vision for tokens in (1024, 4096)]
     assert 4.3 * encode_flops(small, 1) < encode_flops(large, 1) < 6 * encode_flops(small, 1)  # attention is a square
     assert encode_flops(windowed[1], 1) < 7 * encode_flops(windowed[0], 1)  # within windows it is none
-    plans = [make_plan(KNOWN["qwen2-vl-2b"], Workload(64, tokens, 32), [None]) for tokens in (256, 1024)]
+    plans = [
+        make_plan(KNOWN["qwen2-vl-2b"], Workload(64, tokens, 32), PlannedMethods([None])) for tokens in (256, 1024)
+    ]
     assert [plan.vision_flops for plan in plans] == [encode_flops(small, 1), encode_flops(large, 1)]
 
 
@@ -288,7 +290,7 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
 def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
     size = bundle_size(bundle)
-    found = make_plan(size, Workload(9, 16, 0), [None, 3, 5], precisions_by_name(size, ["fp16"]))
+    found = make_plan(size, Workload(9, 16, 0), PlannedMethods([None, 3, 5]), precisions_by_name(size, ["fp16"]))
     for depth in found.depths:
         expected = kv_bytes(bundle.manifest, depth.k, text=9, vision=16)
         assert depth.precisions["fp16"].kv_bytes == expected
@@ -428,7 +430,7 @@ def test_a_tied_head_counts_beside_its_table_if_it_is_quantised() -> None:
 
 
 def test_a_cpu_widens_half_precision_and_not_quantised_matrices() -> None:
-    found = make_plan(SEVEN, WORK, [None], profile=load_profile("cpu")).depths[0].precisions
+    found = make_plan(SEVEN, WORK, PlannedMethods([None]), profile=load_profile("cpu")).depths[0].precisions
     for name in ("fp16", "bf16"):
         assert found[name].resident_weights_bytes == found["fp32"].resident_weights_bytes
     assert found["int4"].resident_weights_bytes < found["fp32"].resident_weights_bytes / 4
@@ -439,7 +441,7 @@ def decode_ms(model: str, precision: str, profile: str, *, bandwidth: float | No
     if bandwidth:
         device = replace(device, bandwidth=Figure(bandwidth, "another card of the same generation"))
     parts = precisions_by_name(KNOWN[model], [precision], "fp16", "fp16")
-    found = make_plan(KNOWN[model], WORK, [None], parts, device)  # TinyChat's tower and head
+    found = make_plan(KNOWN[model], WORK, PlannedMethods([None]), parts, device)  # TinyChat's tower and head
     phases = found.depths[0].precisions[precision].phases
     assert phases is not None
     return phases["decode_per_token"].ms
@@ -472,7 +474,7 @@ def test_decode_reads_weights_and_so_scales_with_the_bandwidth() -> None:
 
 
 def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> None:
-    found = make_plan(SEVEN, WORK, [None, 17], HALF, load_profile("agx-orin-64")).to_dict()["depths"]
+    found = make_plan(SEVEN, WORK, PlannedMethods([None, 17]), HALF, load_profile("agx-orin-64")).to_dict()["depths"]
     none, at_k = (depth["precisions"]["fp16"]["latency_ms"] for depth in found)
     assert at_k["vision"] == none["vision"]
     assert at_k["prefill"] / none["prefill"] == pytest.approx(0.55, abs=0.01)
@@ -480,7 +482,7 @@ def test_withdrawal_shortens_prefill_in_proportion_and_leaves_vision_alone() -> 
 
 
 def test_a_text_prompt_costs_no_vision_time() -> None:
-    found = make_plan(SEVEN, Workload(66, 0, 0), [None], HALF, load_profile("agx-orin-64")).to_dict()
+    found = make_plan(SEVEN, Workload(66, 0, 0), PlannedMethods([None]), HALF, load_profile("agx-orin-64")).to_dict()
     assert found["vision_flops"] == 0
     assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
 
@@ -500,7 +502,9 @@ def test_planning_a_known_model_loads_no_exporting_library() -> None:
 
 def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> None:
     model = KNOWN["gemma-4-e2b"]
-    none, first = make_plan(model, Workload(22, 266, 32), [None, 14], precisions_by_name(model, ["fp16"])).depths
+    none, first = make_plan(
+        model, Workload(22, 266, 32), PlannedMethods([None, 14]), precisions_by_name(model, ["fp16"])
+    ).depths
     assert none.kv_slots == (288,) * 15 + (0,) * 20
     assert first.kv_slots == (288,) * 13 + (22,) * 2 + (0,) * 20
     element = 2 * 2  # K and V, in fp16
@@ -509,7 +513,7 @@ def test_layers_that_share_keys_and_values_hold_none_and_run_for_one_token() -> 
     assert with_exit(model.decoder, every) == (288,) * 15 + (1,) * 20
     assert 0.31 < total_flops(model.decoder, with_exit(model.decoder, every)) / total_flops(model.decoder, every) < 0.32
     with pytest.raises(RequestError, match="K = 16 is behind layer 14: layers from 16 on"):
-        make_plan(model, Workload(22, 266, 32), [16], precisions_by_name(model, ["fp16"]))
+        make_plan(model, Workload(22, 266, 32), PlannedMethods([16]), precisions_by_name(model, ["fp16"]))
 
 
 def test_a_layer_that_slides_attends_to_its_window() -> None:

@@ -13,7 +13,7 @@ from vtx import cli
 from vtx.runtime.api.options import Options
 from vtx.runtime.errors import RequestError, UnsupportedModelError
 from vtx.runtime.policies.spec import parse
-from vtx.tools.estimate.plan import Workload, make_plan, reduce_counts
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan, reduce_counts
 from vtx.tools.estimate.sizes import KNOWN, ModelSize, bundle_size
 
 SEVEN = KNOWN["llava-1.5-7b"]
@@ -80,8 +80,11 @@ def test_layers_that_run_ahead_of_a_cut_are_counted() -> None:
     runs = 8 * sum(map(layer, (576, 288, 144, 72))) + sum(map(layer, (576, 288, 144)))
     assert found.image_ratio == pytest.approx(runs / (32 * layer(576)), abs=1e-9)
     assert counts("pyramiddrop:ratio=0.7", vision=101)[-1] == 34  # floor(0.343 * 101), not of what was left
-    full, cut = (make_plan(SEVEN, Workload(64, 576, 1), (k,), reductions=parse("pyramiddrop")) for k in (None, 17))
-    plain = [make_plan(SEVEN, Workload(64, 576, 1), (k,)).depths[0].total_flops for k in (9, 17)]
+    full, cut = (
+        make_plan(SEVEN, Workload(64, 576, 1), PlannedMethods((k,), reductions=parse("pyramiddrop")))
+        for k in (None, 17)
+    )
+    plain = [make_plan(SEVEN, Workload(64, 576, 1), PlannedMethods((k,))).depths[0].total_flops for k in (9, 17)]
     assert full.depths[0].total_flops > cut.depths[0].total_flops
     assert plain[0] < cut.depths[0].total_flops < plain[1]
 

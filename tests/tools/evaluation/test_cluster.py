@@ -21,7 +21,7 @@ from vtx.runtime.api.model import Model
 from vtx.runtime.errors import DeviceError
 from vtx.tools.common.cluster import Cluster
 from vtx.tools.common.loading import Loading
-from vtx.tools.evaluation.ask import Asked, Evaluated, ask_all, make_methods
+from vtx.tools.evaluation.ask import Asked, Evaluated, Inquiry, ask_all, make_methods
 from vtx.tools.evaluation.cluster import on_workers
 from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
@@ -46,7 +46,8 @@ def questions(tmp_path: Path) -> QuestionSet:
 
 
 def asked(by: Evaluated, questions: QuestionSet, methods: Any, journal: Path) -> Asked:
-    return ask_all(by, questions, methods, 4, journal, report=lambda *_: None, predict=lambda _: None, timed=0)
+    inquiry = Inquiry(questions, methods, 4, timed=0)
+    return ask_all(by, inquiry, journal, report=lambda *_: None, predict=lambda _: None)
 
 
 def test_workers_count_what_this_machine_counts_and_encode_each_image_once(

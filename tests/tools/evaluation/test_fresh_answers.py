@@ -24,7 +24,7 @@ from vtx.runtime.errors import RequestError
 from vtx.tools.bench.measure import Bench, BenchOptions
 from vtx.tools.bench.methods import Method
 from vtx.tools.evaluation import ask
-from vtx.tools.evaluation.ask import Asked, CostedAnswer, Evaluated, ask_all, make_methods
+from vtx.tools.evaluation.ask import Asked, CostedAnswer, Evaluated, Inquiry, ask_all, make_methods
 from vtx.tools.evaluation.questions import QuestionSet, TaskQuestion
 
 TOKENS = 8
@@ -80,7 +80,9 @@ def evaluated(
     questions = [TaskQuestion(tuple(folder / n for n in names), q, ("yes",), "image") for names, q, _ in asked]
     data = QuestionSet("questions", tuple(questions))
     by = Evaluated.of(model, methods)
-    return ask_all(by, data, methods, tokens, folder / "answers", report=lambda *_: None, predict=lambda _: None)
+    return ask_all(
+        by, Inquiry(data, methods, tokens), folder / "answers", report=lambda *_: None, predict=lambda _: None
+    )
 
 
 def check(fresh: FreshAnswers, asked: Sequence[Any], found: Asked) -> None:
@@ -190,8 +192,9 @@ def test_answers_side_by_side_cost_what_they_cost_alone_and_an_image_is_encoded_
     def evaluated(name: str, **more: Any) -> Asked:
         encoded.clear()
         return ask_all(
-            Evaluated.of(chosen, methods), QuestionSet("questions", tuple(questions)), methods, TOKENS, folder / name,
-            report=lambda *_: None, predict=lambda _: None, **more,
+            Evaluated.of(chosen, methods),
+            Inquiry(QuestionSet("questions", tuple(questions)), methods, TOKENS, **more), folder / name,
+            report=lambda *_: None, predict=lambda _: None,
         )  # fmt: skip
 
     monkeypatch.setattr(type(chosen.backend), "vision", vision)

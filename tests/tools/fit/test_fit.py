@@ -29,7 +29,7 @@ from vtx.runtime.strict import json_value
 from vtx.runtime.terminal.console import WideTable
 from vtx.runtime.vision.layout import limited_layout
 from vtx.tools.data.items import plain
-from vtx.tools.estimate.plan import Workload, make_plan
+from vtx.tools.estimate.plan import PlannedMethods, Workload, make_plan
 from vtx.tools.estimate.sizes import bundle_size
 from vtx.tools.estimate.weights import precisions_by_name
 from vtx.tools.fit import asking, settings
@@ -370,7 +370,7 @@ def test_an_estimate_is_that_of_vtx_plan_for_what_the_answer_ran(half: Bundle) -
             text = answer.stats.prompt_tokens - answer.stats.vision_tokens
             work = Workload(text, answer.stats.vision_tokens, 2, 1)
             parts = precisions_by_name(size, ["fp16"])
-            cost = make_plan(size, work, [k], parts, planned.profile, engine=planned.engine.cost)
+            cost = make_plan(size, work, PlannedMethods([k]), parts, planned.profile, engine=planned.engine.cost)
             phases = cost.depths[0].precisions["fp16"].phases
             assert phases is not None
             assert planned.times(answer, 1) == pytest.approx(

@@ -11,7 +11,7 @@ import pytest
 from vtx.runtime.errors import RequestError
 from vtx.tools.data.bounds import ImageLosses
 from vtx.tools.fit.asking import TimedAnswer
-from vtx.tools.fit.fit import FURTHER, TURNS, excess, measure_turns, turns_for, verdict
+from vtx.tools.fit.fit import FURTHER, TURNS, excess, measure_turns, nearest, turns_for
 from vtx.tools.fit.fit import evidence_of as evidence
 from vtx.tools.fit.search import FINALISTS, Budget, Rating, best, planned, rate, search
 from vtx.tools.fit.settings import Setting
@@ -136,9 +136,9 @@ def test_if_nothing_fits_the_verdict_has_the_nearest_and_the_budgets_that_would_
     }
     late = {s: excess(found, budget) for s, found in held.items()}
     assert late[slow] == pytest.approx(0.2)
-    nearest, would_do, other = verdict(None, held, late, [slow], [slow, quick], of(None), budget)
-    assert "nothing fits" in nearest
-    assert "K = 20" in nearest
+    first, would_do, other = nearest(held, late, [slow], [slow, quick], budget)
+    assert "nothing fits" in first
+    assert "K = 20" in first
     assert would_do == "it fits with --first-token 13"
     assert "K = 4" in other
     assert "--keep 85.8%" in other  # Clopper and Pearson's upper end of 20 of 200 is 14.2%

@@ -15,7 +15,7 @@ POST_NORM = "vision.post_layernorm"
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """CLIP's tower of text."""
+    """CLIP's tower of text, whose tokens attend to themselves and those before."""
 
     hidden: int
     ffn: int

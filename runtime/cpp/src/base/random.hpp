@@ -1,4 +1,4 @@
-// numpy.random.default_rng(seed): PCG64 seeded through a SeedSequence, so that a seed gives the tokens it gives in Python.
+// Random numbers from a seed, those of runtime/generator.py: SplitMix64.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,11 @@ class Random {
   explicit Random(std::optional<uint64_t> seed);
   // Uniform in [0, 1), 53 bits.
   double uniform();
-  // What standard_normal(count, float32) gives.
+  // Numbers of the standard normal distribution, by Box and Muller.
   std::vector<float> normals(size_t count);
 
  private:
-  __extension__ using Wide = unsigned __int128;
-  void step();
-  uint64_t bits();
-  Wide state_ = 0, increment_ = 0;
+  uint64_t state_;
 };
 
 }  // namespace vtxcore

@@ -17,8 +17,8 @@
 //                             tokens with the logits that gave each
 //   stage BUNDLE DEVICE[:COMPUTE] N [ROW...]  hidden states on stdin through stage N (from 0), of which those ROWs are asked
 //                             for or all, and the last one once more as the next token; their hidden states on stdout
-//   uniforms SEED COUNT       what numpy.random.default_rng(SEED).random() gives
-//   normals SEED COUNT        what its standard_normal(COUNT, float32) gives, as it lies in memory
+//   uniforms SEED COUNT       what SplitMix(SEED).uniform() gives
+//   normals SEED COUNT        what its normals(COUNT) gives, as it lies in memory
 //   select SPEC TOKENS WIDTH CLIP QUESTIONS  what a method without layers selects of one image, question after question: on
 //                             stdin its tokens, their patches [TOKENS, CLIP] and of each question its mean input embedding
 //                             and CLIP's; a line each: what is kept, and the processor's milliseconds. Where cosines
