@@ -23,11 +23,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from benchmarks import divergence_rivals as rivals
-from benchmarks.common import markdown
+from benchmarks.common import markdown, replace_tables
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -262,9 +263,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
 def write_results(file: Path) -> None:
     """The rows of a run as the table of each decoder, from the most bits of a weight to the least; others stay."""
     rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    tables = {row.decoder.replace(".", "-") for row in rows}
-    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line["table"] not in tables]
+    lines = list[dict[str, Any]]()
     for decoder in dict.fromkeys(row.decoder for row in rows):
         table = decoder.replace(".", "-")
         own = [row for row in rows if row.decoder == decoder]
@@ -274,7 +273,7 @@ def write_results(file: Path) -> None:
             bits = "" if row.bits is None else f"{row.bits:.2f}"
             cells = [row.form, bits, f"{row.kl:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
             lines.append({"table": table, "row": cells})
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    replace_tables(RESULTS, lines)
 
 
 def main() -> None:
