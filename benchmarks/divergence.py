@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -261,15 +262,16 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def write_results(file: Path) -> None:
-    """The rows of a run as the table of each decoder, from the most bits of a weight to the least; others stay."""
-    rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    """The rows of a run as tables of a decoder: its forms, from the most bits of a weight on, and its bundles."""
+    tables = defaultdict[str, list[Row]](list)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = Row(**json.loads(line))
+        tables[row.decoder.replace(".", "-") + ("-engines" if row.bits is None else "")].append(row)
     lines = list[dict[str, Any]]()
-    for decoder in dict.fromkeys(row.decoder for row in rows):
-        table = decoder.replace(".", "-")
-        own = [row for row in rows if row.decoder == decoder]
-        caption = CAPTION.format(decoder=decoder, positions=max(row.positions for row in own))
+    for table, rows in tables.items():
+        caption = CAPTION.format(decoder=rows[0].decoder, positions=rows[0].positions)
         lines.append({"table": table, "columns": COLUMNS, "align": ALIGN, "caption": caption})
-        for row in sorted(own, key=lambda row: -(row.bits or 0)):
+        for row in sorted(rows, key=lambda row: -(row.bits or 0)):
             bits = "" if row.bits is None else f"{row.bits:.2f}"
             cells = [row.form, bits, f"{row.kl:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
             lines.append({"table": table, "row": cells})
