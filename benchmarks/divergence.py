@@ -57,8 +57,8 @@ HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "nncf-int4": 
 COLUMNS = ["form", "bits", "KL", "same top-1", "perplexity"]
 ALIGN = ["---", *["---:"] * 4]
 CAPTION = (
-    "{decoder}, {positions} positions of eight texts, teacher-forced, beside its float32 weights; KL in nats, bits of "
-    "a weight of the decoder's matrices and the head."
+    "{decoder}, {positions} positions of eight texts, teacher-forced; KL in nats from float32; bits of a weight of "
+    "decoder and head."
 )
 Texts = dict[str, NDArray[np.int64]]  # ids [POSITIONS + 1] by the kind of text
 Logits = dict[str, NDArray[np.float32]]  # [POSITIONS, vocab]
