@@ -64,6 +64,24 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def replace_tables(file: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Put lines into a file of results in place of those of the same tables; others stay."""
+    tables = {line["table"] for line in lines}
+    known = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    others = [line for line in map(json.loads, known) if line["table"] not in tables]
+    file.write_text("".join(f"{json.dumps(json_value(line))}\n" for line in (*others, *lines)), encoding="utf-8")
+
+
+def write_table(
+    file: Path, name: str, caption: str, table: Sequence[Sequence[str]], rows: Sequence[dict[str, Any]]
+) -> None:
+    """Put a table whose first row is its head, and the figures that it is of, into a file of results."""
+    head, *cells = table
+    about = {"columns": head, "align": ["---", *["---:"] * (len(head) - 1)], "caption": caption}
+    lines = [{"table": name, **about}, *({"table": name, "row": row} for row in cells)]
+    replace_tables(file, [*lines, *({"table": f"{name}-raw", "row": row} for row in rows)])
+
+
 @contextmanager
 def scratch(where: Path | None) -> Iterator[Path]:
     """A folder for large files, gone afterwards; on a disk, since memory is what is measured."""

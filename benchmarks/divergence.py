@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from benchmarks import divergence_rivals as rivals
-from benchmarks.common import markdown
+from benchmarks.common import markdown, replace_tables
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,8 +57,8 @@ HEADS = {"int4-32": "int8", "int4-64": "int8", "int4-128": "int8", "nncf-int4": 
 COLUMNS = ["form", "bits", "KL", "same top-1", "perplexity"]
 ALIGN = ["---", *["---:"] * 4]
 CAPTION = (
-    "{decoder}, {positions} positions of eight texts, teacher-forced, beside its float32 weights; KL in nats, bits of "
-    "a weight of the decoder's matrices and the head."
+    "{decoder}, {positions} positions of eight texts, teacher-forced; KL in nats from float32; bits of a weight of "
+    "decoder and head."
 )
 Texts = dict[str, NDArray[np.int64]]  # ids [POSITIONS + 1] by the kind of text
 Logits = dict[str, NDArray[np.float32]]  # [POSITIONS, vocab]
@@ -260,21 +262,20 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def write_results(file: Path) -> None:
-    """The rows of a run as the table of each decoder, from the most bits of a weight to the least; others stay."""
-    rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
-    tables = {row.decoder.replace(".", "-") for row in rows}
-    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line["table"] not in tables]
-    for decoder in dict.fromkeys(row.decoder for row in rows):
-        table = decoder.replace(".", "-")
-        own = [row for row in rows if row.decoder == decoder]
-        caption = CAPTION.format(decoder=decoder, positions=max(row.positions for row in own))
+    """The rows of a run as tables of a decoder: its forms, from the most bits of a weight on, and its bundles."""
+    tables = defaultdict[str, list[Row]](list)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = Row(**json.loads(line))
+        tables[row.decoder.replace(".", "-") + ("-engines" if row.bits is None else "")].append(row)
+    lines = list[dict[str, Any]]()
+    for table, rows in tables.items():
+        caption = CAPTION.format(decoder=rows[0].decoder, positions=rows[0].positions)
         lines.append({"table": table, "columns": COLUMNS, "align": ALIGN, "caption": caption})
-        for row in sorted(own, key=lambda row: -(row.bits or 0)):
+        for row in sorted(rows, key=lambda row: -(row.bits or 0)):
             bits = "" if row.bits is None else f"{row.bits:.2f}"
             cells = [row.form, bits, f"{row.kl:.2g}", f"{row.same:.1%}", f"{row.perplexity:.2f}"]
             lines.append({"table": table, "row": cells})
-    RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    replace_tables(RESULTS, lines)
 
 
 def main() -> None:

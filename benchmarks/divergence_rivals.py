@@ -86,7 +86,8 @@ def rounded_by_nncf(values: Floats, form: str) -> tuple[Floats, float]:
     config = WeightCompressionConfig(mode, NNCF_BLOCKS[form])
     restored = integer_quantize_dequantize_weight(Tensor(values), config, reduction_axes=(1,))
     block = values.shape[1] if config.group_size < 0 else config.group_size
-    return restored.data.reshape(values.shape), config.num_bits + (SCALE_BITS + config.num_bits) / block
+    own = np.array(restored.data)  # a copy: OpenVINO writes the next matrix of this shape into the same memory
+    return own.reshape(values.shape), config.num_bits + (SCALE_BITS + config.num_bits) / block
 
 
 def in_bf16(checkpoint: Path, texts: Mapping[str, NDArray[np.int64]]) -> dict[str, Floats]:

@@ -19,15 +19,25 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import form_options, parser, report, scratch
+from common import form_options, parser, report, scratch, write_table
 
 FORMS = ("fp16", "int8", "int8-128", "int4", "int4-32", "int4-32@6.3", "int4-32@6.3 aware", "int4-128")
 TABLE = "export-cost"
-COLUMNS = "form", "memory, MB", "predicted", "processor s", "of the check", "check s", "KL", "disk, GB"
+COLUMNS = (
+    "form",
+    "memory, MB",
+    "predicted",
+    "with the check, MB",
+    "processor s",
+    "of the check",
+    "check s",
+    "KL",
+    "disk, GB",
+)
 
 
 def export_cost(checkpoint: Path, form: str, out: Path) -> dict[str, Any]:
-    """Export in this process: bytes of disk, peak memory before the check and its prediction, and seconds."""
+    """Export in this process: bytes of disk, peak memory before and after the check, its prediction, and seconds."""
     from vtx.exporter.bundling.activation_aware import SAMPLES
     from vtx.exporter.bundling.export import run_export
     from vtx.exporter.bundling.options import ExportOptions, MeasuredArithmetic
@@ -60,6 +70,7 @@ def export_cost(checkpoint: Path, form: str, out: Path) -> dict[str, Any]:
         "disk": sum(record.bytes for record in bundle.manifest.files.values()),
         "memory": before.get("memory") or peak(),
         "predicted": plan.prediction.export_memory,
+        "checked_memory": peak(),
         "processor_s": round(processor - checked["processor"], 1),
         "check_processor_s": round(checked["processor"], 1),
         "check_s": round(checked["seconds"], 1),
@@ -90,6 +101,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["form"],
         f"{row['memory'] / 1e6:,.0f}",
         f"{error:+.0%}",
+        f"{row['checked_memory'] / 1e6:,.0f}",
         f"{row['processor_s']:.0f}",
         f"{row['check_processor_s']:.0f}",
         f"{row['check_s']:.0f}",
@@ -118,12 +130,8 @@ def main() -> None:
     name = f"{TABLE}-{given.checkpoint.name}"
     table = [list(COLUMNS), *map(cells, rows)]
     if given.write is not None:
-        align = ["---", *["---:"] * (len(COLUMNS) - 1)]
         caption = f"{given.checkpoint.name}, {rows[0]['layers']} layers; memory before the check of the answers"
-        lines = [{"table": name, "columns": list(COLUMNS), "align": align, "caption": caption}]
-        lines += [{"table": name, "row": line} for line in table[1:]]
-        lines += [{"table": f"{name}-raw", "row": row} for row in rows]
-        given.write.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+        write_table(given.write, name, caption, table, rows)
     report({"rows": rows}, table, given.json)
 
 

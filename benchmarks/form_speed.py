@@ -5,8 +5,8 @@
 
 A form is a precision, behind "-" the weights that share a scale, and behind "@" the mean bits of mixed weights. Its
 bundle is exported to --work unless it is there. Every round loads each bundle on each engine, asks once to warm up,
-and then once about a new conversation with the same picture, whose encoding is not counted; every second round goes
-backwards. One bundle is in memory at a time.
+and then --asks times in new conversations about the same picture, whose encoding is not counted; every second round
+goes backwards. One bundle is in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import form_options, parser, report
+from common import form_options, parser, report, write_table
 from PIL import Image
 
 from vtx.exporter.bundling.export import run_export
@@ -41,15 +41,16 @@ def bundle_of(checkpoint: Path, form: str, work: Path) -> Path:
     return out
 
 
-def asked(bundle: Path, device: str, compute: str, threads: int, tokens: int) -> dict[str, float]:
-    """Milliseconds to the first token and for each further one, after a question that warms up."""
+def asked(bundle: Path, device: str, compute: str, threads: int, tokens: int, asks: int) -> list[dict[str, float]]:
+    """Milliseconds to the first token and for each further one, `asks` times after a question that warms up."""
     pixels = np.random.default_rng(0).integers(0, 256, (336, 336, 3), np.uint8)
     picture = Image.fromarray(pixels)
     with load(bundle, device=device, compute=compute, threads=threads, force=True) as model:
-        for _ in range(2):
+        times = list[dict[str, float]]()
+        for _ in range(1 + asks):
             with model.open(picture) as conversation:
-                times = conversation.ask(QUESTION, "none", max_new_tokens=tokens).stats.timings_ms
-    return {"first": times["prefill"], "token": times["decode_per_token"]}
+                times.append(conversation.ask(QUESTION, "none", max_new_tokens=tokens).stats.timings_ms)
+    return [{"first": one["prefill"], "token": one["decode_per_token"]} for one in times[1:]]
 
 
 def main() -> None:
@@ -59,9 +60,11 @@ def main() -> None:
     args.add_argument("--forms", nargs="+", default=list(FORMS))
     args.add_argument("--devices", nargs="+", default=list(DEVICES))
     args.add_argument("--compute", default="f32", help="arithmetic of the engines [%(default)s]")
-    args.add_argument("--rounds", type=int, default=6)
+    args.add_argument("--rounds", type=int, default=3)
+    args.add_argument("--asks", type=int, default=2, help="of a bundle in a round [%(default)s]")
     args.add_argument("--tokens", type=int, default=17)
     args.add_argument("--threads", type=int, default=cores())
+    args.add_argument("--write", type=Path, help="put the table and its rows into these results")
     given = args.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     bundles = {form: bundle_of(given.checkpoint, form, given.work) for form in given.forms}
@@ -69,14 +72,16 @@ def main() -> None:
     times = defaultdict[Place, list[dict[str, float]]](list)
     for number in range(given.rounds):
         for form, device in places[:: -1 if number % 2 else 1]:
-            one = asked(bundles[form], device, given.compute, given.threads, given.tokens)
-            times[form, device].append(one)
+            times[form, device] += asked(bundles[form], device, given.compute, given.threads, given.tokens, given.asks)
     table = [["form", "engine", "first token, ms", "token, ms"]]
     rows = list[dict[str, Any]]()
     for form, device in places:
         phases = {name: spread([one[name] for one in times[form, device]]) for name in ("first", "token")}
         table.append([form, device, *map(shown, phases.values())])
         rows.append({"form": form, "device": device, **phases, "rounds": times[form, device]})
+    if given.write is not None:
+        caption = f"{given.checkpoint.name}, {given.threads} threads, {given.compute}; median (quartiles)"
+        write_table(given.write, f"form-speed-{given.checkpoint.name}", caption, table, rows)
     about = {"checkpoint": given.checkpoint.name, "threads": given.threads, "compute": given.compute}
     report({**about, "rows": rows}, table, given.json)
 

@@ -23,7 +23,11 @@ CHART = ("installed", "as-installed", ROOT / "docs/images/installed.svg")
 # By script, which has a function of the same name: the results, the tables of them that are drawn, and the picture.
 DECODERS = {
     "curves": ("rest", ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"), ROOT / "docs/images/rest.svg"),
-    "forms": ("divergence", ("qwen2.5-coder-0.5b-shuffled", "gemma-3-270m-shuffled"), ROOT / "docs/images/forms.svg"),
+    "forms": (
+        "divergence",
+        ("qwen2.5-coder-0.5b-shuffled", "qwen2.5-coder-1.5b-shuffled", "gemma-3-270m-shuffled"),
+        ROOT / "docs/images/forms.svg",
+    ),
 }
 
 

@@ -79,7 +79,8 @@ def test_results_of_a_decoder_replace_its_own_and_no_others(tmp_path: Path, monk
     results = tmp_path / "results.jsonl"
     results.write_text('{"table": "a-1", "row": ["old"]}\n{"table": "b", "row": ["kept"]}\n')
     monkeypatch.setattr(divergence, "RESULTS", results)
-    rows = [Row("a.1", form, bits, 0.0123, 0.01, 0.9, 12.0, 9) for form, bits in (("int4-64", 4.25), ("int8", 8.0))]
+    forms = {"int4-64": 4.25, "int8": 8.0, "int8, cpu f32": None}
+    rows = [Row("a.1", form, bits, 0.0123, 0.01, 0.9, 12.0, 9) for form, bits in forms.items()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     divergence.write_results(tmp_path / "rows.jsonl")
     lines = [json.loads(line) for line in results.read_text().splitlines()]
@@ -88,7 +89,9 @@ def test_results_of_a_decoder_replace_its_own_and_no_others(tmp_path: Path, monk
         ["kept"],
         ["int8", "8.00", "0.012", "90.0%", "12.00"],
         ["int4-64", "4.25", "0.012", "90.0%", "12.00"],
+        ["int8, cpu f32", "", "0.012", "90.0%", "12.00"],
     ]
+    assert lines[-1]["table"] == "a-1-engines"
 
 
 def test_mixes_give_more_bits_to_the_head_and_to_half_of_the_sensitive_matrices() -> None:
