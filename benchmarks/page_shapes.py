@@ -1,4 +1,4 @@
-"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers in bf16.
+"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers.
 
 What a configuration leaves out is the default of transformers' classes, as in the published files.
 """
@@ -68,7 +68,7 @@ def _paddleocr_vl() -> Shape:
         "text_config": {"model_type": "paddleocr_vl_text", "vocab_size": 103424, "hidden_size": 1024,
                         "num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
                         "intermediate_size": 3072, "max_position_embeddings": 131072, "use_bias": False,
-                        "rope_parameters": rope},
+                        "tie_word_embeddings": False, "rope_parameters": rope},
         "vision_config": {"model_type": "paddleocr_vl_vision", "hidden_size": 1152, "num_hidden_layers": 27,
                           "num_attention_heads": 16, "intermediate_size": 4304, "patch_size": 14, "image_size": 384},
     }  # fmt: skip

@@ -50,8 +50,8 @@ class Shape:
     """A checkpoint: its sizes and where they are from, its special tokens by id, and the K that is measured.
 
     `assumed`: sizes that are not from a published configuration. `picture`: the side of a square picture that the
-    image processor does not resize. `files`: further configuration files. `torch`: the rival is transformers in bf16,
-    and not OpenVINO GenAI.
+    image processor does not resize. `files`: further configuration files. `torch`: the rival is transformers, and
+    not OpenVINO GenAI.
     """
 
     title: str
@@ -461,7 +461,7 @@ def _distribution(name: str, dims: tuple[int, ...], shape: Shape) -> tuple[float
         return 0.0, EMBEDDING * (dims[1] ** -0.5 if family == "gemma4" else 1)
     if len(dims) < 2:
         return 0.0, 0.05
-    return 0.0, float(np.prod(dims[1:])) ** -0.5
+    return 0.0, float(dims[-1] if ".experts." in name else np.prod(dims[1:])) ** -0.5  # experts first, each a matrix
 
 
 def write_tokenizer(folder: Path, shape: Shape) -> None:

@@ -1,4 +1,7 @@
-"""Hugging Face transformers on PyTorch, whichever vision-language model it is; every question is read anew."""
+"""Hugging Face transformers on PyTorch, whichever vision-language model it is; every question is read anew.
+
+A checkpoint in bf16 is computed in f32 where PyTorch has no fast products in bf16 for the processor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[Precision.parse(precision).stored]
+    halved = Precision.parse(precision).stored == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.bfloat16 if halved else torch.float32
     source = folder / CHECKPOINT
     images = AutoImageProcessor.from_pretrained(source, backend="pil")
     return Loaded(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).eval(), images)
@@ -50,6 +54,7 @@ class Loaded:
     def __init__(self, model: Any, images: Any) -> None:
         self._model = model
         self._images = images
+        self.how = f"torch in {'bf16' if model.dtype.itemsize == 2 else 'f32'}"
 
     def ask(self, question: Question, new_tokens: int) -> Answer:
         import torch
