@@ -341,12 +341,12 @@ def report(args: argparse.Namespace, records: Records) -> None:
     if not args.write:
         return
     kept = [json.loads(line) for line in TABLES.read_text(encoding="utf-8").splitlines()]
-    lines = written(kept, records, args.shapes)
+    lines = result_lines(kept, records, args.shapes)
     TABLES.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "docs/measurements/tables.py")], check=True)
 
 
-def written(kept: list[dict[str, Any]], records: Records, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
+def result_lines(kept: list[dict[str, Any]], records: Records, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
     """The lines of TABLES: those of `kept` whose table has no new rows, and the new ones."""
     made = tables(records, shapes)
     lines = [line for line in kept if line["table"] not in made]

@@ -121,7 +121,7 @@ def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -
     records.add("export", name, k=10, bundle=10**9, peak_rss=10**9, memory="1 GB", predicted="1 GB")
     other = {"table": "shapes-export", "row": ["another"]}
     old = {"table": "pages-export", "row": ["old"]}
-    lines = shapes.written([other, old], records, {**SHAPES, **PAGE_SHAPES})
+    lines = shapes.result_lines([other, old], records, {**SHAPES, **PAGE_SHAPES})
     assert [line["table"] for line in lines] == ["shapes-export", "pages-export", "pages-export"]
     assert lines[0] == other
     assert lines[2]["row"][0] == "LightOnOCR 1B"

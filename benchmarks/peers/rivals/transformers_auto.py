@@ -30,8 +30,8 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    halved = Precision.parse(precision).stored == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    dtype = torch.bfloat16 if halved else torch.float32
+    half = Precision.parse(precision).stored == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.bfloat16 if half else torch.float32
     source = folder / CHECKPOINT
     images = AutoImageProcessor.from_pretrained(source, backend="pil")
     return Loaded(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).eval(), images)
