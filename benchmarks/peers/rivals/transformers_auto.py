@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contract import Answer, Precision, Question
+from benchmarks.peers.rivals import transformers
 
-PRECISIONS = ("fp32", "bf16")
-REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
-PACKAGES = ("transformers", "torch")
+PRECISIONS = transformers.PRECISIONS
+REQUIREMENTS = transformers.REQUIREMENTS
+PACKAGES = transformers.PACKAGES
 NOTE = ""
-CHECKPOINT = "checkpoint"
-
-
-def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    """Nothing is converted: the dtype is changed while loading."""
-    (folder / CHECKPOINT).symlink_to(checkpoint.resolve())
+prepare = transformers.prepare
 
 
 def load(folder: Path, precision: str, threads: int) -> Loaded:
@@ -32,7 +28,7 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
     torch.set_num_interop_threads(1)
     half = Precision.parse(precision).stored == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     dtype = torch.bfloat16 if half else torch.float32
-    source = folder / CHECKPOINT
+    source = folder / transformers.CHECKPOINT
     images = AutoImageProcessor.from_pretrained(source, backend="pil")
     return Loaded(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).eval(), images)
 
