@@ -1,9 +1,8 @@
 """The newest families at their published sizes: random checkpoints in Hugging Face's layout, for `shapes.py`.
 
 Every tensor that transformers' class of the family has, under its name, in bfloat16, in shards, written block by block.
-The head is the embedding, or has its values where it is not tied, and these are large: the most likely token is the
-last one by a clear margin, as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because
-noise nearly ties.
+The head is the embedding or has its values, which are large: the most likely token is the last one by a clear margin,
+as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because noise nearly ties.
 The tokenizer is of bytes, with fillers up to the vocabulary's size and the special tokens at their published ids.
 """
 
