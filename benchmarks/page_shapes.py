@@ -139,13 +139,13 @@ def _qwen3_vl_moe() -> Shape:
     }  # fmt: skip
     vision = {
         **dense.config["vision_config"], "model_type": "qwen3_vl_moe", "depth": 27, "hidden_size": 1152,
-        "intermediate_size": 4304, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
+        "intermediate_size": 4304, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16],
     }  # fmt: skip
     config = {
         **dense.config, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
         "tie_word_embeddings": False, "text_config": text, "vision_config": vision,
     }  # fmt: skip
-    assumed = "2 of 48 layers"
+    assumed = "2 of 48 layers, 2 of 3 maps"
     return replace(dense, title="Qwen3-VL-30B-A3B", config=config, k=2, assumed=assumed, source=SOURCE, torch=True)
 
 
