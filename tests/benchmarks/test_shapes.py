@@ -12,11 +12,12 @@ import pytest
 import torch
 from benchmarks import shapes
 from benchmarks.page_shapes import PAGE_SHAPES
-from benchmarks.shape_files import SHAPES, Shape, write_checkpoint
+from benchmarks.shape_files import SHAPES, Shape, tensors, write_checkpoint, write_json
 
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.families.registry import read_config
 
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 4096}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -126,6 +127,17 @@ def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -
     assert [line["table"] for line in lines] == ["shapes-export", "pages-export", "pages-export"]
     assert lines[0] == other
     assert lines[2]["row"][0] == "LightOnOCR 1B"
+
+
+@pytest.mark.parametrize("name", [*PAGE_SHAPES])
+def test_the_published_sizes_of_a_page_shape_are_read_and_have_a_head_where_transformers_does(
+    name: str, tmp_path: Path
+) -> None:
+    shape = PAGE_SHAPES[name]
+    write_json(tmp_path / "config.json", shape.config)
+    decoder = read_config(shape.config).text
+    assert 2 <= shape.k <= decoder.layers
+    assert decoder.tied != ("lm_head.weight" in dict(tensors(tmp_path)))
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
