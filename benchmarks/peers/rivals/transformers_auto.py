@@ -26,7 +26,7 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    half = Precision.parse(precision).stored == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    half = Precision.parse(precision).stored == "bf16" and torch.backends.cpu.get_cpu_capability() == "AVX512"
     dtype = torch.bfloat16 if half else torch.float32
     source = folder / transformers.CHECKPOINT
     images = AutoImageProcessor.from_pretrained(source, backend="pil")
