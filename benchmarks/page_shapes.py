@@ -1,4 +1,4 @@
-"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers in bf16.
+"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers.
 
 What a configuration leaves out is the default of transformers' classes, as in the published files.
 """
@@ -13,24 +13,29 @@ from benchmarks.shape_files import CHATML, QWEN_VIDEOS, SHAPES, Shape
 
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-QWEN_TURNS = dict(zip(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], range(151643, 151646), strict=True))
+TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24]}
 SOURCE = "transformers' classes"
 
 
 def _shape(
-    title: str,
-    config: Mapping[str, Any],
-    specials: Mapping[str, int],
-    image: str,
-    files: Mapping[str, Any],
-    **sizes: int,
+    title: str, config: Mapping[str, Any], turns: int, marks: Mapping[str, int], images: Mapping[str, Any], **sizes: int
 ) -> Shape:
-    """A shape with ChatML's turns; `image` is the text of an image in a prompt, its marks included."""
-    roles = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    template = CHATML.replace("IMAGE", image)
-    token = next(name for name, id in specials.items() if id == config["image_token_id"])
-    common = {"dtype": "bfloat16", **config}
-    return Shape(title, common, specials, roles, template, token, files, source=SOURCE, torch=True, **sizes)
+    """A shape with ChatML's turns, ids from `turns` on; `marks` are those of an image in a prompt, and the video's."""
+    names = {number: text for text, number in marks.items()}
+    image = "".join(text for text, number in marks.items() if number != config.get("video_token_id"))
+    return Shape(
+        title,
+        {"dtype": "bfloat16", **config},
+        {**{text: turns + n for n, text in enumerate(TURNS)}, **marks},
+        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        CHATML.replace("IMAGE", image),
+        names[config["image_token_id"]],
+        {"preprocessor_config.json": images},
+        source=SOURCE,
+        torch=True,
+        **sizes,
+    )
 
 
 def _lighton_ocr() -> Shape:
@@ -45,18 +50,16 @@ def _lighton_ocr() -> Shape:
         "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24, "image_size": 1540,
                           "num_attention_heads": 16, "intermediate_size": 4096, "patch_size": 14},
     }  # fmt: skip
-    files = {
-        "preprocessor_config.json": CLIP | {
-            "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 28, "width": 28},
-            "size": {"longest_edge": 1540}, "rescale_factor": 1 / 255, "resample": 3},
-        "processor_config.json": {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2},
+    images = CLIP | {
+        "image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 28, "width": 28},
+        "size": {"longest_edge": 1540}, "rescale_factor": 1 / 255, "resample": 3,
     }  # fmt: skip
-    specials = QWEN_TURNS | {"<|image_pad|>": 151655}
-    return _shape("LightOnOCR 1B", config, specials, "<|image_pad|>", files, k=10, picture=784)
+    shape = _shape("LightOnOCR 1B", config, 151643, {"<|image_pad|>": 151655}, images, k=10, picture=784)
+    processor = {"processor_class": "LightOnOcrProcessor", "patch_size": 14, "spatial_merge_size": 2}
+    return replace(shape, files={**shape.files, "processor_config.json": processor})
 
 
 def _paddleocr_vl() -> Shape:
-    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 500000.0}
     config = {
         "architectures": ["PaddleOCRVLForConditionalGeneration"],
         "model_type": "paddleocr_vl",
@@ -68,7 +71,7 @@ def _paddleocr_vl() -> Shape:
         "text_config": {"model_type": "paddleocr_vl_text", "vocab_size": 103424, "hidden_size": 1024,
                         "num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
                         "intermediate_size": 3072, "max_position_embeddings": 131072, "use_bias": False,
-                        "rope_parameters": rope},
+                        "tie_word_embeddings": False, "rope_parameters": ROPE | {"rope_theta": 500000.0}},
         "vision_config": {"model_type": "paddleocr_vl_vision", "hidden_size": 1152, "num_hidden_layers": 27,
                           "num_attention_heads": 16, "intermediate_size": 4304, "patch_size": 14, "image_size": 384},
     }  # fmt: skip
@@ -76,15 +79,13 @@ def _paddleocr_vl() -> Shape:
         "image_processor_type": "PaddleOCRVLImageProcessor", "min_pixels": 147384, "max_pixels": 2822400,
         "patch_size": 14, "merge_size": 2, "temporal_patch_size": 1,
     }  # fmt: skip
-    specials = {"<|endoftext|>": 100272, "<|im_start|>": 100273, "<|im_end|>": 100274, "<|IMAGE_PLACEHOLDER|>": 100295}
-    specials |= {"<|video_pad|>": 100296, "<|IMAGE_START|>": 101305, "<|IMAGE_END|>": 101306}
-    image = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
-    files = {"preprocessor_config.json": images}
-    return _shape("PaddleOCR-VL 0.9B", config, specials, image, files, k=7, picture=784)
+    marks = {"<|IMAGE_START|>": 101305, "<|IMAGE_PLACEHOLDER|>": 100295, "<|IMAGE_END|>": 101306}
+    marks["<|video_pad|>"] = 100296
+    return _shape("PaddleOCR-VL 0.9B", config, 100272, marks, images, k=7, picture=784)
 
 
 def _glm_ocr() -> Shape:
-    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    rope = ROPE | {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     config = {
         "architectures": ["GlmOcrForConditionalGeneration"],
         "model_type": "glm_ocr",
@@ -103,10 +104,8 @@ def _glm_ocr() -> Shape:
         "image_processor_type": "Glm46VImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
         "size": {"shortest_edge": 12544, "longest_edge": 9633792},
     }  # fmt: skip
-    specials = {"<|endoftext|>": 59246, "<|im_start|>": 59247, "<|im_end|>": 59248, "<|begin_of_image|>": 59256}
-    specials |= {"<|end_of_image|>": 59257, "<|image|>": 59280, "<|video|>": 59281}
-    image = "<|begin_of_image|><|image|><|end_of_image|>"
-    return _shape("GLM-OCR 0.9B", config, specials, image, {"preprocessor_config.json": images}, k=6, picture=784)
+    marks = {"<|begin_of_image|>": 59256, "<|image|>": 59280, "<|end_of_image|>": 59257, "<|video|>": 59281}
+    return _shape("GLM-OCR 0.9B", config, 59246, marks, images, k=6, picture=784)
 
 
 def _lfm3_vl() -> Shape:
@@ -125,11 +124,9 @@ def _lfm3_vl() -> Shape:
         "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
         "size": {"shortest_edge": 3136, "longest_edge": 1003520},
     }  # fmt: skip
-    specials = {"<|endoftext|>": 124900, "<|im_start|>": 124901, "<|im_end|>": 124902, "<|vision_start|>": 125009}
-    specials |= {"<|vision_end|>": 125010, "<|video_pad|>": 125029, "<|image_pad|>": 125030}
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    files = {"preprocessor_config.json": images, "video_preprocessor_config.json": QWEN_VIDEOS}
-    return _shape("LFM3-VL-2B", config, specials, image, files, k=8, picture=768)
+    marks = {"<|vision_start|>": 125009, "<|image_pad|>": 125030, "<|vision_end|>": 125010, "<|video_pad|>": 125029}
+    shape = _shape("LFM3-VL-2B", config, 124900, marks, images, k=8, picture=768)
+    return replace(shape, files={**shape.files, "video_preprocessor_config.json": QWEN_VIDEOS})
 
 
 def _qwen3_vl_moe() -> Shape:
@@ -142,13 +139,13 @@ def _qwen3_vl_moe() -> Shape:
     }  # fmt: skip
     vision = {
         **dense.config["vision_config"], "model_type": "qwen3_vl_moe", "depth": 27, "hidden_size": 1152,
-        "intermediate_size": 4304, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
+        "intermediate_size": 4304, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16],
     }  # fmt: skip
     config = {
         **dense.config, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
         "tie_word_embeddings": False, "text_config": text, "vision_config": vision,
     }  # fmt: skip
-    assumed = "2 of 48 layers"
+    assumed = "2 of 48 layers, 2 of 3 maps"
     return replace(dense, title="Qwen3-VL-30B-A3B", config=config, k=2, assumed=assumed, source=SOURCE, torch=True)
 
 

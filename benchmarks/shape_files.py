@@ -1,8 +1,8 @@
 """The newest families at their published sizes: random checkpoints in Hugging Face's layout, for `shapes.py`.
 
 Every tensor that transformers' class of the family has, under its name, in bfloat16, in shards, written block by block.
-Those here tie their head to the embedding, which is drawn large: the most likely token is the last one by a clear
-margin, as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because noise nearly ties.
+The head is the embedding or has its values, which are large: the most likely token is the last one by a clear margin,
+as a trained model mostly has one, so that arithmetic in bf16 or int8 is not rejected because noise nearly ties.
 The tokenizer is of bytes, with fillers up to the vocabulary's size and the special tokens at their published ids.
 """
 
@@ -22,6 +22,7 @@ from vtx.runtime.bundle.safetensors import layout
 
 SHARD_BYTES = 2 << 30
 BLOCK = 1 << 22
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 EMBEDDING = 4.0  # standard deviation; all layers together add less
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
@@ -50,8 +51,8 @@ class Shape:
     """A checkpoint: its sizes and where they are from, its special tokens by id, and the K that is measured.
 
     `assumed`: sizes that are not from a published configuration. `picture`: the side of a square picture that the
-    image processor does not resize. `files`: further configuration files. `torch`: the rival is transformers in bf16,
-    and not OpenVINO GenAI.
+    image processor does not resize. `files`: further configuration files. `torch`: the rival is transformers, and
+    not OpenVINO GenAI.
     """
 
     title: str
@@ -400,7 +401,8 @@ def write_checkpoint(folder: Path, shape: Shape, shard_bytes: int = SHARD_BYTES)
             file.write(header)
             for tensor, dims in part:
                 weight_map[tensor] = name
-                for block in blocks(dims, *_distribution(tensor, dims, shape), rng):
+                source = np.random.default_rng(1) if tensor.endswith(VOCABULARY) else rng
+                for block in blocks(dims, *_distribution(tensor, dims, shape), source):
                     file.write(block.tobytes())
     size = 2 * sum(int(np.prod(dims)) for part in parts for _, dims in part)
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -457,11 +459,11 @@ def _distribution(name: str, dims: tuple[int, ...], shape: Shape) -> tuple[float
             return 0.0, 0.05  # its norms multiply by 1 more
         alone = family == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight"))
         return (0.5 if alone else 1.0), 0.05  # alone: its attention has no other scale
-    if name.endswith("embed_tokens.weight"):  # Gemma multiplies it by the root of the hidden size
+    if name.endswith(VOCABULARY):  # Gemma multiplies it by the root of the hidden size
         return 0.0, EMBEDDING * (dims[1] ** -0.5 if family == "gemma4" else 1)
     if len(dims) < 2:
         return 0.0, 0.05
-    return 0.0, float(np.prod(dims[1:])) ** -0.5
+    return 0.0, float(dims[-1] if ".experts." in name else np.prod(dims[1:])) ** -0.5  # experts first, each a matrix
 
 
 def write_tokenizer(folder: Path, shape: Shape) -> None:

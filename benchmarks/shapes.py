@@ -9,7 +9,7 @@
 Without names a step takes every shape in turn. Each step records what it found as a line of RESULTS in --work and is
 not repeated there: an interrupted run goes on where it stopped. Answers are measured in turn by a process for each
 engine and K, as `benchmarks.peers` does: first token, second question, a token, peak memory. Shapes and their sources
-are in `shape_files.py` and `page_shapes.py`; those of the latter are measured beside transformers in bf16.
+are in `shape_files.py` and `page_shapes.py`; those of the latter are measured beside transformers.
 """
 
 from __future__ import annotations
@@ -111,10 +111,12 @@ def make(name: str, shape: Shape, args: argparse.Namespace, records: Records) ->
 
 def rivals(name: str, shape: Shape, args: argparse.Namespace, records: Records) -> None:
     """Convert the checkpoint for OpenVINO GenAI, not for transformers; who cannot take part, and why."""
+    if records.of("rival", name):
+        return
     if shape.torch:
         prepare(TORCH, checkpoint(args.work, name), places(args, name))
         records.add("rival", name, contender=TORCH.name, failed="")
-    elif not records.of("rival", name):
+    else:
         said(f"{name}: preparing {GENAI.name}")
         where = places(args, name)
         failed = ""
@@ -279,9 +281,10 @@ ANSWERS = ["model", "engine", "K", "computed", "first token, s", "second questio
 
 def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[Any]]]:
     """The rows of each table, its columns first; a table without rows is left out."""
-    exports = list[list[Any]]()
-    answers = list[list[Any]]()
+    found = dict[str, list[list[Any]]]()
     for name, shape in shapes.items():
+        exports = found.setdefault(f"{group(shape)}-export", [EXPORTS])
+        answers = found.setdefault(f"{group(shape)}-answers", [ANSWERS])
         for made in records.of("export", name)[-1:]:
             (sized,) = records.of("make", name)[-1:]
             exports.append(
@@ -301,12 +304,16 @@ def tables(records: Records, shapes: dict[str, Shape]) -> dict[str, list[list[An
         for line in records.of("rival", name):
             if line["contender"] in NOT_RUN:
                 answers.append(not_run(shape, line["contender"], "", line["failed"]))
-    found = {"shapes-export": [EXPORTS, *exports], "shapes-answers": [ANSWERS, *answers]}
     return {table: rows for table, rows in found.items() if rows[1:]}
 
 
+def group(shape: Shape) -> str:
+    """The first word of the names of its tables."""
+    return "pages" if shape.torch else "shapes"
+
+
 def answer_row(records: Records, name: str, shape: Shape, contender: Contender) -> list[list[Any]]:
-    engine = "transformers, bf16" if contender == TORCH else "OpenVINO GenAI"
+    engine = "transformers" if contender == TORCH else "OpenVINO GenAI"
     k = "" if contender.k is None else str(contender.k)
     if contender.rival == US:
         engine = f"vtx, {ENGINES[contender.precision.partition('@')[2].partition('+')[0]]}"
@@ -328,22 +335,30 @@ def not_run(shape: Shape, engine: str, k: str, reason: str) -> list[Any]:
 
 
 def report(args: argparse.Namespace, records: Records) -> None:
-    made = tables(records, args.shapes)
-    for rows in made.values():
+    for rows in tables(records, args.shapes).values():
         cells = [[c if isinstance(c, str) else f"{c[0]} ({c[1]} to {c[2]})" for c in row] for row in rows]
         print(markdown(cells) + "\n")
-    if not args.write or not made:
+    if not args.write:
         return
-    steps = {"shapes-export": "export", "shapes-answers": "run"}
-    lines = list[dict[str, Any]]()
+    kept = [json.loads(line) for line in TABLES.read_text(encoding="utf-8").splitlines()]
+    lines = result_lines(kept, records, args.shapes)
+    TABLES.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    subprocess.run([sys.executable, str(ROOT / "docs/measurements/tables.py")], check=True)
+
+
+def result_lines(kept: list[dict[str, Any]], records: Records, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
+    """The lines of TABLES: those of `kept` whose table has no new rows, and the new ones."""
+    made = tables(records, shapes)
+    lines = [line for line in kept if line["table"] not in made]
     for table, rows in made.items():
-        machine = next(line["machine"] for line in reversed(records.lines) if line["step"] == steps[table])
+        step = "export" if table.endswith("-export") else "run"
+        found = [line for line in records.lines if line["step"] == step and line["shape"] in shapes]
+        machine = [line["machine"] for line in found if table.startswith(group(shapes[line["shape"]]))][-1]
         versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
         about = f"Random weights, int4. {machine['cpu']}; {versions}"
         lines.append({"table": table, "columns": rows[0], "align": ["---"] * len(rows[0]), "caption": about})
         lines += [{"table": table, "row": row} for row in rows[1:]]
-    TABLES.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-    subprocess.run([sys.executable, str(ROOT / "docs/measurements/tables.py")], check=True)
+    return lines
 
 
 def said(line: str) -> None:

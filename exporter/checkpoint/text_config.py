@@ -97,12 +97,9 @@ def _fields_of(config: Any, family: str, layers: int) -> dict[str, Any]:
 def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     """`three_part`: positions have three parts if the text model can have them."""
     config = parsed.text_config
-    heads = size(config, "num_attention_heads")
+    heads, kv_heads = _attention_heads(config)
     hidden = size(config, "hidden_size")
     head_dim = head_size(config, hidden // heads)
-    kv_heads = size(config, "num_key_value_heads")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
     kind = type(config).model_type  # the class's: some configurations name another one, which transformers ignores
     family = THREE_PART.get(kind, kind)
     positions = _positions(config, family)
@@ -151,7 +148,49 @@ def text_config_of(parsed: Any, *, three_part: bool = True) -> TextConfig:
     )
 
 
-def head_size(config: Any, default: int) -> int:
+def windowed_config_of(
+    parsed: Any, family: str, widths: tuple[int, int], sliding: tuple[int, ...], **fields: Any
+) -> TextConfig:
+    """A decoder with norms of heads, of whose layers `sliding`, from 1, have a window.
+
+    `widths`: the size of a head in the other layers, and in these. `fields`: the family's.
+    """
+    config = parsed.text_config
+    heads, kv_heads = _attention_heads(config)
+    ropes = dict(config.rope_parameters or {})
+    full, local = (
+        read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
+        for kind, width in zip(("full_attention", "sliding_attention"), widths, strict=True)
+    )
+    window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
+    return TextConfig(
+        family=family,
+        layers=size(config, "num_hidden_layers", MAX_LAYERS),
+        hidden=size(config, "hidden_size"),
+        ffn=size(config, "intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=widths[0],
+        vocab=size(config, "vocab_size", 1 << 22),
+        tied=bool(parsed.tie_word_embeddings),
+        rope=full,
+        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
+        qk_norm=True,
+        sliding=SlidingSpec(sliding, window, widths[1], local) if sliding else None,
+        **fields,
+    )
+
+
+def _attention_heads(config: Any) -> tuple[int, int]:
+    """The heads of queries, and those of keys and values. Raises CheckpointError."""
+    heads = size(config, "num_attention_heads")
+    kv_heads = size(config, "num_key_value_heads")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    return heads, kv_heads
+
+
+def head_size(config: Any, default: int = 0) -> int:
     """The size of a head. Raises UnsupportedModelError for one that onnxruntime's attention does not take."""
     head_dim = getattr(config, "head_dim", None) or default
     if isinstance(head_dim, bool) or not isinstance(head_dim, int) or not 8 <= head_dim <= MAX_WIDTH or head_dim % 8:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.activations import activate, gated_mlp
 from vtx.exporter.graphs.builder import FLOAT, Builder
 from vtx.exporter.graphs.encoder import norm
 from vtx.exporter.graphs.native_blocks import END, Grid, Windows, attend, convolve, downsample, merge
@@ -62,9 +62,10 @@ def build_native(b: Builder, c: ModelConfig) -> None:
 
 def _mlp(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
     """A block's MLP, with a gate or without."""
-    gate = activate(b, b.linear(x, f"{name}.{'gate_proj' if v.gated else 'fc1'}", bias=v.qkv_bias), v.activation)
-    y = b.op("Mul", gate, b.linear(x, f"{name}.up_proj", bias=v.qkv_bias)) if v.gated else gate
-    return b.linear(y, f"{name}.{'down_proj' if v.gated else 'fc2'}", bias=v.qkv_bias)
+    if v.gated:
+        return gated_mlp(b, x, name, v.activation, bias=v.qkv_bias)
+    y = activate(b, b.linear(x, f"{name}.fc1", bias=v.qkv_bias), v.activation)
+    return b.linear(y, f"{name}.fc2", bias=v.qkv_bias)
 
 
 def _embedded(b: Builder, c: ModelConfig) -> ir.Value:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.activations import activate, gated_mlp
 from vtx.exporter.graphs.builder import Builder, Heads
 from vtx.tools.model.towers.native import DOWNSAMPLE, MERGER
 from vtx.tools.model.vision import VisionConfig
@@ -131,7 +131,4 @@ def downsample(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:
     assert c.projector_norm_eps is not None
     normed = b.dialect.layer_norm(b, states, f"{MERGER}.post_projection_norm", c.projector_norm_eps)
     states = activate(b, normed, c.projector_activation)
-    gate = activate(b, b.linear(states, f"{MERGER}.gate_proj", bias=False), v.activation)
-    return b.linear(
-        b.op("Mul", gate, b.linear(states, f"{MERGER}.up_proj", bias=False)), f"{MERGER}.down_proj", bias=False
-    )
+    return gated_mlp(b, states, MERGER, v.activation)

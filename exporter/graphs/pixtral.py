@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.graphs.activations import activate
+from vtx.exporter.graphs.activations import activate, gated_mlp
 from vtx.exporter.graphs.axial import rotation
 from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
 from vtx.exporter.graphs.naflex import naflex_squares
@@ -36,10 +36,7 @@ def build_pixtral(b: Builder, c: ModelConfig) -> None:
         y = b.dialect.tower_attention(b, parts[0], parts[1], parts[2], Heads(v.heads, v.hidden // v.heads))
         x = b.op("Add", x, b.linear(b.reshape(y, -1, v.hidden), f"{name}.attention.o_proj", bias=False))
         y = b.dialect.norm(b, x, f"{name}.ffn_norm.weight", v.eps)
-        mlp = f"{name}.feed_forward"
-        gate = activate(b, b.linear(y, f"{mlp}.gate_proj", bias=False), v.activation)
-        y = b.op("Mul", gate, b.linear(y, f"{mlp}.up_proj", bias=False))
-        x = b.op("Add", x, b.linear(y, f"{mlp}.down_proj", bias=False))
+        x = b.op("Add", x, gated_mlp(b, y, f"{name}.feed_forward", v.activation))
         states.append(x)
     features = [states[number] for number in c.feature_layers]
     hidden = b.op("Concat", *features, axis=-1) if len(features) > 1 else features[0]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vtx.exporter.reference.feed_forward import gated_mlp
 from vtx.exporter.reference.golden import golden_ids
 from vtx.exporter.reference.model import Reference, Sample
 from vtx.runtime.bundle.safetensors import write_safetensors
@@ -116,8 +117,7 @@ def _velocity(
             attended.append(y_of_prompt.transpose(0, 1).flatten(1))
         x = x + gate * linear(torch.stack(attended), f"{p}.self_attn.o_proj")
         y, gate = norm(x, f"{p}.post_attention_layernorm")
-        inner = reference.activated(linear(y, f"{p}.mlp.gate_proj"), spec.activation)
-        x = x + gate * linear(inner * linear(y, f"{p}.mlp.up_proj"), f"{p}.mlp.down_proj")
+        x = x + gate * gated_mlp(y, f"{p}.mlp", spec.activation, linear)
     return linear(norm(x[:, rows - horizon :], "norm")[0], "action_out_proj", "bias")
 
 

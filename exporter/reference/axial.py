@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vtx.exporter.reference.native import attended, rotated
+from vtx.exporter.reference.feed_forward import gated_mlp
+from vtx.exporter.reference.parts import TowerWeights, attended, rotated
 from vtx.tools.model.vision import VisionConfig
 
 BASE = 100.0
 
 
 class AxialReference:
-    """The tower by the model's functions: weights by canonical name, and activations, in float32."""
+    """The tower by its weights, in float32."""
 
-    def __init__(
-        self, vision: VisionConfig, weight: Callable[[str], Tensor], activate: Callable[[Tensor, str], Tensor]
-    ) -> None:
+    def __init__(self, vision: VisionConfig, parts: TowerWeights) -> None:
         self._v = vision
-        self._w = weight
-        self._activate = activate
+        self._w = parts.read
 
     def states(self, pixels: Tensor) -> Tensor:
         """One image [3, height, width], from 0 to 1, to the normed means [tokens, hidden] that are projected."""
@@ -37,8 +33,7 @@ class AxialReference:
             y = self._attention(self._norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", high, wide)
             x = x + self._norm(y, f"{name}.post_attention_layernorm")
             y = self._norm(x, f"{name}.pre_feedforward_layernorm")
-            gate = self._activate(self._linear(y, f"{name}.mlp.gate_proj"), v.activation)
-            y = self._linear(gate * self._linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+            y = gated_mlp(y, f"{name}.mlp", v.activation, self._linear)
             x = x + self._norm(y, f"{name}.post_feedforward_layernorm")
         side = v.shuffle
         means = x.reshape(high // side, side, wide // side, side, -1).mean((1, 3)).flatten(0, 1) * v.hidden**0.5

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
+from vtx.exporter.reference.parts import TowerWeights
 from vtx.tools.model.vision import VisionConfig
 
 PLAIN = 3  # stages without attention
@@ -14,19 +13,13 @@ HEAD = 32
 
 
 class ConvolutionalReference:
-    """The tower by the model's functions: weights by canonical name, norms and products, in float32."""
+    """The tower by its weights, in float32."""
 
-    def __init__(
-        self,
-        vision: VisionConfig,
-        weight: Callable[[str], Tensor],
-        norm: Callable[[Tensor, str], Tensor],
-        linear: Callable[[Tensor, str], Tensor],
-    ) -> None:
+    def __init__(self, vision: VisionConfig, parts: TowerWeights) -> None:
         self._v = vision
-        self._w = weight
-        self._norm = norm
-        self._linear = linear
+        self._w = parts.read
+        self._norm = parts.norm
+        self._linear = parts.linear
 
     def states(self, pixels: Tensor) -> Tensor:
         """Images [images, 3, side, side] to [images, tokens, hidden], row by row."""

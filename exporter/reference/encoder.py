@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.reference.feed_forward import activate
-from vtx.exporter.reference.layers import rms
-from vtx.exporter.reference.parts import TowerWeights
+from vtx.exporter.reference.parts import TowerWeights, rms
 from vtx.tools.model.towers.encoder import LAYER_SCALES
 from vtx.tools.model.vision import MERGED, VisionConfig
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.graphs.joined import WHITE, eva_angles
-from vtx.exporter.reference.native import attended
+from vtx.exporter.reference.parts import attended
 from vtx.tools.model.towers.joined.clip import CLIP
 from vtx.tools.model.towers.joined.convnext import CONVNEXT, STEM
 from vtx.tools.model.towers.joined.eva02 import EVA

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.reference.feed_forward import LayerWeights, activate, gated_mlp, mix_experts
-from vtx.exporter.reference.native import rotated
+from vtx.exporter.reference.parts import rms, rotated
 
 See = Callable[[Tensor, Tensor], None]
 Feed = Callable[[str, Tensor], None]
@@ -241,10 +241,6 @@ def _delta_rule(
         cache[:] = columns[..., columns.shape[-1] - c.conv_taps + 1 :], matrices
     z = linear(x, "linear_attn.in_proj_z").reshape(v.shape)
     return (rms(torch.stack(outputs, 1), weight("linear_attn.norm.weight"), c.eps) * F.silu(z)).flatten(2)
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rotate(c: TextConfig, x: Tensor, positions: Tensor, layer: int) -> Tensor:

@@ -22,8 +22,9 @@ from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.checkpoint.loader import Checkpoint
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.vision import NEWLINE
-from vtx.exporter.reference.feed_forward import LayerWeights, activate
-from vtx.exporter.reference.layers import Feed, LayerInputs, decoder_layer, rms, rotate
+from vtx.exporter.reference.feed_forward import LayerWeights
+from vtx.exporter.reference.layers import Feed, LayerInputs, decoder_layer, rotate
+from vtx.exporter.reference.parts import rms
 from vtx.exporter.reference.towers import make_tower
 from vtx.exporter.weights.tensors import CheckpointWeights, WeightSource
 from vtx.runtime.bundle.safetensors import EVERY
@@ -441,9 +442,6 @@ class Reference:
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys [heads, n, head_dim], rotated by their positions [n]."""
         return rotate(self.config.text, x, positions, 1)
-
-    def activated(self, x: Tensor, name: str) -> Tensor:
-        return activate(x, name)
 
     def _layer_inputs(self, hidden: Tensor, ids: NDArray[np.int64]) -> Tensor | None:
         """The inputs of each layer for tokens that enter the decoder, [n, layers, width], by the ids of their table."""

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vtx.exporter.reference.feed_forward import activate, gated_mlp
+from vtx.exporter.reference.parts import TowerWeights, attended, rotated
 from vtx.tools.model.vision import VisionModel
-
-Function = Callable[[Tensor, str], Tensor]
-
-
-class Norm(Protocol):
-    """A norm by the name of its weights, and its epsilon if it is not the tower's."""
-
-    def __call__(self, x: Tensor, name: str, eps: float | None = None) -> Tensor: ...
 
 
 class NativeReference:
-    """The tower by the model's functions: weights by canonical name, activations, norms and products, in float32."""
+    """The tower of a model by its weights, in float32."""
 
-    def __init__(
-        self,
-        model: VisionModel,
-        weight: Callable[[str], Tensor],
-        activate: Function,
-        norm: Norm,
-        linear: Function,
-    ) -> None:
+    def __init__(self, model: VisionModel, parts: TowerWeights) -> None:
         self._c = model
         self._v = model.vision
-        self._w = weight
-        self._activate = activate
-        self._norm = norm
-        self._linear = linear
+        self._w = parts.read
+        self._norm = parts.norm
+        self._linear = parts.linear
 
     def tokens(self, pixels: Tensor) -> list[Tensor]:
         """One image [3, height, width] to its tokens [tokens, hidden], row by row, and its maps, which are alike."""
@@ -67,7 +50,7 @@ class NativeReference:
             return parts.reshape(high // side * (wide // side), -1)
 
         def merged(x: Tensor, name: str) -> Tensor:
-            inner = self._activate(self._linear(x, f"{name}.mlp.0"), self._c.projector_activation)
+            inner = activate(self._linear(x, f"{name}.mlp.0"), self._c.projector_activation)
             return self._linear(inner, f"{name}.mlp.2")
 
         for layer in range(v.layers):
@@ -126,9 +109,8 @@ class NativeReference:
             "vision.merger.post_projection_norm",
             self._c.projector_norm_eps,
         )
-        states = self._activate(normed, self._c.projector_activation)
-        gate = self._activate(self._linear(states, "vision.merger.gate_proj"), v.activation)
-        return self._linear(gate * self._linear(states, "vision.merger.up_proj"), "vision.merger.down_proj")
+        states = activate(normed, self._c.projector_activation)
+        return gated_mlp(states, "vision.merger", v.activation, self._linear)
 
     def _expanded(self, x: Tensor, name: str) -> Tensor:
         """States with those of a block's MLP added."""
@@ -136,22 +118,5 @@ class NativeReference:
         y = self._norm(x, f"{name}.norm2")
         mlp = f"{name}.mlp"
         if v.gated:
-            gate = self._activate(self._linear(y, f"{mlp}.gate_proj"), v.activation)
-            return x + self._linear(gate * self._linear(y, f"{mlp}.up_proj"), f"{mlp}.down_proj")
-        return x + self._linear(self._activate(self._linear(y, f"{mlp}.fc1"), v.activation), f"{mlp}.fc2")
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of each of [heads, n, head_dim] to all of them.
-
-    With an axis for images, since PyTorch's kernel without the matrix of scores [heads, n, n] wants one: for an image
-    of Gemma 4 the scores and their softmax take 610 MB.
-    """
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale)[0]
-
-
-def rotated(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    a, b = x.chunk(2, -1)
-    cos = angles.cos() * scale
-    sin = angles.sin() * scale
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+            return x + gated_mlp(y, mlp, v.activation, self._linear)
+        return x + self._linear(activate(self._linear(y, f"{mlp}.fc1"), v.activation), f"{mlp}.fc2")

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vtx.exporter.checkpoint.config import ModelConfig
-from vtx.exporter.reference.feed_forward import activate
-from vtx.exporter.reference.native import attended, rotated
-from vtx.exporter.reference.parts import TowerWeights
+from vtx.exporter.reference.feed_forward import activate, gated_mlp
+from vtx.exporter.reference.parts import TowerWeights, attended, rotated
 
 
 class PixtralReference:
@@ -51,6 +50,4 @@ class PixtralReference:
         y = attended(rotated(q, angles), rotated(k, angles), w).transpose(0, 1).flatten(1)
         x = x + linear(y, f"{name}.attention.o_proj")
         y = self._parts.norm(x, f"{name}.ffn_norm")
-        gate = activate(linear(y, f"{name}.feed_forward.gate_proj"), v.activation)
-        up = linear(y, f"{name}.feed_forward.up_proj")
-        return x + linear(gate * up, f"{name}.feed_forward.down_proj")
+        return x + gated_mlp(y, f"{name}.feed_forward", v.activation, linear)

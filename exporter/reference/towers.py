@@ -33,7 +33,7 @@ def make_tower(config: ModelConfig, read: Read) -> See:
 
 
 def _axial(c: ModelConfig, parts: TowerWeights) -> See:
-    tower = AxialReference(c.vision, parts.read, activate)
+    tower = AxialReference(c.vision, parts)
 
     def see(pixels: Tensor) -> list[Tensor]:
         return [parts.linear(torch.cat([tower.states(image) for image in pixels]), "projector.linear_1")]
@@ -42,7 +42,7 @@ def _axial(c: ModelConfig, parts: TowerWeights) -> See:
 
 
 def _native(c: ModelConfig, parts: TowerWeights) -> See:
-    tower = NativeReference(c, parts.read, activate, parts.norm, parts.linear)
+    tower = NativeReference(c, parts)
 
     def see(pixels: Tensor) -> list[Tensor]:
         return [*map(torch.cat, zip(*map(tower.tokens, pixels), strict=True))]
@@ -56,7 +56,7 @@ def _pixtral(c: ModelConfig, parts: TowerWeights) -> See:
 
 
 def _convolutional(c: ModelConfig, parts: TowerWeights) -> See:
-    tower = ConvolutionalReference(c.vision, parts.read, parts.norm, parts.linear)
+    tower = ConvolutionalReference(c.vision, parts)
     return lambda pixels: [_projected(c, parts, tower.states(pixels))]
 
 

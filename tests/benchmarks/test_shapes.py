@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import shapes
-from benchmarks.shape_files import SHAPES, Shape, write_checkpoint
+from benchmarks.page_shapes import PAGE_SHAPES
+from benchmarks.shape_files import SHAPES, Shape, tensors, write_checkpoint, write_json
 
 from vtx.exporter.bundling.export import run_export
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
+from vtx.exporter.checkpoint.families.registry import read_config
 
 TEXT = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 4096}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -39,18 +41,21 @@ SMALLER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
                  "linear_key_head_dim": 16, "linear_value_head_dim": 16},
         {"depth": 2, "num_heads": 2, "out_hidden_size": 64},
     ),
+    "lightonocr-1b": (HEADS | {"num_hidden_layers": 4, "head_dim": 16},
+                      {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 280}),
+    "glm-ocr": (HEADS | {"num_hidden_layers": 4}, {"depth": 2, "num_heads": 2, "out_hidden_size": 64}),
 }  # fmt: skip
 
 
 def smaller(name: str) -> Shape:
-    shape = SHAPES[name]
+    shape = {**SHAPES, **PAGE_SHAPES}[name]
     text, tower = SMALLER[name]
     config = {**shape.config, "text_config": {**shape.config["text_config"], **TEXT, **text}}
     if "layer_types" in config["text_config"]:
         kinds = config["text_config"]["layer_types"]
         config["text_config"]["layer_types"] = kinds[: config["text_config"]["num_hidden_layers"]]
     config["vision_config"] = {**shape.config["vision_config"], **TOWER, **tower}
-    return replace(shape, config=config, k=3, picture=192 if name == "gemma4-e2b" else 256)
+    return replace(shape, config=config, k=3, picture=280 if shape.torch else 192 if name == "gemma4-e2b" else 256)
 
 
 @pytest.mark.sampled(4)
@@ -76,25 +81,28 @@ def test_transformers_reads_every_tensor_and_repeats_the_last_token(name: str, t
 
 
 @pytest.mark.slow
-def test_steps_run_once_each_and_end_in_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "lfm2-vl-1.6b"  # the smallest vocabulary
+@pytest.mark.parametrize("name", ["lfm2-vl-1.6b", "lightonocr-1b"])  # the smallest vocabulary, and a reader of pages
+def test_steps_run_once_each_and_end_in_tables(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = {name: smaller(name)}
 
     def step(*words: str) -> list[dict[str, Any]]:
         shapes.main([*words, "--work", str(tmp_path), "--rounds", "2", "--new-tokens", "3", "--threads", "1"], chosen)
         return [json.loads(line) for line in (tmp_path / shapes.RESULTS).read_text().splitlines()]
 
+    torch_too = chosen[name].torch
     step("make")
+    for _ in range(2 * torch_too):
+        step("rivals")
     step("export")
-    assert not shapes.checkpoint(tmp_path, name).exists()
+    assert shapes.checkpoint(tmp_path, name).exists() == torch_too
     exported = step("export")
-    assert [line["step"] for line in exported] == ["make", "export"]
-    assert exported[1]["k"] == 3
-    assert 0 < exported[1]["bundle"] < exported[1]["peak_rss"]
+    assert [line["step"] for line in exported] == ["make", *["rival"] * torch_too, "export"]
+    assert exported[-1]["k"] == 3
+    assert 0 < exported[-1]["bundle"] < exported[-1]["peak_rss"]
     step("measure")
     lines = step("measure")
     runs = [line for line in lines if line["step"] == "run"]
-    assert [line.get("failed") for line in runs] == [None] * 8
+    assert [line.get("failed") for line in runs] == [None] * (10 if torch_too else 8)
     engines = {engine: {line["contender"] for line in runs if engine in line["contender"]} for engine in shapes.ENGINES}
     assert [len(found) for found in engines.values()] == [2, 2]
     for line in runs:
@@ -104,7 +112,32 @@ def test_steps_run_once_each_and_end_in_tables(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     step("report")
     said = capsys.readouterr().out
-    assert said.count(chosen[name].title) == 5
+    assert said.count(chosen[name].title) == 5 + torch_too
+    assert ("torch in " in said) == torch_too
+
+
+def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -> None:
+    name = "lightonocr-1b"
+    records = shapes.Records(tmp_path)
+    records.add("make", name, parameters=10**9)
+    records.add("export", name, k=10, bundle=10**9, peak_rss=10**9, memory="1 GB", predicted="1 GB")
+    other = {"table": "shapes-export", "row": ["another"]}
+    old = {"table": "pages-export", "row": ["old"]}
+    lines = shapes.result_lines([other, old], records, {**SHAPES, **PAGE_SHAPES})
+    assert [line["table"] for line in lines] == ["shapes-export", "pages-export", "pages-export"]
+    assert lines[0] == other
+    assert lines[2]["row"][0] == "LightOnOCR 1B"
+
+
+@pytest.mark.parametrize("name", [*PAGE_SHAPES])
+def test_the_published_sizes_of_a_page_shape_are_read_and_have_a_head_where_transformers_does(
+    name: str, tmp_path: Path
+) -> None:
+    shape = PAGE_SHAPES[name]
+    write_json(tmp_path / "config.json", shape.config)
+    decoder = read_config(shape.config).text
+    assert 2 <= shape.k <= decoder.layers
+    assert decoder.tied != ("lm_head.weight" in dict(tensors(tmp_path)))
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +149,10 @@ def test_an_unknown_shape_is_refused_with_the_known_ones(tmp_path: Path, capsys:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALLER])
 def test_the_predicted_disk_is_that_of_the_bundle_whatever_the_largest_image(name: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoint", smaller(name))
-    plan = plan_export(ExportOptions(str(tmp_path / "checkpoint"), (3,), "int4", dialects=("ort",)))
+    shape = smaller(name)
+    write_checkpoint(tmp_path / "checkpoint", shape)
+    options = ExportOptions(str(tmp_path / "checkpoint"), (3,), "int4", allow_changed_answers=shape.torch)
+    plan = plan_export(replace(options, dialects=("ort",)))
     run_export(plan, tmp_path / "bundle", force=False, report=lambda *_: None)
     disk = sum(file.stat().st_size for file in (tmp_path / "bundle").rglob("*") if file.is_file())
     assert plan.prediction.disk == pytest.approx(disk, rel=0.05)

@@ -1,4 +1,7 @@
-"""Hugging Face transformers on PyTorch, whichever vision-language model it is; every question is read anew."""
+"""Hugging Face transformers on PyTorch, whichever vision-language model it is; every question is read anew.
+
+A checkpoint in bf16 is computed in f32 where PyTorch has no fast products in bf16 for the processor.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.contract import Answer, Precision, Question
+from benchmarks.peers.rivals import transformers
 
-PRECISIONS = ("fp32", "bf16")
-REQUIREMENTS: tuple[tuple[str, ...], ...] = ()
-PACKAGES = ("transformers", "torch")
+PRECISIONS = transformers.PRECISIONS
+REQUIREMENTS = transformers.REQUIREMENTS
+PACKAGES = transformers.PACKAGES
 NOTE = ""
-CHECKPOINT = "checkpoint"
-
-
-def prepare(checkpoint: Path, precision: str, folder: Path) -> None:
-    """Nothing is converted: the dtype is changed while loading."""
-    (folder / CHECKPOINT).symlink_to(checkpoint.resolve())
+prepare = transformers.prepare
 
 
 def load(folder: Path, precision: str, threads: int) -> Loaded:
@@ -27,8 +26,9 @@ def load(folder: Path, precision: str, threads: int) -> Loaded:
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[Precision.parse(precision).stored]
-    source = folder / CHECKPOINT
+    half = Precision.parse(precision).stored == "bf16" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    dtype = torch.bfloat16 if half else torch.float32
+    source = folder / transformers.CHECKPOINT
     images = AutoImageProcessor.from_pretrained(source, backend="pil")
     return Loaded(AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).eval(), images)
 
@@ -50,6 +50,7 @@ class Loaded:
     def __init__(self, model: Any, images: Any) -> None:
         self._model = model
         self._images = images
+        self.how = f"torch in {'bf16' if model.dtype.itemsize == 2 else 'f32'}"
 
     def ask(self, question: Question, new_tokens: int) -> Answer:
         import torch

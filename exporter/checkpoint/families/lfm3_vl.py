@@ -18,17 +18,17 @@ from vtx.exporter.checkpoint.families.qwen.qwen2_vl import (
 )
 from vtx.exporter.checkpoint.families.qwen.qwen3_vl import VIDEO_PROCESSOR, frames_in_time
 from vtx.exporter.checkpoint.family import Family
-from vtx.exporter.checkpoint.fields import number, read_rope, size
+from vtx.exporter.checkpoint.fields import number, size
 from vtx.exporter.checkpoint.text_config import (
     ATTENTION_KINDS,
-    MAX_POSITIONS,
     STATE_KINDS,
     TextConfig,
     convolved_layers,
     head_size,
+    windowed_config_of,
 )
 from vtx.runtime.bundle.safetensors import TensorInfo
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.native import Native
 from vtx.tools.model.towers.native import FIRST_NORM, MOMENTS, PATCHES
@@ -83,45 +83,24 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 def _text(parsed: Any) -> TextConfig:
     config = parsed.text_config
-    layers = size(config, "num_hidden_layers", MAX_LAYERS)
-    heads = size(config, "num_attention_heads")
-    kv_heads = size(config, "num_key_value_heads")
-    hidden = size(config, "hidden_size")
-    width = head_size(config, hidden // heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
+    width = head_size(config, size(config, "hidden_size") // size(config, "num_attention_heads"))
     for kind in config.layer_types:
         check_known("kind of layers", str(kind), (STATE_KINDS["lfm3"], *sorted(ATTENTION_KINDS)))
-    convolutions = convolved_layers(config, "lfm3", layers, "conv_L_cache")
+    convolutions = convolved_layers(config, "lfm3", size(config, "num_hidden_layers", MAX_LAYERS), "conv_L_cache")
     sliding = tuple(n for n, kind in enumerate(config.layer_types, 1) if kind == "sliding_attention")
-    ropes = dict(config.rope_parameters or {})
-    full, local = (
-        read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
-        for kind in ("full_attention", "sliding_attention")
-    )
-    window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
     biased = bool(config.attention_bias)
-    return TextConfig(
-        family="lfm3",
-        layers=layers,
-        hidden=hidden,
-        ffn=size(config, "intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        vocab=size(config, "vocab_size", 1 << 22),
+    return windowed_config_of(
+        parsed,
+        "lfm3",
+        (width, width),
+        sliding,
         eps=number(vars(config), "norm_eps"),
         activation="silu",
         qkv_bias=biased,
         o_bias=biased,
-        tied=bool(parsed.tie_word_embeddings),
-        rope=full,
-        qk_norm=True,
         post_norms=bool(config.use_sandwich_norm),
         head_gates=bool(config.use_attention_gate),
         conv_bias=bool(config.conv_bias),
-        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
-        sliding=SlidingSpec(sliding, window, width, local) if sliding else None,
         **convolutions,
     )
 

@@ -11,7 +11,7 @@ from vtx.exporter.checkpoint.config import ModelConfig, parse
 from vtx.exporter.checkpoint.families.paligemma import PROMPT, paligemma_config
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import number, size
-from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, text_config_of
+from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, TextConfig, text_config_of
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 
@@ -46,25 +46,30 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
             f"image_token_id {image_token!r:.60} is not a token id up to the vocabulary's {text.vocab}; correct "
             "config.json"
         )
-    try:
-        action = ActionSpec(
-            hidden=own.hidden,
-            intermediate=own.ffn,
-            heads=own.heads,
-            eps=own.eps,
-            activation=own.activation,
-            state=size(parsed, "max_state_dim"),
-            width=size(parsed, "max_action_dim"),
-            horizon=size(parsed, "chunk_size"),
-            steps=size(parsed, "num_inference_steps"),
-            min_period=number(vars(parsed), "min_period"),
-            max_period=number(vars(parsed), "max_period"),
-        )
-    except BundleError as e:
-        raise CheckpointError(f"config.json: {str(e).removeprefix('vtx.json: ')}") from e
+    steps = size(parsed, "num_inference_steps")
+    action = expert_spec(own, parsed, "config.json", state=size(parsed, "max_state_dim"), steps=steps)
     # transformers keeps no output matrix; the table is there once, whatever the settings say
     decoder = replace(text, tied=True, shifts=(*text.shifts, (EXPERT_NORMS, 1.0)))
     return replace(model, text=decoder, action=action)
+
+
+def expert_spec(expert: TextConfig, policy: Any, source: str, **fields: Any) -> ActionSpec:
+    """The expert's record by its decoder and the settings of a policy. Raises CheckpointError, which names `source`."""
+    try:
+        return ActionSpec(
+            hidden=expert.hidden,
+            intermediate=expert.ffn,
+            heads=expert.heads,
+            eps=expert.eps,
+            activation=expert.activation,
+            width=size(policy, "max_action_dim"),
+            horizon=size(policy, "chunk_size"),
+            min_period=number(vars(policy), "min_period"),
+            max_period=number(vars(policy), "max_period"),
+            **fields,
+        )
+    except BundleError as e:
+        raise CheckpointError(f"{source}: {str(e).removeprefix('vtx.json: ')}") from e
 
 
 def _statistics(config: ModelConfig, processor: Mapping[str, Any]) -> ModelConfig:

@@ -19,9 +19,9 @@ from vtx.exporter.checkpoint.config import (
 )
 from vtx.exporter.checkpoint.families.gemma.gemma4 import sliding_layers
 from vtx.exporter.checkpoint.family import SIGLIP_DEFAULTS, Family, ImageProcessor
-from vtx.exporter.checkpoint.fields import MAX_WIDTH, number, read_rope, size
-from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, MAX_POSITIONS, TextConfig
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.exporter.checkpoint.fields import number, size
+from vtx.exporter.checkpoint.text_config import GEMMA_NORMS, TextConfig, head_size, windowed_config_of
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.crops import Crops
 from vtx.runtime.vision.layouts.single import Single
@@ -74,47 +74,22 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
 def _text(parsed: Any) -> TextConfig:
     config = parsed.text_config
-    layers = size(config, "num_hidden_layers", MAX_LAYERS)
-    heads = size(config, "num_attention_heads")
-    kv_heads = size(config, "num_key_value_heads")
-    width = config.head_dim
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
-    if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
-        raise UnsupportedModelError(
-            f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
-        )
-    sliding = sliding_layers(config, layers)
-    ropes = dict(config.rope_parameters or {})
-    full, local = (
-        read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
-        for kind in ("full_attention", "sliding_attention")
-    )
-    window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
-    return TextConfig(
-        family="gemma3",
-        layers=layers,
-        hidden=size(config, "hidden_size"),
-        ffn=size(config, "intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        vocab=size(config, "vocab_size"),
+    width = head_size(config)
+    return windowed_config_of(
+        parsed,
+        "gemma3",
+        (width, width),
+        sliding_layers(config, size(config, "num_hidden_layers", MAX_LAYERS)),
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_activation),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        tied=bool(parsed.tie_word_embeddings),
-        rope=full,
-        qk_norm=True,
         post_norms=True,
-        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
         scaled_embedding=True,
         two_way="images",
         shifts=((GEMMA_NORMS, 1.0), (r"^projector\.norm\.weight$", 1.0)),
         attention_scale=number(vars(config), "query_pre_attn_scalar") ** -0.5,
-        sliding=SlidingSpec(sliding, window, width, local) if sliding else None,
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from vtx.exporter.checkpoint.config import ModelConfig, check_values, image_token_of, parse_parts, part_of
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
-from vtx.exporter.checkpoint.fields import MAX_WIDTH, check_patches, number, read_rope, size
-from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, MAX_POSITIONS, TextConfig
-from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS, SlidingSpec
+from vtx.exporter.checkpoint.fields import check_patches, number, size
+from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, TextConfig, head_size, windowed_config_of
+from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
 from vtx.runtime.vision.layouts.budget import BUDGETS, TokenBudget
@@ -89,10 +89,7 @@ def _widths(config: Any, sliding: tuple[int, ...]) -> dict[bool, int]:
                 f"layer {layer} has {heads} key/value heads of {width!r:.20}; vtx exports models with one number "
                 "of heads, and one size in all layers that slide and in all others"
             )
-        if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= MAX_WIDTH or width % 8:
-            raise UnsupportedModelError(
-                f"head_dim {width!r:.60} is not supported: onnxruntime's GroupQueryAttention needs a multiple of 8"
-            )
+        head_size(settings)
     if False not in widths:
         raise UnsupportedModelError("all layers slide; vtx exports Gemma 4 models with a layer of full attention")
     return widths
@@ -120,12 +117,7 @@ def _text(parsed: Any) -> TextConfig:
     layers = size(config, "num_hidden_layers", MAX_LAYERS)
     sliding = sliding_layers(config, layers)
     widths = _widths(config, sliding)
-    heads = size(config, "num_attention_heads")
-    kv_heads = size(config, "num_key_value_heads")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} heads are not a multiple of {kv_heads} key/value heads")
     shared = _first_sharing(config, layers)
-    hidden = size(config, "hidden_size")
     ffn = size(config, "intermediate_size")
     vocab = size(config, "vocab_size")
     per_layer = config.hidden_size_per_layer_input or None
@@ -135,42 +127,25 @@ def _text(parsed: Any) -> TextConfig:
             "tokens; vtx exports models where they agree"
         )
     padding = config.pad_token_id
-    window = size(config, "sliding_window", MAX_POSITIONS)
     if not isinstance(padding, int) or not 0 <= padding < vocab:
         raise CheckpointError(f"config.json: pad_token_id {padding!r:.40} is not a token id below {vocab}; correct it")
-    ropes = dict(config.rope_parameters or {})
-
-    def rope(kind: str) -> Any:
-        return read_rope(
-            config, widths[kind == "sliding_attention"], three_part=False, parameters=ropes.get(kind) or {}
-        )
-
     cap = config.final_logit_softcapping
-    return TextConfig(
-        family="gemma4",
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=widths[False],
-        vocab=vocab,
+    return windowed_config_of(
+        parsed,
+        "gemma4",
+        (widths[False], widths.get(True, widths[False])),
+        sliding,
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_activation),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        tied=bool(parsed.tie_word_embeddings),
-        rope=rope("full_attention"),
-        max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
-        qk_norm=True,
         v_norm=True,
         post_norms=True,
         layer_scale=True,
         scaled_embedding=True,
         attention_scale=1.0,
         shared=shared,
-        sliding=SlidingSpec(sliding, window, widths[True], rope("sliding_attention")) if sliding else None,
         shared_ffn=2 * ffn if shared is not None and config.use_double_wide_mlp else None,
         per_layer=None if per_layer is None else size(config, "hidden_size_per_layer_input"),
         padding_id=padding if per_layer is not None else None,

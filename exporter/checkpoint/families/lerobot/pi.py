@@ -11,7 +11,7 @@ from vtx.exporter.checkpoint.families.lerobot.policy import action_spec, process
 from vtx.exporter.checkpoint.families.paligemma import paligemma_config
 from vtx.exporter.checkpoint.families.pi0 import EXPERT_NORMS
 from vtx.exporter.checkpoint.family import Config, OriginalLayout
-from vtx.exporter.checkpoint.fields import number, size
+from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import text_config_of
 from vtx.runtime.errors import CheckpointError
 
@@ -51,14 +51,12 @@ def read_pi(config: Config, state_in: str, **flags: Any) -> ModelConfig:
     model = paligemma_config(parse("PaliGemmaConfig", settings), VOCAB)
     expert = parse("GemmaConfig", {"vocab_size": VOCAB, **DECODERS[config["action_expert_variant"]]})
     decoder = text_config_of(SimpleNamespace(text_config=expert, tie_word_embeddings=True))
-    policy = SimpleNamespace(**{"min_period": 4e-3, "max_period": 4.0, "num_inference_steps": 10, **config})
+    policy = SimpleNamespace(**{"num_inference_steps": 10, **config})
     action = action_spec(
         config,
         decoder,
         state_in=state_in,
         steps=size(policy, "num_inference_steps"),
-        min_period=number(vars(policy), "min_period"),
-        max_period=number(vars(policy), "max_period"),
         **flags,
     )
     text = replace(model.text, tied=True, shifts=(*model.text.shifts, (EXPERT_NORMS, 1.0)))

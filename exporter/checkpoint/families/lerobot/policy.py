@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from vtx.exporter.checkpoint.config import check_values
+from vtx.exporter.checkpoint.families.pi0 import expert_spec
 from vtx.exporter.checkpoint.family import Config, ImageProcessor
 from vtx.exporter.checkpoint.fields import size
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
-from vtx.runtime.errors import BundleError, CheckpointError
 
 # Settings whose other values are not supported.
 ADJUSTED: Mapping[str, tuple[Any, ...]] = {
@@ -19,6 +19,7 @@ ADJUSTED: Mapping[str, tuple[Any, ...]] = {
     "adapt_to_pi_aloha": (None, False),
     "use_delta_joint_actions_aloha": (None, False),
 }
+_SIZES = {"chunk_size": 50, "max_state_dim": 32, "max_action_dim": 32, "min_period": 4e-3, "max_period": 4.0}
 _STATISTICS = [f"{what}_{kind}" for what in ("state", "actions") for kind in ("mean", "std", "low", "high")]
 # The picture is resized as PyTorch does it, in numbers, and black surrounds it.
 _DEFAULTS = {
@@ -47,27 +48,20 @@ def action_spec(config: Config, expert: TextConfig, **flags: Any) -> ActionSpec:
     Raises CheckpointError, UnsupportedModelError.
     """
     check_values(config, "a LeRobot", ADJUSTED)
-    policy = SimpleNamespace(**{"chunk_size": 50, "max_state_dim": 32, "max_action_dim": 32, **config})
+    policy = SimpleNamespace(**{**_SIZES, **config})
     stated = config.get("policy", {})
     statistics: dict[str, Any] = {name: tuple(stated[name]) for name in _STATISTICS if name in stated}
     width = size(policy, "max_state_dim")
     if flags["state_in"] == "text" and stated.get("state_width"):
         width = stated["state_width"]
-    try:
-        return ActionSpec(
-            hidden=expert.hidden,
-            intermediate=expert.ffn,
-            heads=expert.heads,
-            eps=expert.eps,
-            activation=expert.activation,
-            state=width,
-            width=size(policy, "max_action_dim"),
-            horizon=size(policy, "chunk_size"),
-            cameras=tuple(stated.get("cameras", ())),
-            absent_cameras=True,
-            instruction_tokens=stated.get("instruction_tokens"),
-            **statistics,
-            **flags,
-        )
-    except BundleError as e:
-        raise CheckpointError(f"the policy: {str(e).removeprefix('vtx.json: ')}") from e
+    return expert_spec(
+        expert,
+        policy,
+        "the policy",
+        state=width,
+        cameras=tuple(stated.get("cameras", ())),
+        absent_cameras=True,
+        instruction_tokens=stated.get("instruction_tokens"),
+        **statistics,
+        **flags,
+    )

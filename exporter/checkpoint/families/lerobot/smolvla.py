@@ -19,7 +19,7 @@ MULTIPLE = 256  # of the width of the expert's MLP
 _DEFAULTS = {
     "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "num_vlm_layers": 16, "num_expert_layers": -1,
     "self_attn_every_n_layers": 2, "expert_width_multiplier": 0.75, "attention_mode": "cross_attn", "num_steps": 10,
-    "min_period": 4e-3, "max_period": 4.0, "resize_imgs_with_padding": [512, 512],
+    "resize_imgs_with_padding": [512, 512],
 }  # fmt: skip
 TEMPLATE = (
     "{%- if messages | length != 1 or messages[0]['role'] != 'user' -%}"
@@ -58,8 +58,6 @@ def _read(config: Config) -> ModelConfig:
         causal=True,
         self_every=every,
         steps=size(policy, "num_steps"),
-        min_period=number(settings, "min_period"),
-        max_period=number(settings, "max_period"),
     )
     scaled = (*decoder.factors, (r"^projector\.", decoder.hidden**0.5))
     decoder = replace(decoder, tied=True, two_way="prompt", scaled_embedding=True, factors=scaled)
