@@ -267,7 +267,7 @@ def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
 
 
 def of_frames(views: Sequence[ImageTokens], views_of_each: int = 1) -> ImageTokens:
-    """The tokens of a video from those of its views, so many of each frame, and of a newline.
+    """The tokens of a video from those of its views, `views_of_each` of each frame, and of a newline.
 
     Frames compete with each other, unlike the views of an image.
     """
