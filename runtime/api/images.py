@@ -205,7 +205,8 @@ class ImagePreparer:
         """An image that is read, in its layout; `released` marks its key."""
         width, height = image.size
         note_discarded(width, height, settings)
-        views = layout.views(image, settings)
+        plan = layout.plan(width, height)
+        views = plan.pixels(image, settings)
         digest = hashlib.sha256()
         for view in views:
             digest.update(view.tobytes())
@@ -213,11 +214,11 @@ class ImagePreparer:
         # Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
         if len(views) > 1 or settings.own_size:
             key += f" of {width}x{height}" + released
-        arrange = partial(layout.arrange, width=width, height=height, newline=self._newline)
+        arrange = partial(plan.arrange, newline=self._newline)
         region = (0.0, 0.0, float(width), float(height))
         if layout.max_views == 1 and not settings.own_size and not settings.within:
             region = shown_region(width, height, settings)
-        return PreparedImage(views, key, layout.prompt_image(width, height), image.size, arrange, region=region)
+        return PreparedImage(views, key, plan.prompt, image.size, arrange, region=region)
 
     def frames_layout(self) -> VideoLayout:
         """The layout of videos, within the limits of views and pixels that images have here."""

@@ -22,7 +22,7 @@ from vtx.runtime.session.acting import Acting, Denoising
 from vtx.runtime.session.prefix import no_check
 from vtx.runtime.session.session import Prompt, Session
 from vtx.runtime.vision.frame_file import FrameFile
-from vtx.runtime.vision.layout import Views
+from vtx.runtime.vision.plan import Views
 from vtx.runtime.vision.preprocess import without_notes
 from vtx.runtime.vision.tokens import Ids, ImageTokens
 

@@ -20,8 +20,8 @@ from vtx.runtime.errors import BundleError
 from vtx.runtime.policies.base import Entry, Policy, PromptText
 from vtx.runtime.session.prefix import Check, Prompt, no_check
 from vtx.runtime.session.session import Selection
-from vtx.runtime.vision.layout import Views
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
+from vtx.runtime.vision.plan import Views
 from vtx.runtime.vision.tokens import NO_EXTRAS, Extras, HiddenStates, Ids, ImageTokens, PromptImage, concatenated
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from vtx.runtime.vision.limits import MAX_HELD_FRAMES
 if TYPE_CHECKING:
     from PIL import Image
 
-    from vtx.runtime.vision.layout import VideoLayout, Views
+    from vtx.runtime.vision.layout import VideoLayout
+    from vtx.runtime.vision.plan import Views
 
 
 class PreparedFrames:

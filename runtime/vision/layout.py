@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -20,25 +20,24 @@ from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.checks import check_whole
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
+from vtx.runtime.vision.plan import ImagePlan, Views
 from vtx.runtime.vision.preprocess import fitted
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage
 
-Views = NDArray[np.float32] | list[NDArray[np.float32]]  # a list if their sizes differ
 Detail = Literal["auto", "low", "high"]  # of an image, as OpenAI's API names them
 ImageDetail: TypeAlias = "int | Detail | None"  # the most tokens of an image; None: as the bundle says
 DETAILS: tuple[str, ...] = get_args(Detail)
 
 
 class Layout(ABC):
-    """A layout of images. The defaults are those of a layout with one view an image, without newlines or text."""
+    """A layout of images: `plan` and its limits. Here are the limits of one with one view an image, of a fixed size."""
 
     __slots__ = ()
     newline = False  # a learned newline is among the tokens
 
-    @property
-    def has_text(self) -> bool:
-        """True if the prompt has text among the tokens of an image."""
-        return False
+    @abstractmethod
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """The views, tokens and text of an image of this size in pixels, before any preprocessing."""
 
     @property
     @abstractmethod
@@ -54,6 +53,11 @@ class Layout(ABC):
     def max_views(self) -> int:
         """The most passes of the tower that any image takes."""
         return 1
+
+    @property
+    def pixels(self) -> int | None:
+        """The `max_pixels` at which `within` gives this layout, if images are not larger here; else None."""
+        return None
 
     @abstractmethod
     def check(self, tower: TowerSpec) -> None:
@@ -73,17 +77,13 @@ class Layout(ABC):
             "max_pixels has no effect here: this model does not see images at native resolution; leave it out"
         )
 
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        """The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total."""
-        return None
-
     @property
     def budgets(self) -> Sequence[int]:
         """The numbers of tokens that images can be asked to have at most, the largest first; empty: any number."""
         return ()
 
-    def choices(self, tokens: int) -> Iterator[Layout]:
-        """The layouts in which an image may have at most `tokens` tokens, the largest first."""
+    def choices(self, tokens: int | None) -> Iterator[Layout]:
+        """The layouts in which an image may have at most `tokens` tokens, the largest first; None: any number."""
         for views in range(self.max_views, 1, -1):
             yield self.limited(views)
         yield self if self.max_views == 1 else self.limited(1)
@@ -106,25 +106,75 @@ class Layout(ABC):
         """The layout of each of `count` images in one prompt."""
         return self
 
-    @abstractmethod
-    def count(self, width: int, height: int) -> int:
-        """Tokens of an image of this size in pixels, before any preprocessing."""
+    @property
+    def has_text(self) -> bool:
+        """True if the prompt has text among the tokens of an image."""
+        return bool(self.plan(1, 1).texts)
 
-    def prompt_image(self, width: int, height: int) -> PromptImage:
-        """An image of this size in a prompt: its tokens, and the text among them."""
-        return PromptImage((self.count(width, height),))
+    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+        """The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total.
+
+        Text that ends their rows counts.
+        """
+        if self.pixels is None:
+            return None
+        for layout in self.choices(None):
+            plans = [layout.plan(*size) for size in sizes]
+            if sum(plan.tokens + len(plan.spans) for plan in plans) <= tokens:
+                return layout.pixels
+        return None
+
+    def count(self, width: int, height: int) -> int:
+        """Tokens of an image of this size."""
+        return self.plan(width, height).tokens
 
     def passes(self, width: int, height: int) -> int:
         """Passes of the tower that an image of this size takes: the number of its `views`."""
-        return 1
+        return len(self.plan(width, height).views)
 
-    @abstractmethod
+    def prompt_image(self, width: int, height: int) -> PromptImage:
+        """An image of this size in a prompt: its tokens, and the text among them."""
+        return self.plan(width, height).prompt
+
     def views(self, image: Image.Image, settings: ImageSettings) -> Views:
         """The tower's inputs for an image, one view at a time: float32 [views, 3, height, width], or a list of them."""
+        return self.plan(*image.size).pixels(image, settings)
 
     def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
         """The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if none."""
-        return joined(views) if len(views) > 1 else views[0]
+        return self.plan(width, height).arrange(views, newline)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLayout(Layout):
+    """Views of `tile` pixels a side and `tokens` each."""
+
+    tile: int
+    tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens * self.max_views
+
+    def check(self, tower: TowerSpec) -> None:
+        check_tiles(tower, self.tile, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SquareLayout(Layout):
+    """Views of any shape. A token is a square of `merge` x `merge` patches of `patch` pixels a side."""
+
+    positions = "rotary"  # of the towers that give such tokens
+    patch: int
+    merge: int
+
+    @property
+    def unit(self) -> int:
+        """Pixels a side of one token's square."""
+        return self.patch * self.merge
+
+    def check(self, tower: TowerSpec) -> None:
+        check_squares(tower, self.patch, self.merge, self.positions)
 
 
 class VideoLayout(ABC):
@@ -169,8 +219,12 @@ class VideoLayout(ABC):
         """A video of frames of this size in a prompt: its tokens, and the text among them."""
 
     @abstractmethod
+    def frame(self, frames: int, width: int, height: int) -> ImagePlan:
+        """The plan of each of `frames` frames of this size."""
+
     def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
         """One of `frames` frames as the tower's inputs, [3, height, width] float32 each."""
+        return [*self.frame(frames, *frame.size).pixels(frame, settings)]
 
     @abstractmethod
     def arrange(
@@ -197,12 +251,12 @@ def check_tiles(tower: TowerSpec, tile: int, tokens: int) -> None:
         )
 
 
-def check_squares(tower: TowerSpec, patch: int, side: int, *, any_shape: bool) -> None:
+def check_squares(tower: TowerSpec, patch: int, side: int, positions: str) -> None:
     """Raise BundleError if the tower's tokens are not of `side` x `side` patches of `patch` pixels a side.
 
-    Or if it is not one for images of `any_shape`.
+    Or if it has other `positions`.
     """
-    if (patch, side) != (tower.patch, tower.square) or not any_shape:
+    if (patch, side, positions) != (tower.patch, tower.square, tower.positions):
         raise BundleError(
             f"vtx.json: the image layout has tokens of {side} x {side} patches of {patch} pixels, "
             f"the tower of {tower.square} x {tower.square} of {tower.patch}; export the bundle again"

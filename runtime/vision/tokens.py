@@ -266,6 +266,17 @@ def joined(views: Sequence[ImageTokens], columns: int = 1) -> ImageTokens:
     return replace(tokens, tower=TowerTokens(states, keys, attention, columns))
 
 
+def of_frames(views: Sequence[ImageTokens], views_of_each: int = 1) -> ImageTokens:
+    """The tokens of a video from those of its views, `views_of_each` of each frame, and of a newline.
+
+    Frames compete with each other, unlike the views of an image.
+    """
+    tokens = joined(views)
+    assert tokens.patches.views is not None
+    frames = tokens.patches.views // views_of_each
+    return replace(tokens, patches=replace(tokens.patches, views=None, frames=frames))
+
+
 def concatenated(parts: Sequence[ImageTokens]) -> ImageTokens:
     """Tokens one after the other, each with its patch as it is; a signal that some lack is 0 there."""
     patches = [part.patches for part in parts]

@@ -8,24 +8,14 @@ images one tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.bundle.spec.names import RECEIVED
 from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
-from vtx.runtime.vision import bilinear
-from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
-from vtx.runtime.vision.preprocess import preprocess, square_settings
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, joined
+from vtx.runtime.vision.plan import Box, ImagePlan, Size, TileGrid, View
 
 MAX_RESOLUTIONS = 128
 MAX_TILES = 64  # of one image
@@ -48,7 +38,7 @@ class Anyres(Layout):
     newline = True
     tile: int
     grid: int
-    resolutions: tuple[tuple[int, int], ...]
+    resolutions: tuple[Size, ...]
     rounded: bool
     shrink: int = optional(0)
     padded: bool = optional(False)
@@ -107,89 +97,41 @@ class Anyres(Layout):
     def for_images(self, count: int) -> Anyres:
         return replace(self, resolutions=(), padded=True) if self.shrink and count > 1 else self
 
-    def count(self, width: int, height: int) -> int:
+    def plan(self, width: int, height: int) -> ImagePlan:
+        overview = View(self.one_tile)
         if not self.resolutions:
-            return self.one_tile + 1
-        x0, top, right, bottom = self._unpadded(width, height)
-        across, down = self.shrunk(right - x0, bottom - top)
-        return self.one_tile + down * (across + self.unpads)
+            return ImagePlan((overview,), grid=TileGrid(self.grid), squared=self.padded and width != height)
+        canvas = self._resolution(width, height)
+        across = canvas[0] / width
+        down = canvas[1] / height
+        if across < down:
+            size = canvas[0], min(math.ceil(height * across), canvas[1])
+        else:
+            size = min(math.ceil(width * down), canvas[0]), canvas[1]
+        columns, rows = (side // self.tile for side in canvas)
+        box = self._unpadded(width, height, canvas)
+        shrunk = self.shrunk(box[2] - box[0], box[3] - box[1])
+        tiles = View(self.one_tile, (size,), canvas).tiles(columns, rows)
+        return ImagePlan((overview, *tiles), grid=TileGrid(self.grid, columns, rows, box, shrunk, self.unpads))
 
-    def passes(self, width: int, height: int) -> int:
-        if not self.resolutions:
-            return 1
-        across, down = self._resolution(width, height)
-        return 1 + across * down // self.tile**2
-
-    def shrunk(self, across: int, down: int) -> tuple[int, int]:
+    def shrunk(self, across: int, down: int) -> Size:
         """The columns and rows of a grid of this size, before its newlines, after it is shrunk."""
         ratio = math.sqrt(across * down / (self.shrink * self.one_tile)) if self.shrink else 1.0
         return (int(across // ratio) or 1, int(down // ratio) or 1) if ratio > CLEARLY_MORE else (across, down)
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image = to_rgb(image)
-        barred = self.padded and image.width != image.height
-        views = [preprocess(image, square_settings(settings) if barred else settings)]
-        if self.resolutions:
-            width, height = self._resolution(*image.size)
-            across = width / image.width
-            down = height / image.height
-            side = self.tile
-            if across < down:
-                size = width, min(math.ceil(image.height * across), height)
-            else:
-                size = min(math.ceil(image.width * down), width), height
-            padded = Image.new("RGB", (width, height))
-            resized = image.resize(size, Image.Resampling[settings.resample.upper()])
-            padded.paste(resized, ((width - size[0]) // 2, (height - size[1]) // 2))
-            for top in range(0, height, side):
-                for x in range(0, width, side):
-                    views.append(preprocess(padded.crop((x, top, x + side, top + side)), settings))
-        return np.stack(views)
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        if any(len(view) != self.one_tile for view in views):
-            raise RequestError(
-                "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out"
-            )
-        across = self._resolution(width, height)[0] // self.tile if len(views) > 1 else 1
-        candidates = joined([*views, ImageTokens.newlines(newline)], across)
-        overview = np.arange(self.one_tile)
-        if len(views) == 1:
-            return candidates.take(np.append(overview, len(candidates) - 1))
-        columns, rows = (side // self.tile for side in self._resolution(width, height))
-        x0, top, right, bottom = self._unpadded(width, height)
-        # the index of each token of the grid: the tiles' tokens follow the squeezed image in raster order
-        of_tile = np.arange(rows * columns * self.one_tile).reshape(rows, columns, self.grid, self.grid) + self.one_tile
-        all_of_grid = of_tile.transpose(0, 2, 1, 3).reshape(rows * self.grid, columns * self.grid)
-        grid = all_of_grid[top:bottom, x0:right]
-        across, down = self.shrunk(right - x0, bottom - top)
-        shrinks = (down, across) != grid.shape
-        if shrinks:  # a token of four has the patch index of the nearest
-            shrunk = bilinear.resized(candidates.hidden[grid], down, across)
-            grid = grid[bilinear.nearest(grid.shape[0], down)[:, None], bilinear.nearest(grid.shape[1], across)]
-        ends = np.full((down, 1), len(candidates) - 1)  # the one newline serves all rows
-        grid = np.concatenate([grid, ends], 1) if self.unpads else grid
-        tokens = candidates.take(np.concatenate([overview, grid.ravel()]))
-        if shrinks:
-            tokens.hidden[self.one_tile :].reshape(down, across + 1, -1)[:, :-1] = shrunk
-        if RECEIVED not in candidates.patches.signals:
-            return tokens
-        return replace(tokens, uncut=candidates.take(np.concatenate([overview, all_of_grid.ravel()])))
-
-    def _resolution(self, width: int, height: int) -> tuple[int, int]:
+    def _resolution(self, width: int, height: int) -> Size:
         """The resolution (width, height) that shows most of an image, and of those the one with the least padding."""
 
-        def shown(size: tuple[int, int]) -> tuple[int, int]:
+        def shown(size: Size) -> tuple[int, int]:
             scale = min(size[0] / width, size[1] / height)
             effective = min(int(width * scale) * int(height * scale), width * height)
             return effective, effective - size[0] * size[1]
 
         return max(self.resolutions, key=shown)  # the first of equals
 
-    def _unpadded(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the part of the grid of tokens that shows the image."""
-        resolution = self._resolution(width, height)
-        across, down = (side // self.tile * self.grid for side in resolution)
+    def _unpadded(self, width: int, height: int, canvas: Size) -> Box:
+        """The part of the grid of tokens that shows the image."""
+        across, down = (side // self.tile * self.grid for side in canvas)
         if not self.unpads:
             return 0, 0, across, down
         if width / height > across / down:

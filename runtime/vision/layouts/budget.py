@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, ImageError, RequestError
+from vtx.runtime.errors import BundleError, RequestError
 from vtx.runtime.strict import optional
-from vtx.runtime.vision.image import to_rgb
 from vtx.runtime.vision.layout import Layout, check_squares, image_layout
-from vtx.runtime.vision.preprocess import normalised
+from vtx.runtime.vision.plan import ImagePlan, Size, own_shape
 
 BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image that the model was trained for
 
@@ -67,8 +61,12 @@ class TokenBudget(Layout):
         """The budgets that a request may choose, the largest first."""
         return [tokens for tokens in reversed(BUDGETS) if tokens <= self.max_tokens]
 
+    @property
+    def pixels(self) -> int:
+        return self.tokens * self.unit**2
+
     def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.pool, any_shape=tower.positions == "axial")
+        check_squares(tower, self.patch, self.pool, "axial")
 
     def within(self, max_pixels: int) -> TokenBudget:
         """The largest of the model's budgets whose images have at most `max_pixels`."""
@@ -80,17 +78,9 @@ class TokenBudget(Layout):
             )
         return replace(self, tokens=fitting[-1], most=0)
 
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        for budget in reversed([each for each in BUDGETS if each <= self.tokens]):
-            layout = replace(self, tokens=budget)
-            if sum(layout.count(*size) for size in sizes) <= tokens:
-                return budget * self.unit**2
-        return None
-
-    def choices(self, tokens: int) -> Iterator[Layout]:
-        for budget in self.budgets:
-            if budget <= tokens or budget == BUDGETS[0]:
-                yield replace(self, tokens=budget)
+    def choices(self, tokens: int | None) -> Iterator[Layout]:
+        most = self.tokens if tokens is None else max(tokens, BUDGETS[0])
+        return (replace(self, tokens=budget) for budget in self.budgets if budget <= most)
 
     def low(self) -> Layout:
         return replace(self, tokens=BUDGETS[0])
@@ -98,22 +88,10 @@ class TokenBudget(Layout):
     def high(self) -> Layout:
         return replace(self, tokens=self.max_tokens)
 
-    def count(self, width: int, height: int) -> int:
-        columns, rows = self._grid(width, height)
-        return columns * rows
+    def plan(self, width: int, height: int) -> ImagePlan:
+        return ImagePlan((own_shape(*self._grid(width, height), self.unit),))
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image = to_rgb(image)
-        columns, rows = self._grid(*image.size)
-        shape = columns * self.unit, rows * self.unit
-        try:
-            if image.size != shape:
-                image = image.resize(shape, Image.Resampling[settings.resample.upper()])
-            return normalised(image, settings)[None]
-        except MemoryError as error:
-            raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
+    def _grid(self, width: int, height: int) -> Size:
         """Columns and rows of tokens of an image of this size in pixels."""
         factor = math.sqrt(self.tokens * self.unit**2 / (width * height))
         columns = math.floor(factor * width / self.unit)

@@ -5,17 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
-from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import PromptImage
+from vtx.runtime.vision.layout import TiledLayout, image_layout
+from vtx.runtime.vision.plan import Box, ImagePlan, View
 
 MAX_CROPS = 64
 _BEGIN = "\n\n<start_of_image>"
@@ -26,15 +18,12 @@ _CROPS = " and here are some crops to help you see better "
 
 @image_layout("crops")
 @dataclass(frozen=True, slots=True)
-class Crops(Layout):
+class Crops(TiledLayout):
     """Images of `tile` pixels a side and `tokens` each: the whole one, squeezed to a square, and up to `most` crops.
 
     An image is cropped if its longer side is at least `ratio` times the other one and no crop's side is below `side`.
     """
 
-    has_text = True
-    tile: int
-    tokens: int
     side: int
     most: int
     ratio: float
@@ -51,39 +40,22 @@ class Crops(Layout):
     def max_views(self) -> int:
         return 1 + self.most
 
-    @property
-    def max_tokens(self) -> int:
-        return self.tokens * self.max_views
-
-    def check(self, tower: TowerSpec) -> None:
-        check_tiles(tower, self.tile, self.tokens)
-
     def limited(self, max_views: int) -> Crops:
         """With at most `max_views` views, the whole image included: one crop would be the image again."""
         most = min(self.most, max_views - 1)
         return replace(self, most=most if most > 1 else 0)
 
-    def count(self, width: int, height: int) -> int:
-        return self.tokens * self.passes(width, height)
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """The text is that of transformers' processor."""
+        boxes = self._boxes(width, height)
+        if not boxes:
+            return ImagePlan((View(self.tokens),), (_BEGIN, _END))
+        views = View(self.tokens), *(View(self.tokens, box=box) for box in boxes)
+        between = [_END + _CROPS + _BEGIN, *[f"{_END} {_BEGIN}"] * (len(boxes) - 1)]
+        return ImagePlan(views, (_WHOLE + _BEGIN, *between, _END))
 
-    def passes(self, width: int, height: int) -> int:
-        return 1 + len(self._boxes(width, height))
-
-    def prompt_image(self, width: int, height: int) -> PromptImage:
-        """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
-        crops = len(self._boxes(width, height))
-        if not crops:
-            return PromptImage((self.tokens,), (_BEGIN, _END))
-        between = [_END + _CROPS + _BEGIN, *[f"{_END} {_BEGIN}"] * (crops - 1)]
-        return PromptImage((self.tokens,) * (1 + crops), (_WHOLE + _BEGIN, *between, _END))
-
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image = to_rgb(image)
-        crops = [image.crop(box) for box in self._boxes(*image.size)]
-        return np.stack([preprocess(view, settings) for view in (image, *crops)])
-
-    def _boxes(self, width: int, height: int) -> list[tuple[int, int, int, int]]:
-        """The crops of an image of this size, in pixels: left, top, right and bottom."""
+    def _boxes(self, width: int, height: int) -> list[Box]:
+        """The crops of an image of this size, in pixels."""
         longer = max(width, height)
         shorter = min(width, height)
         if not self.most or longer / shorter < self.ratio:

@@ -9,11 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.bilinear import nearest, resized
@@ -21,8 +16,8 @@ from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.marked import FRAME, WHOLE, resized_size
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.preprocess import preprocess
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.plan import ImagePlan, View
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, of_frames
 
 MAX_FRAME_TOKENS = 1 << 16
 MAX_BETWEEN = 64  # characters
@@ -115,10 +110,9 @@ class Frames(VideoLayout):
             return PromptImage((self.count(frames),))
         return PromptImage((self.count(1),) * frames, ("", *[self.between] * (frames - 1), ""))
 
-    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        if self.longer is not None:
-            frame = frame.resize(resized_size(*frame.size, self.longer), Image.Resampling[settings.resample.upper()])
-        return [preprocess(frame, settings)]
+    def frame(self, frames: int, width: int, height: int) -> ImagePlan:
+        sizes = () if self.longer is None else (resized_size(width, height, self.longer),)
+        return ImagePlan((View(self.tokens, sizes),))
 
     def arrange(
         self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
@@ -137,9 +131,7 @@ class Frames(VideoLayout):
                 frame_patches = view.patches.take(patch_numbers)  # of all the frame's patches
                 frame_patches = replace(frame_patches, indices=frame_patches.indices + number * (self.tokens - half**2))
                 frames.append(ImageTokens(hidden, frame_patches))
-        tokens = joined([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
-        patches = tokens.patches  # frames compete with each other, unlike the views of an image
-        return replace(tokens, patches=replace(patches, views=None, frames=patches.views))
+        return of_frames([*frames, ImageTokens.newlines(newline)] if self.newline else frames)
 
 
 def in_words(number: int) -> str:

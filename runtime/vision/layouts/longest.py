@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError, RequestError
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, Views, check_squares, image_layout
-from vtx.runtime.vision.layouts.native import LOW_PIXELS, resized
+from vtx.runtime.vision.layout import Layout, SquareLayout, image_layout
+from vtx.runtime.vision.layouts.native import LOW_PIXELS
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches, PromptImage
+from vtx.runtime.vision.plan import ImagePlan, Size, View
 
 ROW_END = "[IMG_BREAK]"
 IMAGE_END = "[IMG_END]"
@@ -24,15 +18,13 @@ IMAGE_END = "[IMG_END]"
 
 @image_layout("longest")
 @dataclass(frozen=True, slots=True)
-class LongestEdge(Layout):
-    """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
+class LongestEdge(SquareLayout):
+    """Images whose longest edge is above `longest` pixels are shrunk to it.
 
-    Images whose longest edge is above `longest` pixels are shrunk to it, and all are stretched to whole multiples of
-    `step` pixels; pixels beyond the last whole square give no token. `marks`: text ends each row of tokens.
+    All are stretched to whole multiples of `step` pixels; pixels beyond the last whole square give no token. `marks`:
+    text ends each row of tokens.
     """
 
-    patch: int
-    merge: int
     longest: int
     step: int
     marks: bool
@@ -47,15 +39,6 @@ class LongestEdge(Layout):
             )
 
     @property
-    def has_text(self) -> bool:
-        return self.marks
-
-    @property
-    def unit(self) -> int:
-        """Pixels a side of one token's square."""
-        return self.patch * self.merge
-
-    @property
     def min_tokens(self) -> int:
         return 1
 
@@ -63,8 +46,9 @@ class LongestEdge(Layout):
     def max_tokens(self) -> int:
         return (self._multiple(self.longest) // self.unit) ** 2
 
-    def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.merge, any_shape=tower.positions == "rotary")
+    @property
+    def pixels(self) -> int | None:
+        return self._multiple(self.longest) ** 2
 
     def within(self, max_pixels: int) -> LongestEdge:
         edge = math.isqrt(max_pixels) // self.step * self.step
@@ -72,59 +56,32 @@ class LongestEdge(Layout):
             raise RequestError(f"max_pixels is {max_pixels}; one token takes {self.unit} x {self.unit}; raise it")
         return replace(self, longest=min(edge, self.longest))
 
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        for layout in self._smaller():
-            images = [layout.prompt_image(*size) for size in sizes]
-            if sum(image.tokens + len(image.spans) * self.marks for image in images) <= tokens:
-                return self._multiple(layout.longest) ** 2
-        return None
-
-    def choices(self, tokens: int) -> Iterator[Layout]:
-        return self._smaller()
+    def choices(self, tokens: int | None) -> Iterator[Layout]:
+        yield self
+        for edge in range((self.longest - 1) // self.step * self.step, self.unit - 1, -self.step):
+            yield replace(self, longest=edge)
 
     def low(self) -> Layout:
         return self.within(LOW_PIXELS)
 
-    def count(self, width: int, height: int) -> int:
-        columns, rows = self._grid(width, height)
-        return columns * rows
-
-    def prompt_image(self, width: int, height: int) -> PromptImage:
-        """The tokens of an image of this size, row by row if text ends each, as transformers' processor prints it."""
-        columns, rows = self._grid(width, height)
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """The text is that of transformers' processor."""
+        size = self._size(width, height)
+        columns, rows = (side // self.unit for side in size)
+        views = (View(columns * rows, (size,)),)
         if not self.marks:
-            return PromptImage((columns * rows,))
-        return PromptImage((columns,) * rows, ("", *[ROW_END] * (rows - 1), IMAGE_END))
-
-    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
-        image = to_rgb(image)
-        return resized(image, settings, *self._size(*image.size))[None]
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        """One token after the other, row by row."""
-        (tokens,) = views
-        count = len(tokens)
-        return replace(tokens, patches=Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals))
+            return ImagePlan(views, shape=(columns, rows))
+        texts = "", *[ROW_END] * (rows - 1), IMAGE_END
+        return ImagePlan(views, texts, (columns,) * rows, shape=(columns, rows))
 
     def _multiple(self, side: int) -> int:
         """The next whole multiple of `step` pixels, with room for a token."""
         return max(-(-side // self.step) * self.step, self.unit)
 
-    def _smaller(self) -> Iterator[LongestEdge]:
-        """The layouts with this longest edge and with shorter ones, the longest first."""
-        yield self
-        for edge in range((self.longest - 1) // self.step * self.step, self.unit - 1, -self.step):
-            yield replace(self, longest=edge)
-
-    def _size(self, width: int, height: int) -> tuple[int, int]:
+    def _size(self, width: int, height: int) -> Size:
         """Width and height in pixels of an image of this size as the tower sees it."""
         ratio = max(width, height) / self.longest
         if ratio > 1:
             width = math.floor(width / ratio)
             height = math.floor(height / ratio)
         return self._multiple(width), self._multiple(height)
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of tokens of an image of this size in pixels."""
-        across, down = self._size(width, height)
-        return across // self.unit, down // self.unit

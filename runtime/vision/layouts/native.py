@@ -6,22 +6,14 @@ The number of an image's tokens depends on its size; each has a row and a column
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import PARTS, TowerSpec
 from vtx.runtime.errors import BundleError, ImageError, RequestError
 from vtx.runtime.strict import UPGRADE, optional
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, Views, check_squares, image_layout
+from vtx.runtime.vision.layout import Layout, SquareLayout, image_layout
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
-from vtx.runtime.vision.preprocess import normalised
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, Patches
+from vtx.runtime.vision.plan import ImagePlan, Size, own_shape
 
 MAX_RATIO = 200  # of an image's sides
 FLOORED = "floored"  # both sides by one factor, and rounded down
@@ -32,15 +24,13 @@ LOW_PIXELS = 512**2  # of an image of little detail, as in OpenAI's API
 
 @image_layout("native")
 @dataclass(frozen=True, slots=True)
-class Native(Layout):
-    """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
+class Native(SquareLayout):
+    """Images are resized to whole squares, between `min_pixels` and `max_pixels`.
 
-    Images are resized to whole squares, between `min_pixels` and `max_pixels`; `small`: those with a side below a
-    square's are first enlarged, one of `SMALL`. `flat`: positions are single numbers.
+    `small`: those with a side below a square's are first enlarged, one of `SMALL`. `flat`: positions are single
+    numbers.
     """
 
-    patch: int
-    merge: int
     min_pixels: int
     max_pixels: int
     _: KW_ONLY
@@ -62,11 +52,6 @@ class Native(Layout):
             )
 
     @property
-    def unit(self) -> int:
-        """Pixels a side of one token's square."""
-        return self.patch * self.merge
-
-    @property
     def min_tokens(self) -> int:
         """Tokens of an image of `min_pixels`."""
         return -(-self.min_pixels // self.unit**2)
@@ -80,8 +65,9 @@ class Native(Layout):
         enlarged = max((side * math.ceil(fewest / max(1, side - 1)) for side in longest), default=1)
         return max(math.floor(most), math.floor(math.sqrt(MAX_RATIO * most)), enlarged)
 
-    def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.merge, any_shape=tower.positions == "rotary")
+    @property
+    def pixels(self) -> int | None:
+        return self.max_pixels
 
     def within(self, max_pixels: int) -> Native:
         if max_pixels < self.unit**2:
@@ -89,48 +75,27 @@ class Native(Layout):
         most = min(max_pixels, self.max_pixels)
         return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
 
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
+    def choices(self, tokens: int | None) -> Iterator[Layout]:
         area = self.unit**2
-        for count in range(self.max_pixels // area, 0, -1):
-            layout = self.within(count * area)
-            if sum(layout.count(*size) for size in sizes) <= tokens:
-                return count * area
-        return None
-
-    def choices(self, tokens: int) -> Iterator[Layout]:
-        area = self.unit**2
-        for most in range(min(tokens, self.max_pixels // area), 0, -1):
-            yield self.within(most * area)
+        most = self.max_pixels // area
+        for count in range(most if tokens is None else min(tokens, most), 0, -1):
+            yield self.within(count * area)
 
     def low(self) -> Layout:
         return self.within(LOW_PIXELS)
 
-    def count(self, width: int, height: int) -> int:
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """Each token has its row and column as position, unless they are `flat`."""
         columns, rows = self._grid(width, height)
-        return columns * rows
+        return ImagePlan((own_shape(columns, rows, self.unit),), shape=(columns, rows), placed=not self.flat)
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
-        image = to_rgb(image)
-        columns, rows = self._grid(*image.size)
-        return resized(image, settings, columns * self.unit, rows * self.unit)[None]
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        """One token after the other, row by row; all at one time, each at its row and column."""
-        (tokens,) = views
-        columns, rows = self._grid(width, height)
-        count = columns * rows
-        patches = Patches(np.arange(count), np.zeros(count, bool), tokens.patches.signals)
-        if self.flat:
-            return ImageTokens(tokens.hidden, patches)
-        return ImageTokens(tokens.hidden, patches, offsets=squares(columns, rows), span=max(columns, rows))
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
+    def _grid(self, width: int, height: int) -> Size:
         """Columns and rows of tokens of an image of this size in pixels."""
         check_ratio(width, height)
         width, height = self._enlarged(width, height)
         return fitted_grid(width, height, self.unit, self.min_pixels, self.max_pixels, self.rounded(width, height))
 
-    def _enlarged(self, width: int, height: int) -> tuple[int, int]:
+    def _enlarged(self, width: int, height: int) -> Size:
         """The sides that an image counts with."""
         unit = self.unit
         if self.small == FLOORED:
@@ -143,7 +108,7 @@ class Native(Layout):
             width = unit
         return width, height
 
-    def rounded(self, width: int, height: int) -> tuple[int, int]:
+    def rounded(self, width: int, height: int) -> Size:
         """Columns and rows of tokens next to an image's size, whatever its pixels."""
         return round(width / self.unit), round(height / self.unit)
 
@@ -154,10 +119,10 @@ def fitted_grid(
     unit: int,
     least: int,
     most: int,
-    rounded: tuple[int, int],
+    rounded: Size,
     frames: int = 1,
     counted: int = 1,
-) -> tuple[int, int]:
+) -> Size:
     """Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most`.
 
     Else those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
@@ -172,27 +137,12 @@ def fitted_grid(
     return rounded
 
 
-def enlarged(width: int, height: int, unit: int) -> tuple[int, int]:
+def enlarged(width: int, height: int, unit: int) -> Size:
     """An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down."""
     if min(width, height) >= unit:
         return width, height
     scale = unit / min(width, height)
     return int(width * scale), int(height * scale)
-
-
-def squares(columns: int, rows: int) -> NDArray[np.int64]:
-    """Offsets [tokens, 3] of the tokens of a grid, row by row: time 0, and their row and column."""
-    offsets = np.zeros((columns * rows, PARTS), np.int64)
-    offsets[:, 1], offsets[:, 2] = np.divmod(np.arange(columns * rows), columns)
-    return offsets
-
-
-def resized(image: Image.Image, settings: ImageSettings, width: int, height: int) -> NDArray[np.float32]:
-    """An RGB picture as the tower's input, [3, height, width] float32."""
-    try:
-        return normalised(image.resize((width, height), Image.Resampling[settings.resample.upper()]), settings)
-    except MemoryError as error:
-        raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
 
 
 def check_ratio(width: int, height: int) -> None:

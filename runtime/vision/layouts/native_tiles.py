@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, ImageError, RequestError
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, Views, image_layout
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layout import Layout, image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
 from vtx.runtime.vision.layouts.native import Native
 from vtx.runtime.vision.layouts.tiles import Tiles
-from vtx.runtime.vision.preprocess import normalised
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage
+from vtx.runtime.vision.plan import ImagePlan, Size, View, own_shape
 
 _START = "<|image_start|>"
 _END = "<|image_end|>"
@@ -36,7 +29,6 @@ class NativeTiles(Native):
     it. `most` of 1: no image is tiled.
     """
 
-    has_text = True
     tile: int
     fewest: int
     most: int
@@ -93,10 +85,11 @@ class NativeTiles(Native):
         assert isinstance(limited, NativeTiles)
         return limited
 
-    def fitting(self, sizes: Sequence[tuple[int, int]], tokens: int) -> int | None:
-        return None if self.most > 1 else super(NativeTiles, self).fitting(sizes, tokens)
+    @property
+    def pixels(self) -> int | None:
+        return None if self.most > 1 else self.max_pixels
 
-    def choices(self, tokens: int) -> Iterator[Layout]:
+    def choices(self, tokens: int | None) -> Iterator[Layout]:
         for views in range(self.max_views, 1, -1):
             yield self.limited(views)
         yield from super(NativeTiles, self.limited(1)).choices(tokens)
@@ -104,54 +97,27 @@ class NativeTiles(Native):
     def low(self) -> Layout:
         return self.limited(1)
 
-    def count(self, width: int, height: int) -> int:
-        return self.prompt_image(width, height).tokens
-
-    def passes(self, width: int, height: int) -> int:
-        return len(self.prompt_image(width, height).spans)
-
-    def prompt_image(self, width: int, height: int) -> PromptImage:
-        """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
-        columns, rows = self._grid(width, height)
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """The text is that of transformers' processor."""
+        whole = own_shape(*self._grid(width, height), self.unit)
         tiles = self._tiles(width, height)
         if tiles is None:
-            return PromptImage((columns * rows,), (_START, _END))
-        numbers = product(range(1, tiles[1] + 1), range(1, tiles[0] + 1))
-        spans = [self._tile_tokens] * (tiles[0] * tiles[1])
-        texts = [_TILE.format(*number) for number in numbers]
+            return ImagePlan((whole,), (_START, _END))
+        columns, rows = tiles
+        views = View(self._tile_tokens, ((columns * self.tile, rows * self.tile),)).tiles(columns, rows)
+        texts = [_TILE.format(*number) for number in product(range(1, rows + 1), range(1, columns + 1))]
         if self.thumbnail:
-            spans = [*spans, columns * rows]
+            views = *views, whole
             texts = [*texts, _WHOLE]
-        return PromptImage(tuple(spans), (_START + texts[0], *texts[1:], _END))
+        return ImagePlan(views, (_START + texts[0], *texts[1:], _END))
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
-        image = to_rgb(image)
-        side = self.tile
-        resample = Image.Resampling[settings.resample.upper()]
-        columns, rows = self._grid(*image.size)
-        tiles = self._tiles(*image.size)
-        views = list[NDArray[np.float32]]()
-        try:
-            if tiles is not None:
-                large = image.resize((tiles[0] * side, tiles[1] * side), resample)
-                corners = ((x * side, y * side) for y in range(tiles[1]) for x in range(tiles[0]))
-                views = [normalised(large.crop((x, y, x + side, y + side)), settings) for x, y in corners]
-            if tiles is None or self.thumbnail:
-                views.append(normalised(image.resize((columns * self.unit, rows * self.unit), resample), settings))
-        except MemoryError as error:
-            raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
-        return views
-
-    def arrange(self, views: Sequence[ImageTokens], width: int, height: int, newline: HiddenStates) -> ImageTokens:
-        return Layout.arrange(self, views, width, height, newline)
-
-    def _tiles(self, width: int, height: int) -> tuple[int, int] | None:
+    def _tiles(self, width: int, height: int) -> Size | None:
         """Columns and rows of the tiles of an image, None if it is seen in one piece."""
         across, down = (max(self.patch, round(side / self.unit) * self.unit) for side in (width, height))
         if self.most == 1 or across * down <= self.max_pixels * self.tolerance:
             return None
         return Tiles(self.tile, self._tile_tokens, self.fewest, self.most).grid(width, height)
 
-    def rounded(self, width: int, height: int) -> tuple[int, int]:
+    def rounded(self, width: int, height: int) -> Size:
         columns, rows = super(NativeTiles, self).rounded(width, height)
         return max(1, columns), max(1, rows)

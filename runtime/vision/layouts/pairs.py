@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
-from vtx.runtime.vision.layouts.native import Native, check_ratio, enlarged, fitted_grid, resized, squares
+from vtx.runtime.vision.layouts.native import Native, check_ratio, enlarged, fitted_grid
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS, MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.plan import ImagePlan, Size, own_shape, squares
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, of_frames
 
 TOGETHER = 2  # frames in a patch
 
@@ -101,9 +100,8 @@ class Pairs(VideoLayout):
         before = [f"<{(first + last) / 2:.1f} seconds><|vision_start|>" for first, last in pairs]
         return PromptImage((columns * rows,) * count, (before[0], *(end + text for text in before[1:]), end))
 
-    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        columns, rows = self._grid(frames, *frame.size)
-        return [resized(frame, settings, columns * self.unit, rows * self.unit)]
+    def frame(self, frames: int, width: int, height: int) -> ImagePlan:
+        return ImagePlan((own_shape(*self._grid(frames, width, height), self.unit),))
 
     def arrange(
         self,
@@ -116,18 +114,17 @@ class Pairs(VideoLayout):
     ) -> ImageTokens:
         """The tokens of a video from those of its pairs, from number `first` on, row by row; `newline` is not used."""
         columns, rows = self._grid(len(clip.numbers), width, height)
-        tokens = joined(views)
-        offsets = np.concatenate([squares(columns, rows) for _ in views])
-        patches = replace(tokens.patches, views=None, frames=np.repeat(np.arange(len(views)), columns * rows))
+        count = columns * rows
+        tokens = of_frames(views)
+        runs = (count,) * len(views) if self.times else ()
+        if self.flat:
+            places = np.tile(np.arange(count, dtype=np.int64), len(views))
+            return replace(tokens, offsets=places, span=count, runs=runs)
+        offsets = np.tile(squares(columns, rows), (len(views), 1))
         if self.times:
-            count = columns * rows
-            runs = (count,) * len(views)
-            if self.flat:
-                places = np.tile(np.arange(count, dtype=np.int64), len(views))
-                return replace(tokens, patches=patches, offsets=places, span=count, runs=runs)
-            return replace(tokens, patches=patches, offsets=offsets, span=max(columns, rows), runs=runs)
-        offsets[:, 0] = self._ticks(clip)[first : first + len(views)].repeat(columns * rows)
-        return replace(tokens, patches=patches, offsets=offsets, span=self._span(clip, columns, rows))
+            return replace(tokens, offsets=offsets, span=max(columns, rows), runs=runs)
+        offsets[:, 0] = self._ticks(clip)[first : first + len(views)].repeat(count)
+        return replace(tokens, offsets=offsets, span=self._span(clip, columns, rows))
 
     def _ticks(self, clip: SampledFrames) -> NDArray[np.int64]:
         """The position in time of each pair, from 0."""
@@ -140,7 +137,7 @@ class Pairs(VideoLayout):
     def _span(self, clip: SampledFrames, columns: int, rows: int) -> int:
         return max(columns, rows, int(self._ticks(clip)[-1]) + 1)
 
-    def _grid(self, frames: int, width: int, height: int) -> tuple[int, int]:
+    def _grid(self, frames: int, width: int, height: int) -> Size:
         """Columns and rows of tokens of each of `frames` frames of this size."""
         least = self.min_pixels * frames
         most = self.max_pixels * frames

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.layout import Layout, image_layout
-from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.plan import ImagePlan, View
 
 
 @image_layout("single")
@@ -39,8 +34,5 @@ class Single(Layout):
     def max_tokens(self) -> int:
         return self.tokens
 
-    def count(self, width: int, height: int) -> int:
-        return self.tokens
-
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        return preprocess(image, settings)[None]
+    def plan(self, width: int, height: int) -> ImagePlan:
+        return ImagePlan((View(self.tokens),))

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
 from vtx.runtime.errors import BundleError
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
 from vtx.runtime.vision.layouts.slices import Slices
 from vtx.runtime.vision.limits import MAX_SAMPLED_FRAMES
-from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, joined
+from vtx.runtime.vision.plan import ImagePlan
+from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, of_frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +59,11 @@ class SlicedFrames(VideoLayout):
         texts = (first, *(*between, last + first) * (count - 1), *between, last)
         return replace(frame, spans=frame.spans * count, texts=texts)
 
-    def views(self, frame: Image.Image, settings: ImageSettings, frames: int) -> list[NDArray[np.float32]]:
-        """One of `frames` frames as the tower's inputs, [3, height, width] float32: the whole, then its slices."""
-        return [*self.slices.views(frame, settings)]
+    def frame(self, frames: int, width: int, height: int) -> ImagePlan:
+        return self.slices.plan(width, height)
 
     def arrange(
         self, views: Sequence[ImageTokens], clip: object, width: int, height: int, newline: HiddenStates, first: int = 0
     ) -> ImageTokens:
         """The tokens of a video from those of its frames' views; `newline` is not used."""
-        tokens = joined(views)
-        per_frame = self.slices.count(width, height)
-        frames = np.arange(len(tokens)) // per_frame  # which compete with each other, unlike the views of an image
-        return replace(tokens, patches=replace(tokens.patches, views=None, frames=frames))
+        return of_frames(views, self.slices.passes(width, height))

@@ -6,18 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
-from vtx.runtime.errors import BundleError, ImageError, RequestError
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, Views, check_squares, image_layout
+from vtx.runtime.errors import BundleError, RequestError
+from vtx.runtime.vision.layout import SquareLayout, image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
-from vtx.runtime.vision.layouts.native import MAX_RATIO, check_ratio, resized
+from vtx.runtime.vision.layouts.native import MAX_RATIO, check_ratio
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS
-from vtx.runtime.vision.preprocess import normalised
-from vtx.runtime.vision.tokens import PromptImage
+from vtx.runtime.vision.plan import ImagePlan, Size, View
 
 MARKS = WHOLE, WHOLE_END, SLICE, SLICE_END, ID, ID_END = (
     "<image>",
@@ -31,16 +25,14 @@ MARKS = WHOLE, WHOLE_END, SLICE, SLICE_END, ID, ID_END = (
 
 @image_layout("slices")
 @dataclass(frozen=True, slots=True)
-class Slices(Layout):
-    """A token is a square of `merge` x `merge` patches of `patch` pixels a side.
+class Slices(SquareLayout):
+    """Each view has its own shape and as many pixels as a square of `side`, to whole tokens.
 
-    Each view has its own shape and as many pixels as a square of `side`, to whole tokens. Images of more pixels have
-    slices, too, up to `most`; `most` of 1: none has. `numbered`: the prompt has an image's number before it.
+    Images of more pixels have slices, too, up to `most`; `most` of 1: none has. `numbered`: the prompt has an image's
+    number before it.
     """
 
-    has_text = True
-    patch: int
-    merge: int
+    positions = "nearest"
     side: int
     most: int
     numbered: bool
@@ -53,11 +45,6 @@ class Slices(Layout):
                 f"{self.unit} x {self.unit}; it needs 1 to {MAX_TILES} slices of at least one token, and at most "
                 f"{MAX_RESIZED_PIXELS:,} pixels in all; export again"
             )
-
-    @property
-    def unit(self) -> int:
-        """Pixels a side of one token's square."""
-        return self.patch * self.merge
 
     @property
     def max_views(self) -> int:
@@ -76,9 +63,6 @@ class Slices(Layout):
         stretched = ((rows, min(most, side / (rows - 0.5))) for rows in range(1, math.floor(side + 0.5) + 1))
         return max(rows * max(1, math.floor(side * stretch + 0.5)) for rows, stretch in stretched)
 
-    def check(self, tower: TowerSpec) -> None:
-        check_squares(tower, self.patch, self.merge, any_shape=tower.positions == "nearest")
-
     def limited(self, max_views: int) -> Slices:
         """With at most `max_views` views, the whole image included."""
         return replace(self, most=max(1, min(self.most, max_views - 1)))
@@ -89,38 +73,19 @@ class Slices(Layout):
             "none"
         )
 
-    def count(self, width: int, height: int) -> int:
-        return self.prompt_image(width, height).tokens
-
-    def passes(self, width: int, height: int) -> int:
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """The text is that of transformers' processor."""
         columns, rows = self._grid(width, height)
-        return 1 + columns * rows
-
-    def prompt_image(self, width: int, height: int) -> PromptImage:
-        """The prompt's text around the tokens of an image of this size, as transformers' processor prints it."""
-        columns, rows = self._grid(width, height)
-        spans = tuple(across * down // self.unit**2 for across, down in self._sizes(width, height))
+        number = (ID, ID_END) if self.numbered else None
+        whole = self._view(width / height)
+        if not columns * rows:
+            return ImagePlan((whole,), (WHOLE, WHOLE_END), number=number)
+        slice_ratio = (_multiple(width, columns) / columns) / (_multiple(height, rows) / rows)
+        slices = self._view(slice_ratio, columns, rows).tiles(columns, rows)
         begin = [SLICE_END + "\n" * (at % columns == 0) + SLICE for at in range(1, columns * rows)]
-        texts = (WHOLE, WHOLE_END + SLICE, *begin, SLICE_END) if columns * rows else (WHOLE, WHOLE_END)
-        return PromptImage(spans, texts, number=(ID, ID_END) if self.numbered else None)
+        return ImagePlan((whole, *slices), (WHOLE, WHOLE_END + SLICE, *begin, SLICE_END), number=number)
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> Views:
-        image = to_rgb(image)
-        columns, rows = self._grid(*image.size)
-        overview, *slices = self._sizes(*image.size)
-        views = [resized(image, settings, *overview)]
-        if slices:
-            width, height = slices[0]
-            resample = Image.Resampling[settings.resample.upper()]
-            corners = [(x * width, y * height) for y in range(rows) for x in range(columns)]
-            try:
-                large = image.resize((columns * width, rows * height), resample)
-                views += [normalised(large.crop((x, y, x + width, y + height)), settings) for x, y in corners]
-            except MemoryError as error:
-                raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
-        return views
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
+    def _grid(self, width: int, height: int) -> Size:
         """Columns and rows of an image's slices, the shape nearest to its own; (0, 0) without."""
         check_ratio(width, height)
         count = min(math.ceil(width * height / self.side**2), self.most)
@@ -141,19 +106,15 @@ class Slices(Layout):
         for slices in range(max(2, count - 1), min(self.most, count + 1) + 1):
             yield from ((slices // rows, rows) for rows in range(1, slices + 1) if slices % rows == 0)
 
-    def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Width and height of each view, in pixels."""
-        columns, rows = self._grid(width, height)
-        sizes = [self._shaped(width / height)]
-        if columns * rows:
-            across, down = (_multiple(side, count) / count for side, count in ((width, columns), (height, rows)))
-            sizes += [self._shaped(across / down)] * (columns * rows)
-        return sizes
+    def _view(self, ratio: float, columns: int = 1, rows: int = 1) -> View:
+        """The image as `columns` x `rows` views whose sides differ `ratio`-fold, each in whole tokens.
 
-    def _shaped(self, ratio: float) -> tuple[int, int]:
-        """Width and height of a view, in whole tokens; transformers cuts both down to whole pixels first."""
+        Transformers cuts both sides down to whole pixels first.
+        """
         height = int(self.side / math.sqrt(ratio))
-        return _multiple(int(height * ratio), self.unit), _multiple(height, self.unit)
+        across = _multiple(int(height * ratio), self.unit)
+        down = _multiple(height, self.unit)
+        return View(across * down // self.unit**2, ((columns * across, rows * down),))
 
 
 def _multiple(length: int, divisor: int) -> int:

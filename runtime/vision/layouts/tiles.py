@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vtx.runtime.bundle.spec.image_settings import ImageSettings
-from vtx.runtime.bundle.spec.model_spec import TowerSpec
 from vtx.runtime.errors import BundleError
-from vtx.runtime.vision.image import to_rgb
-from vtx.runtime.vision.layout import Layout, check_tiles, image_layout
+from vtx.runtime.vision.layout import TiledLayout, image_layout
 from vtx.runtime.vision.layouts.anyres import MAX_TILES
-from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.plan import ImagePlan, Size, View
 
 
 @image_layout("tiles")
 @dataclass(frozen=True, slots=True)
-class Tiles(Layout):
+class Tiles(TiledLayout):
     """`fewest` to `most` tiles of `tile` pixels a side and `tokens` each; if several, one more with the whole image."""
 
-    tile: int
-    tokens: int
     fewest: int
     most: int
 
@@ -35,38 +26,20 @@ class Tiles(Layout):
             )
 
     @property
-    def max_tokens(self) -> int:
-        return self.tokens * self.max_views
-
-    @property
     def max_views(self) -> int:
         return self.most + (self.most > 1)
-
-    def check(self, tower: TowerSpec) -> None:
-        check_tiles(tower, self.tile, self.tokens)
 
     def limited(self, max_views: int) -> Tiles:
         """With at most `max_views` tiles, the whole image included."""
         most = min(self.most, max(1, max_views - 1))
         return replace(self, fewest=min(self.fewest, most), most=most)
 
-    def count(self, width: int, height: int) -> int:
-        return self.tokens * self.passes(width, height)
-
-    def passes(self, width: int, height: int) -> int:
+    def plan(self, width: int, height: int) -> ImagePlan:
         columns, rows = self.grid(width, height)
-        return columns * rows + (columns * rows > 1)
+        tiles = View(self.tokens, ((columns * self.tile, rows * self.tile),)).tiles(columns, rows)
+        return ImagePlan(tiles if len(tiles) == 1 else (*tiles, View(self.tokens)))
 
-    def views(self, image: Image.Image, settings: ImageSettings) -> NDArray[np.float32]:
-        image = to_rgb(image)
-        side = self.tile
-        columns, rows = self.grid(*image.size)
-        resized = image.resize((columns * side, rows * side), Image.Resampling[settings.resample.upper()])
-        corners = [(x * side, y * side) for y in range(rows) for x in range(columns)]
-        tiles = [resized.crop((x, y, x + side, y + side)) for x, y in corners]
-        return np.stack([preprocess(tile, settings) for tile in (tiles if len(tiles) == 1 else [*tiles, image])])
-
-    def grid(self, width: int, height: int) -> tuple[int, int]:
+    def grid(self, width: int, height: int) -> Size:
         """Columns and rows: the nearest shape; of equal ones the largest whose tiles the image fills by half."""
         grids = [
             (columns, rows)
