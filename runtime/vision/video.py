@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO, TypeAlias, TypeVar
@@ -163,11 +163,17 @@ def load_frames(
 
     name, result = _decoded(CHILD, given.source, receive, stopped, wanted=given.frames, sampling=asdict(sampling))
     order = result.get("frames") if isinstance(result, dict) else None
-    if not clips or order != [*clips[-1].numbers] or not prepared.keys() >= {*clips[-1].numbers}:
+    if not clips or not _is_whole(order, clips[-1], prepared):
         raise _broken(name)
-    if len(order) != most and (given.frames is not None or sampling.a_second is None):
+    numbers = clips[-1].numbers
+    if len(numbers) != most and (given.frames is not None or sampling.a_second is None):
         raise _broken(name)
-    return [prepared[number] for number in order]
+    return [prepared[number] for number in numbers]
+
+
+def _is_whole(order: object, clip: SampledFrames, frames: Mapping[int, object]) -> bool:
+    """True if the frames that were read are those of the clip, in this order."""
+    return order == [*clip.numbers] and frames.keys() >= {*clip.numbers}
 
 
 def _clip_of(frames: NDArray[Any], video: Video, sampling: FrameSampling) -> SampledFrames:

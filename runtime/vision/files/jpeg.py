@@ -36,7 +36,8 @@ def read_jpeg(name: str, content: bytes) -> Container:
     blocks: dict[int, int] = {}  # of 8x8 pixels, by component
     width = height = 0
     orientation = _Orientation()
-    scans = visited = end = 0
+    scans = _Scans()
+    end = 0
     for _ in range(MAX_PARTS):
         marker = _MARKER.search(content, end)
         if marker is None or marker[1][0] == _END:
@@ -54,11 +55,7 @@ def read_jpeg(name: str, content: bytes) -> Container:
                 raise DamagedError("it has two frame headers")
             width, height, blocks = _frame(segment)
         elif code == _SCAN:
-            if not blocks or not segment:
-                raise DamagedError("a scan comes before the frame header")
-            scans += 1
-            visited += sum(blocks.get(component, 0) for component in segment[1 : 1 + 2 * segment[0] : 2])
-            _check_work(name, scans, visited)
+            scans.add(name, segment, blocks)
             following = _MARKER.search(content, end)  # the compressed data ends there, or with the file
             end = len(content) if following is None else following.start()
         elif code == _LINES:
@@ -70,6 +67,28 @@ def read_jpeg(name: str, content: bytes) -> Container:
         raise DamagedError("it has no frame header")
     closing = () if marker is None else (b"\xff\xd9",)
     return Container("JPEG", width, height, (*pieces, *closing), orientation.value)
+
+
+@dataclass(slots=True)
+class _Scans:
+    """The number of scans, and of the blocks that all of them visit."""
+
+    count: int = 0
+    visited: int = 0
+
+    def add(self, name: str, segment: bytes, blocks: dict[int, int]) -> None:
+        """Count a scan by its header; `blocks` of each component. Raises ImageError if there is too much."""
+        if not blocks or not segment:
+            raise DamagedError("a scan comes before the frame header")
+        self.count += 1
+        self.visited += sum(blocks.get(component, 0) for component in segment[1 : 1 + 2 * segment[0] : 2])
+        if self.count > MAX_SCANS:
+            raise too_many(name, "scans", MAX_SCANS)
+        if self.visited > MAX_SCAN_BLOCKS:
+            raise ImageError(
+                f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
+                "save it as a baseline JPEG, or shrink it"
+            )
 
 
 @dataclass(slots=True)
@@ -112,14 +131,3 @@ def _frame(segment: bytes) -> tuple[int, int, dict[int, int]]:
         raise DamagedError("a component's sampling factor is not from 1 to 4")
     units = -(-width // (8 * max(across))) * -(-height // (8 * max(down)))
     return width, height, {id: units * h * v for id, h, v in zip(segment[6::3], across, down, strict=True)}
-
-
-def _check_work(name: str, scans: int, visited: int) -> None:
-    """Raise ImageError for too many scans, or scans of too many blocks."""
-    if scans > MAX_SCANS:
-        raise too_many(name, "scans", MAX_SCANS)
-    if visited > MAX_SCAN_BLOCKS:
-        raise ImageError(
-            f"the scans of {name} pass over more than {MAX_SCAN_BLOCKS:,} blocks of 8x8 pixels, the limit; "
-            "save it as a baseline JPEG, or shrink it"
-        )
