@@ -48,7 +48,7 @@ GUIDES = {
 }
 SAMPLINGS = {
     "greedy": Sampling(),
-    "sampled": Sampling(temperature=1.5, seed=7),
+    "sampled": Sampling(temperature=1.5, seed=43),
     "penalised": Sampling(temperature=0.8, top_p=0.9, top_k=5, seed=3, repetition_penalty=1.4),
 }
 

@@ -33,14 +33,14 @@ from vtx.runtime.vision import frame_file
 from vtx.runtime.vision import frames as prepared_frames
 from vtx.runtime.vision.frame_file import FrameFile
 from vtx.runtime.vision.frame_sampling import FrameSampling, evenly
-from vtx.runtime.vision.layouts import frames as frames_of_videos
 from vtx.runtime.vision.limits import MAX_CHOSEN_FRAMES
-from vtx.runtime.vision.preprocess import preprocess
+from vtx.runtime.vision.plan import ImagePlan
 from vtx.runtime.vision.tokens import PromptImage
 from vtx.runtime.vision.video import Video, load_frames, video
 
 pytestmark = pytest.mark.dialects("ort", "plain")
 GET_FRAME = FrameFile.__getitem__
+PIXELS = ImagePlan.pixels
 
 QUESTION = "What is the colour of the square in the picture?"
 ONEVISION = Tiny(
@@ -170,7 +170,7 @@ def test_a_long_video_is_read_and_encoded_frame_by_frame_and_answered_as_one_in_
     for held_frames, most in ((64, frames), (4, 2)):
         monkeypatch.setattr(prepared_frames, "MAX_HELD_FRAMES", held_frames)
         prepared, encoded = Held(), Held()
-        monkeypatch.setattr(frames_of_videos, "preprocess", prepared.of(preprocess))
+        monkeypatch.setattr(ImagePlan, "pixels", prepared.of(PIXELS))
         monkeypatch.setattr(FrameFile, "__getitem__", encoded.of(GET_FRAME))
         with model.open(given) as conversation:
             (image,) = conversation.images
