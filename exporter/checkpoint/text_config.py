@@ -171,7 +171,6 @@ def windowed_config_of(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=widths[0],
-        vocab=size(config, "vocab_size", 1 << 22),
         tied=bool(parsed.tie_word_embeddings),
         rope=full,
         max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),

@@ -94,6 +94,7 @@ def _text(parsed: Any) -> TextConfig:
         "lfm3",
         (width, width),
         sliding,
+        vocab=size(config, "vocab_size", 1 << 22),
         eps=number(vars(config), "norm_eps"),
         activation="silu",
         qkv_bias=biased,

@@ -80,6 +80,7 @@ def _text(parsed: Any) -> TextConfig:
         "gemma3",
         (width, width),
         sliding_layers(config, size(config, "num_hidden_layers", MAX_LAYERS)),
+        vocab=size(config, "vocab_size"),
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_activation),
         qkv_bias=False,

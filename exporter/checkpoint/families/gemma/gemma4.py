@@ -9,7 +9,13 @@ from typing import Any
 from vtx.exporter.checkpoint.config import ModelConfig, check_values, image_token_of, parse_parts, part_of
 from vtx.exporter.checkpoint.family import Family, ImageProcessor
 from vtx.exporter.checkpoint.fields import check_patches, number, size
-from vtx.exporter.checkpoint.text_config import ATTENTION_KINDS, TextConfig, head_size, windowed_config_of
+from vtx.exporter.checkpoint.text_config import (
+    ATTENTION_KINDS,
+    MAX_POSITIONS,
+    TextConfig,
+    head_size,
+    windowed_config_of,
+)
 from vtx.runtime.bundle.spec.model_spec import MAX_LAYERS
 from vtx.runtime.bundle.spec.text_settings import BoxForm
 from vtx.runtime.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -126,6 +132,7 @@ def _text(parsed: Any) -> TextConfig:
             f"vocab_size_per_layer_input is {config.vocab_size_per_layer_input!r:.40}, the vocabulary has {vocab} "
             "tokens; vtx exports models where they agree"
         )
+    size(config, "sliding_window", MAX_POSITIONS)  # correct where no layer slides, too
     padding = config.pad_token_id
     if not isinstance(padding, int) or not 0 <= padding < vocab:
         raise CheckpointError(f"config.json: pad_token_id {padding!r:.40} is not a token id below {vocab}; correct it")
@@ -135,6 +142,7 @@ def _text(parsed: Any) -> TextConfig:
         "gemma4",
         (widths[False], widths.get(True, widths[False])),
         sliding,
+        vocab=vocab,
         eps=number(vars(config), "rms_norm_eps"),
         activation=str(config.hidden_activation),
         qkv_bias=False,
