@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +16,7 @@ class SplitMix:
     """Steele, Lea and Flood's SplitMix64 (OOPSLA 2014). Without a seed the system's own randomness begins it."""
 
     def __init__(self, seed: int | None = None) -> None:
-        self._state = secrets.randbits(64) if seed is None else seed & MASK
+        self._state = int.from_bytes(os.urandom(8), "little") if seed is None else seed & MASK
 
     def uniform(self) -> float:
         """A number in [0, 1) of 53 bits."""

@@ -162,7 +162,9 @@ class ImagePlan:
                 inputs.append(normalised(part, settings) if settings.own_size else preprocess(part, settings))
         except MemoryError as error:
             raise ImageError("no memory left to resize the image; shrink it, or free memory") from error
-        return inputs if settings.own_size and len(inputs) > 1 else np.stack(inputs)
+        if len(inputs) == 1:
+            return inputs[0][None]
+        return inputs if settings.own_size else np.stack(inputs)
 
     def arrange(self, views: Sequence[ImageTokens], newline: HiddenStates) -> ImageTokens:
         """The image's tokens from those of its views; `newline` [1, hidden], [0, hidden] if none."""
