@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +141,27 @@ def test_a_timed_backend_lists_the_work_of_each_token(with_engines: Path, device
     assert [call.filled for call in calls[:-1]] == [cache.length - 1 for cache in session.decoding_caches]
 
 
+def kernels_of(folder: Path) -> Path:
+    """The file of a bundle's compiled kernels, without those of other tests."""
+    kernels = folder / "engines/sm89" / fingerprint.KERNELS
+    kernels.unlink(missing_ok=True)
+    return kernels
+
+
+def compiled_by(device: Gpu, folder: Path) -> int:
+    """The number of kernels that are compiled for a question."""
+    device.calls.clear()
+    with load(folder, device="tensorrt") as model, model.open([random_image(1)]) as image:
+        image.ask("red?", 2, reduce="none", max_new_tokens=4)
+    return device.calls["compile"]
+
+
 def test_tensorrt_rtx_compiles_its_kernels_once_for_a_card(
     with_engines: Path, tmp_path: Path, device: Gpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copy(with_engines, tmp_path / "bundle")
-    kernels = folder / "engines/sm89" / fingerprint.KERNELS
-
-    kernels.unlink(missing_ok=True)  # of other tests
-
-    def compiled() -> int:
-        device.calls.clear()
-        with load(folder, device="tensorrt") as model, model.open([random_image(1)]) as image:
-            image.ask("red?", 2, reduce="none", max_new_tokens=4)
-        return device.calls["compile"]
-
+    kernels = kernels_of(folder)
+    compiled = partial(compiled_by, device, folder)
     first = compiled()
     assert first > 4
     content = kernels.read_bytes()
@@ -180,12 +188,9 @@ def test_more_kernels_than_are_read_are_not_kept(
     with_engines: Path, tmp_path: Path, device: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = copy(with_engines, tmp_path / "bundle")
-    kernels = folder / "engines/sm89" / fingerprint.KERNELS
-    kernels.unlink(missing_ok=True)  # of other tests
+    kernels = kernels_of(folder)
     monkeypatch.setattr(engine, "MAX_KERNELS", 10)
-    with load(folder, device="tensorrt") as model, model.open([random_image(1)]) as image:
-        image.ask("red?", 2, reduce="none", max_new_tokens=2)
-    assert device.calls["compile"]
+    assert compiled_by(device, folder)
     assert not kernels.exists()
 
 
