@@ -133,20 +133,22 @@ def serving(
 
 
 @contextmanager
-def held(served: Served) -> Iterator[None]:
-    """An answer begins within the block and stops at its second token, however long the block takes."""
+def held(served: Served) -> Iterator[threading.Event]:
+    """An answer begins within the block and stops at its second token for as long as it takes. Set once it has."""
     if not served.engines.loaded:
         assert served.chat(asking(user("red?"))).status == 200
-    backend, released = served.engines.loaded[0].model.backend, threading.Event()
+    backend, released, stopped = served.engines.loaded[0].model.backend, threading.Event(), threading.Event()
     head, calls = backend.head, count()
 
     def wait(*args: Any) -> Any:
-        assert not next(calls) or released.wait(WAIT), "never released"
+        if next(calls):
+            stopped.set()
+            assert released.wait(WAIT), "never released"
         return head(*args)
 
     with patch.object(backend, "head", wait):
         try:
-            yield
+            yield stopped
         finally:
             released.set()
 

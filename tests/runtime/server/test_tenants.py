@@ -175,9 +175,10 @@ def test_concurrent_questions_of_two_keys_share_no_prefix(tiny_bundle: Path) -> 
     with serving({"tiny": tiny_bundle}, api_keys=Keys(read_keys(FILE, "keys"))) as served:
         assert chat(served, "alice", asking(user("which?"))).status == 200
         body = asking(*messages("one"), max_tokens=100)
-        with held(served):
+        with held(served) as stopped:
             bob = served.open_chat(body, Authorization="Bearer key-of-bob")
-            until(lambda: served.engines.loaded[0].scheduler.active == 1, "bob's is computed")
+            until(stopped.is_set, "bob's is computed")
+            assert served.engines.loaded[0].scheduler.active == 1
             alice = served.open_chat(body, Authorization="Bearer key-of-alice")
             until(lambda: served.engines.loaded[0].scheduler.waiting == 1, "alice's waits, to begin in the next round")
         with bob, alice as connection:
@@ -302,6 +303,8 @@ def test_who_waits_for_what_is_shown_without_texts_to_those_who_may_see_all(serv
         return served.request("GET", "/slots", authorization=f"Bearer key-of-{key}")
 
     assert slots("monitor").json == []
+    assert chat(served, "alice", asking(user("red?"))).status == 200
+    until(lambda: slots("monitor").json == [], "nothing is computed")
     with held(served):
         body = asking(user("is it a secret?", IMAGE), k=3, reduce="none", deadline_ms=60_000)
         with served.open_chat(body, Authorization="Bearer key-of-alice"):
