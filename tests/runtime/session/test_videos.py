@@ -142,7 +142,7 @@ def test_frames_are_sampled_from_the_first_to_the_last() -> None:
 
 
 class Held:
-    """Counts arrays that are not freed: `most` of them at the same time."""
+    """Counts arrays whose memory is not freed, that of views included: `most` of them at the same time."""
 
     def __init__(self) -> None:
         self._arrays, self.most = list[weakref.ref[np.ndarray]](), 0
@@ -150,7 +150,8 @@ class Held:
     def of(self, make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def counted(*given: Any) -> np.ndarray:
             array = make(*given)
-            self._arrays = [known for known in self._arrays if known() is not None] + [weakref.ref(array)]
+            owner = array if array.base is None else array.base
+            self._arrays = [known for known in self._arrays if known() is not None] + [weakref.ref(owner)]
             self.most = max(self.most, len(self._arrays))
             return array
 
