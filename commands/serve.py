@@ -328,7 +328,7 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
         limits,
         None if settings.memory is None else int(settings.memory * 1e9),
         Serving(
-            needed=partial(memory_of, loading),
+            needed=partial(needed_by, loading),
             key=loading.key,
             fit=loading.fit,
             choosers=choosers_of(settings.reports, settings.max_accuracy_drop, folders),
@@ -338,20 +338,13 @@ def engines_of(settings: ServeSettings, limits: Limits) -> Engines:
     )
 
 
-def memory_of(loading: Loading, bundle: Bundle) -> int:
+def needed_by(loading: Loading, bundle: Bundle) -> int:
     """Bytes of memory that a bundle needs when it is loaded in this way."""
     from vtx.runtime.api.images import ImageOptions
-    from vtx.runtime.api.load import choose_for
-    from vtx.runtime.backends.devices import float_bytes
-    from vtx.runtime.backends.memory import needed_memory
+    from vtx.runtime.api.load import choose_for, memory_of
 
-    device = choose_for(
-        bundle,
-        loading.device,
-        loading.compute,
-        ImageOptions(loading.fit, loading.max_tiles, loading.max_pixels),
-    )
-    return needed_memory(bundle, float_bytes(device))
+    images = ImageOptions(loading.fit, loading.max_tiles, loading.max_pixels)
+    return memory_of(bundle, choose_for(bundle, loading.device, loading.compute, images), images)
 
 
 def app_settings(settings: ServeSettings, keys: Keys) -> AppSettings:

@@ -29,12 +29,12 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.backends.devices import missing_instructions
-from vtx.runtime.backends.engines import ENGINES, INSTRUCTIONS, floats_in_memory, merit_on_cpu
+from vtx.runtime.backends.engines import ENGINES, INSTRUCTIONS, merit_on_cpu
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle, seal_manifest
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import BundleError, DeviceError, RequestError
-from vtx.runtime.host.machine import available_memory, cpu_flags
+from vtx.runtime.host.machine import available_memory
 from vtx.runtime.policies.make import make_policy
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.report.golden import DECODED_TOKENS, bounded_prompt
@@ -120,9 +120,8 @@ def is_rounded(manifest: Manifest) -> bool:
 def memory_to_measure(folder: Path, device: str, kinds: Sequence[str]) -> int:
     """Bytes that `measure` needs at most, with one engine at a time."""
     bundle = Bundle.open(folder, check=False)
-    flags = cpu_flags()
     logits = 2 * 4 * bundle.manifest.model.vocab * (ENOUGH + TOKENS)
-    return logits + max(needed_memory(bundle, floats_in_memory(device, kind, flags)) for kind in ("f32", *kinds))
+    return logits + max(needed_memory(bundle, device, kind) for kind in ("f32", *kinds))
 
 
 def check_fidelity(

@@ -17,7 +17,7 @@ from vtx.exporter.weights.plan import WeightPlan
 from vtx.exporter.weights.scaling import TOKENS, TRIED
 from vtx.exporter.weights.writing import COMPUTED, THREADS
 from vtx.runtime.backends.engines import ENGINES, floats_in_memory
-from vtx.runtime.backends.memory import RUN_BASE, answering_memory, resident_bytes
+from vtx.runtime.backends.memory import RUN_BASE, answering_memory, prompt_tokens, resident_bytes
 from vtx.runtime.bundle.spec.stored import EMBEDDING, HEAD, Precisions
 from vtx.runtime.errors import ExportError
 from vtx.runtime.host.machine import cpu_flags
@@ -84,12 +84,8 @@ def predict(
     floats = floats_in_memory(engine, "f32", cpu_flags())
     engine_base = max(cost.base for cost in ENGINES[engine].costs.values())
     slot = 2 * text.kv_heads * text.head_dim * KV_DTYPES[kv_dtype].bytes
-    answering = answering_memory(
-        text,
-        image_tokens=min(config.layout.max_tokens, max_context),
-        max_context=max_context,
-        kv_bytes=KV_DTYPES[kv_dtype].bytes,
-    )
+    prompt = prompt_tokens(config.layout.max_tokens, max_context)
+    answering = answering_memory(text, engine, tokens=prompt, kv_bytes=KV_DTYPES[kv_dtype].bytes)
     resident = _resident(plan, floats)
     # Weights are written in chunks, which takes less than the base. While the reference computes: a layer's largest
     # matrix, and its hidden states.

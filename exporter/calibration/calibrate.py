@@ -25,7 +25,6 @@ from vtx.exporter.reference.attention import AttentionMeter
 from vtx.exporter.reference.engine import EngineReference
 from vtx.exporter.reference.model import Encoded, Reference, Sample, Watchers
 from vtx.exporter.reference.prompts import PreparedItem, prepare
-from vtx.runtime.backends.engines import ENGINES
 from vtx.runtime.backends.memory import RUN_BASE, needed_memory
 from vtx.runtime.bundle.spec.model_spec import unscored
 from vtx.runtime.errors import CheckpointError, RequestError, UnsupportedModelError
@@ -80,7 +79,7 @@ class CalibrationOptions:
 def predict_memory(source: OpenedModel, items: Sequence[PreparedItem], options: CalibrationOptions) -> int:
     if source.engine is not None:
         backend = source.engine.backend
-        return export_base() + needed_memory(source.engine.bundle, ENGINES[backend.device].compute[backend.compute])
+        return export_base() + needed_memory(source.engine.bundle, backend.device, backend.compute)
     size = model_size(source.config, source.name)
     text = source.config.text
     image_token = source.config.image_token_id

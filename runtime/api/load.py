@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vtx.runtime.api.images import ImageOptions
 from vtx.runtime.api.model import Model
-from vtx.runtime.backends.devices import NONE, DeviceChoice, choose_by_card, float_bytes, open_backend
+from vtx.runtime.backends.devices import NONE, DeviceChoice, choose_by_card, open_backend
 from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -18,11 +19,13 @@ from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
+from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.vision.files.formats import check_formats
 from vtx.runtime.vision.layout import limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
+MIN_PIXELS = 1 << 12  # an image of fewer is not proposed
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +85,7 @@ def load(
     while backend is None:
         choice = choose_for(opened, device, compute, images, failed)
         if not force and not ENGINES[choice.device].gpu:
-            _check_memory(opened, choice)
+            _check_memory(opened, choice, images)
         try:
             backend = open_backend(opened, choice, threads)
         except DeviceError as e:
@@ -113,17 +116,40 @@ def choose_for(
     return choose_by_card(bundle, device, compute, failed)
 
 
-def _check_memory(bundle: Bundle, chosen: DeviceChoice) -> None:
+def memory_of(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions) -> int:
+    """Bytes that a bundle takes on a device while it answers about one image, of the largest that `images` allow."""
+    layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
+    limited = limited_layout(layout, images.max_tiles, images.max_pixels)
+    return needed_memory(bundle, chosen.device, chosen.compute, limited.max_tokens)
+
+
+def _check_memory(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions) -> None:
     """Raise DeviceError if a bundle does not fit into this machine's memory."""
-    floats = float_bytes(chosen)
-    memory = needed_memory(bundle, floats)
+    memory = memory_of(bundle, chosen, images)
     free = available_memory()
     if free is not None and memory > free:
         from vtx.runtime.units import size
 
-        wider = ", which expands fp16 and bf16 to float32" if floats is EXPANDED else ""
+        engine = ENGINES[chosen.device]
+        wider = ", which expands fp16 and bf16 to float32" if engine.compute[chosen.compute] is EXPANDED else ""
+        ways = ["use a machine with more", *_smaller(bundle, chosen, images, free)]
         raise DeviceError(
-            f"{bundle.manifest.model.name} needs about {size(memory)} of memory on "
-            f"{ENGINES[chosen.device].title}{wider}; {size(free)} is free; use a machine with more, or export with "
-            "--precision int4 (--force tries all the same)"
+            f"{bundle.manifest.model.name} needs about {size(memory)} of memory on {engine.title}{wider}; {size(free)} "
+            f"is free; {', or '.join(ways)} (--force tries all the same)"
         )
+
+
+def _smaller(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions, free: int) -> Iterator[str]:
+    """Ways to load a model in less memory than a bundle takes with images as large as `images` allow."""
+    if PRECISIONS[bundle.manifest.precision].bits != 4:
+        yield "export with --precision int4"
+    if needed_memory(bundle, chosen.device, chosen.compute, 0) > free:
+        return  # not even without an image
+    layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
+    pixels = images.max_pixels or layout.pixels
+    while pixels is not None and pixels > MIN_PIXELS:
+        pixels //= 2
+        if memory_of(bundle, chosen, replace(images, max_pixels=pixels)) <= free:
+            yield f"load it with --max-pixels {pixels} (max_pixels={pixels})"
+            return
+    yield "export with a smaller --max-context"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vtx.runtime.backends.backend import Backend
-from vtx.runtime.backends.engines import AUTO, COMPUTE, ENGINES, INSTRUCTIONS, Floats, split_device
+from vtx.runtime.backends.engines import AUTO, COMPUTE, ENGINES, INSTRUCTIONS, split_device
 from vtx.runtime.bundle.bundle import CARD, Bundle
 from vtx.runtime.bundle.spec.manifest import Manifest
 from vtx.runtime.errors import DeviceError
@@ -160,10 +160,6 @@ def _obstacle(bundle: Bundle, name: str, compute: str | None, number: int = 0) -
     if number and (gpus := len(find_gpus())) <= number:
         return f"{name}:{number} is not there: the NVIDIA driver shows {gpus} GPUs, numbered from 0; see nvidia-smi"
     return engine.load().obstacle(bundle, number)
-
-
-def float_bytes(chosen: DeviceChoice) -> Floats:
-    return ENGINES[chosen.device].compute[chosen.compute]
 
 
 def open_backend(bundle: Bundle, chosen: DeviceChoice, threads: int | None) -> Backend:

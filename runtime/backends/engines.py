@@ -84,6 +84,7 @@ class EngineSpec:
     `title`: its name in messages. `modules`: one of them must be importable, installed by `extra` in `package`.
     `dialect`: of the graphs that it reads. `compute`: its arithmetic, the default first, each with the bytes of a float
     in memory. `backend`: the class that runs a bundle there; `gpu`: in memory of its own. `costs`: by dialect.
+    `fused`: attention with any mask is one operator, which holds no scores.
     `merit`: a rank for a bundle among the engines, and the reason for it; None if it is not to be tried.
     """
 
@@ -97,6 +98,7 @@ class EngineSpec:
     merit: Callable[[Bundle], Merit | None]
     costs: Mapping[str, EngineCost]
     gpu: bool = False
+    fused: bool = True
 
     def load(self) -> type[EngineBackend]:
         """The backend's class; imports its module, and not yet the engine."""
@@ -133,6 +135,7 @@ ENGINES: Mapping[str, EngineSpec] = {  # of those on the CPU, the fastest at the
         lambda bundle: merit_on_cpu(bundle.manifest, openvino=False),
         {"ort": EngineCost(EXPANDED, wide=True, apart=True, packing=True,
                            note=f"{WIDENED}, K/V grow with the tokens")},
+        fused=False,
     ),
     "openvino": EngineSpec(
         "OpenVINO", ("openvino",), "openvino", "openvino", "plain",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from vtx.runtime.backends.engines import EXPANDED, Floats
+from vtx.runtime.backends.engines import ENGINES, EXPANDED, Floats, floats_in_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.safetensors import TensorInfo
 from vtx.runtime.bundle.spec.stored import SCALES, ZEROS
-from vtx.runtime.host.machine import available_memory
+from vtx.runtime.host.machine import available_memory, cpu_flags
 from vtx.runtime.precision import KV_DTYPES, STORED
 
 # A scale is kept in float32 twice, next to and inside the packed matrix, and with it the sum of its block.
@@ -27,7 +27,8 @@ RUN_BASE = 110 << 20  # of Python, numpy and onnxruntime before any weight
 TOKEN_BYTES = 500  # a token of its vocabulary
 TEXT_BYTES = 10  # a byte of its tokenizer.json
 QUESTION_ROWS = 256  # tokens of text in a prediction
-PREFILL_BUFFERS = 16  # of [prompt tokens, hidden] float32 in a prefill
+PREFILL_BUFFERS = 16  # of [prompt tokens, hidden or all heads] float32 in a prefill, measured on both CPU engines
+MASKS = 3  # of [prompt tokens, prompt tokens] float32 where attention has a mask, measured on both
 SMALL_BYTES = 64 << 20  # of all weights: these fit in parallel anywhere
 SPARE = 2  # times what a bundle needs must be free: onnxruntime holds the weights of each graph twice while it packs
 T = TypeVar("T")
@@ -86,16 +87,32 @@ class DecoderShape(Protocol):
     def kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def sliding(self) -> object | None: ...
+    @property
+    def shared(self) -> int | None: ...
+    @property
+    def two_way(self) -> str | None: ...
 
 
-def answering_memory(decoder: DecoderShape, *, image_tokens: int, max_context: int, kv_bytes: int) -> int:
-    """Bytes in addition to the weights while one image is asked about and all layers see it.
+def answering_memory(decoder: DecoderShape, engine: str, *, tokens: int, kv_bytes: int) -> int:
+    """Bytes in addition to the weights while `engine` answers a prompt of so many tokens, which all layers see.
 
-    They are K and V of `kv_bytes` a number, the scores of one layer's attention, and a prefill's buffers.
+    They are K and V of `kv_bytes` a number, a prefill's buffers, and where an engine holds them the masks and scores of
+    one layer's attention.
     """
-    tokens = min(max_context, image_tokens + QUESTION_ROWS)
     kv = 2 * decoder.attending * decoder.kv_heads * decoder.head_dim * kv_bytes * tokens
-    return RUN_BASE + kv + 4 * tokens * (decoder.heads * tokens + PREFILL_BUFFERS * decoder.hidden)
+    widest = max(decoder.hidden, decoder.heads * decoder.head_dim)
+    fused = ENGINES[engine].fused
+    masks = 0 if decoder.sliding is None or fused else MASKS
+    if decoder.shared is not None or decoder.two_way is not None:
+        masks = MASKS if fused else MASKS * decoder.heads
+    return RUN_BASE + kv + 4 * tokens * (masks * tokens + PREFILL_BUFFERS * widest)
+
+
+def prompt_tokens(image_tokens: int, max_context: int) -> int:
+    """The tokens of a question about an image of so many, as a prediction counts them."""
+    return min(max_context, image_tokens + QUESTION_ROWS)
 
 
 def tokenizer_memory(nbytes: int, vocab: int) -> int:
@@ -103,31 +120,22 @@ def tokenizer_memory(nbytes: int, vocab: int) -> int:
     return TOKEN_BYTES * vocab + TEXT_BYTES * nbytes
 
 
-def needed_memory(bundle: Bundle, floats: Floats = EXPANDED) -> int:
+def needed_memory(bundle: Bundle, engine: str = "cpu", compute: str = "f32", image_tokens: int | None = None) -> int:
+    """Bytes that a bundle takes on an engine while it answers about one image, of its largest unless told the size."""
     m = bundle.manifest
     tokenizer = tokenizer_memory(m.files[m.tokenizer].bytes, m.model.vocab)
-    return (
-        tokenizer
-        + weights_in_memory(bundle, floats)
-        + answering_memory(
-            m.model,
-            image_tokens=min(m.layout.max_tokens, m.max_context),
-            max_context=m.max_context,
-            kv_bytes=KV_DTYPES[m.kv_dtype].bytes,
-        )
-    )
+    tokens = prompt_tokens(m.layout.max_tokens if image_tokens is None else image_tokens, m.max_context)
+    weights = weights_in_memory(bundle, floats_in_memory(engine, compute, cpu_flags()))
+    return tokenizer + weights + answering_memory(m.model, engine, tokens=tokens, kv_bytes=KV_DTYPES[m.kv_dtype].bytes)
 
 
-def is_roomy(bundle: Bundle, floats: Mapping[str, int]) -> bool:
-    """True if a load may use memory to be quicker: graphs in parallel, and freed memory of onnxruntime kept for them.
-
-    `floats` as in `needed_memory`.
-    """
+def is_roomy(bundle: Bundle, engine: str, compute: str = "f32") -> bool:
+    """True if a load may use memory to be quicker: it makes graphs in parallel, and keeps what onnxruntime freed."""
     weights = sum(file.bytes for name, file in bundle.manifest.files.items() if name.startswith("weights/"))
     if weights <= SMALL_BYTES:
         return True
     free = available_memory()
-    return free is not None and free >= SPARE * needed_memory(bundle, floats)
+    return free is not None and free >= SPARE * needed_memory(bundle, engine, compute)
 
 
 def load_each(loads: Sequence[Callable[[], T]], threads: int, sizes: Sequence[int]) -> list[T]:

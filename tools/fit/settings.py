@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from vtx.runtime.backends.devices import DeviceChoice, choose, float_bytes
+from vtx.runtime.backends.devices import DeviceChoice, choose
 from vtx.runtime.backends.engines import AUTO, ENGINES
 from vtx.runtime.backends.memory import needed_memory
 from vtx.runtime.bundle.bundle import Bundle
@@ -125,7 +125,7 @@ def engines_of(bundle: Bundle, device: str = AUTO, compute: str | None = None) -
         for kind in sorted(kinds if compute is None else [compute], key=lambda kind: kind != "f32"):
             with contextlib.suppress(DeviceError):
                 choice: DeviceChoice = choose(bundle, name, kind)
-                memory = needed_memory(bundle, float_bytes(choice))
+                memory = needed_memory(bundle, choice.device, choice.compute)
                 engines.append(LoadedOn(bundle, choice.device, choice.compute, memory, digest))
     if not engines:
         choose(bundle, device, compute)  # which says why

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from vtx.runtime.backends import contract
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import floats_in_memory
 from vtx.runtime.backends.failures import cache_failure, load_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -32,7 +31,7 @@ from vtx.runtime.bundle.spec.manifest import StageSpec
 from vtx.runtime.bundle.tensors import read_kv_scales, read_rope
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.device import Device
-from vtx.runtime.host.machine import cores, cpu_flags, version
+from vtx.runtime.host.machine import cores, version
 from vtx.runtime.installing import install
 from vtx.runtime.precision import KV_DTYPES, PRECISIONS
 from vtx.runtime.vision.tokens import TokenStates
@@ -131,7 +130,7 @@ class OpenvinoBackend(HostBackend):
             openvino, m.model, kv, rope, score, key_type, most, m.token_inputs, key_scales(bundle)
         )
         self.kv_slot_bytes = self._context.slot_bytes
-        roomy = is_roomy(bundle, floats_in_memory("openvino", compute, cpu_flags()))
+        roomy = is_roomy(bundle, "openvino", compute)
         self._head, *self.stages = self._load(head_settings, self.threads if roomy else 1)
 
     def _load(self, head_settings: Mapping[str, Any], threads: int) -> list[Any]:

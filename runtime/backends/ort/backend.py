@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.backend import NOTHING, DeviceState
-from vtx.runtime.backends.engines import EXPANDED
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
 from vtx.runtime.backends.memory import is_roomy, load_each
@@ -47,7 +46,7 @@ class OrtBackend(HostBackend):
         self.kv_slot_bytes, kv_dtype = m.kv_slot_bytes(self.dialect), names.kv_type(self.dialect, m.kv_dtype)
         check_release(self._ort, kv_dtype)
         self.threads = threads or cores()
-        roomy = self.loads_in_parallel and is_roomy(bundle, EXPANDED)
+        roomy = self.loads_in_parallel and is_roomy(bundle, "cpu")
         options = self._session_options(self.threads)
         self._loader = loader = OrtLoader(self._ort, bundle, options, self.providers, roomy)
         light = replace(loader, options=self._session_options(1))  # for graphs too small to share among threads

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +19,25 @@ import pytest
 
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.families.lfm3_vl import LFM3
+from tests.support.families.paligemma import PALIGEMMA2
+from tests.support.families.qwen import QWEN25
 from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
+from vtx.runtime.api.answer import Answer
 from vtx.runtime.api.load import load
 from vtx.runtime.api.options import Options
 from vtx.runtime.backends.allocation import zeros_in_small_pages
 from vtx.runtime.backends.engines import ENGINES, EXPANDED, INTEGERS, KEPT, NARROWED, floats_in_memory
-from vtx.runtime.backends.memory import answering_memory, needed_memory, tokenizer_memory, weights_in_memory
+from vtx.runtime.backends.memory import (
+    RUN_BASE,
+    answering_memory,
+    needed_memory,
+    prompt_tokens,
+    tokenizer_memory,
+    weights_in_memory,
+)
+from vtx.runtime.errors import DeviceError
 
 MB = 1 << 20
 
@@ -143,7 +159,57 @@ def test_int4_of_layers_takes_a_byte_a_weight_more_where_products_are_of_integer
 
 
 def test_an_answer_of_the_7b_shape_takes_half_a_megabyte_a_slot_beside_a_gigabyte_at_most() -> None:
-    shape: Any = SimpleNamespace(attending=32, hidden=4096, heads=32, kv_heads=32, head_dim=128)
-    wide, narrow = (answering_memory(shape, image_tokens=576, max_context=4096, kv_bytes=size) for size in (4, 2))
+    plain = dict.fromkeys(("sliding", "shared", "two_way"))
+    shape: Any = SimpleNamespace(attending=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, **plain)
+    prompt = prompt_tokens(576, 4096)
+    wide, narrow = (answering_memory(shape, "cpu", tokens=prompt, kv_bytes=size) for size in (4, 2))
     assert wide - narrow == (576 + 256) * 512 * 1024
     assert narrow < 1024 * MB
+
+
+LONG = {"hidden": 256, "heads": 16, "kv_heads": 4, "head_dim": 64, "context": 4096}
+WORDS = {Tiny(layers=2, **LONG): 900, replace(LFM3, **LONG): 3800, replace(PALIGEMMA2, **LONG): 900}
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """The most memory that this process has while it calls, in bytes beyond what it had."""
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")
+    call()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) - before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("tiny", "device"), [*product(WORDS, ("cpu", "openvino"))])
+def test_a_long_prompt_takes_about_the_memory_that_is_predicted(
+    tiny: Tiny, device: str, tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", (2,), "fp32", max_context=4096)
+    with load(made.folder, device=device, threads=THREADS) as model:
+        model.ask("red?", options=Options(1))
+        answers = list[Answer]()
+        taken = peak_of(lambda: answers.append(model.ask("red " * WORDS[tiny], options=Options(1))))
+    tokens = answers[0].stats.prompt_tokens
+    predicted = answering_memory(made.manifest.model, device, tokens=tokens, kv_bytes=4) - RUN_BASE
+    assert tokens > 3000
+    assert 0.4 * predicted < taken < 1.3 * predicted
+
+
+def test_a_bundle_whose_largest_image_does_not_fit_names_a_size_that_does(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bundles.export(tiny_checkpoint(replace(QWEN25, context=2048)), tmp_path / "bundle", (3,), "int4")
+    needed = needed_memory(made, "openvino")
+    text = needed_memory(made, "openvino", image_tokens=0)
+    monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: (needed + text) // 2)
+    with pytest.raises(DeviceError, match=r"or load it with --max-pixels (\d+) \(max_pixels=\1\) \(--force") as refused:
+        load(made.folder, device="openvino", threads=THREADS)
+    pixels = re.search(r"max_pixels=(\d+)", str(refused.value))
+    assert pixels is not None
+    with load(made.folder, device="openvino", threads=THREADS, max_pixels=int(pixels[1])) as model:
+        assert model.ask("red?", options=Options(1)).token_ids
+    monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: text - 1)
+    with pytest.raises(DeviceError, match=r"is free; use a machine with more \(--force"):
+        load(made.folder, device="openvino", threads=THREADS)
