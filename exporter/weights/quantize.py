@@ -144,11 +144,20 @@ def _search_with_zeros(
         steps[exact == 0] = 1  # a block of zeros
         wide = steps.astype(np.float32)
         points = np.clip(np.rint(-low * np.float32(ratio) / wide) - 8, -8, 7)
-        error = (_shifted(blocks, wide, points) - points[..., None]) * wide[..., None] - blocks
-        errors = _squares(error, weights)
+        factors = _shifted(blocks, wide, points) - points[..., None]
+        steps = _fitted(factors, blocks, steps, weights)
+        errors = _squares(factors * steps.astype(np.float32)[..., None] - blocks, weights)
         better = errors < best
         best[better], scales[better], zeros[better] = errors[better], steps[better], points[better]
     return _shifted(blocks, scales.astype(np.float32), zeros).astype(np.int8), scales, zeros
+
+
+def _fitted(factors: Floats, blocks: Floats, scales: NDArray[Any], weights: Floats | None) -> NDArray[np.float16]:
+    """The scales of the least squared error of `factors`, integers less their zero points; `scales` for all zeros."""
+    weighted = factors if weights is None else factors * weights
+    squares = np.einsum("nbk,nbk->nb", weighted, factors)
+    fitted = np.einsum("nbk,nbk->nb", weighted, blocks) / np.maximum(squares, LEAST)
+    return np.where(fitted > LEAST, np.minimum(fitted, LARGEST), scales).astype(np.float16)
 
 
 def _shifted(blocks: Floats, scales: Floats, zeros: NDArray[Any]) -> Floats:

@@ -48,7 +48,7 @@ def test_unpacking_undoes_packing() -> None:
 @pytest.mark.parametrize(
     ("how", "most"),
     [
-        (Scheme("I4", 32, zero_bits=4), 0.084),
+        (Scheme("I4", 32, zero_bits=4), 0.0784),
         (Scheme("I4", 32), 0.090),
         (Scheme("I4", 64), 0.098),
         (Scheme("I8", 256), 0.008),
