@@ -172,7 +172,7 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
         for name, info in read_header(file).tensors.items():
             kind = info.dtype
             shape = info.shape
-            if kind == "U8":
+            if kind == "U8" and not name.endswith(ZEROS):
                 kind = "I4"
                 shape = (shape[0], 2 * shape[1])
             parts[name] = StoredTensor(f"weights/{file.name}", info.offset, info.nbytes, kind, shape)

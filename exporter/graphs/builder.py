@@ -156,10 +156,19 @@ class Builder:
         scales = self._external(f"{name}.scales", location, ir.DataType.FLOAT16, shape)
         return scales if dtype == ir.DataType.FLOAT16 else self.op("Cast", scales, to=dtype.value)
 
-    def zeros(self, name: str, dtype: ir.DataType, *shape: int) -> ir.Value | None:
-        """The zero points of a quantised matrix, int8 or its bytes; None if it is symmetric."""
+    def zeros(self, name: str, *shape: int) -> ir.Value:
+        """The zero points of a quantised matrix, int8, or int4 where there are two to a byte."""
         location = self._weights[name].zeros
-        return None if location is None else self._external(f"{name}.zeros", location, dtype, shape)
+        assert location is not None, name
+        kind = ir.DataType.INT4 if location.dtype == "U8" else ir.DataType.INT8
+        return self._external(f"{name}.zeros", location, kind, shape)
+
+    def zero_octets(self, name: str) -> ir.Value | None:
+        """The bytes [out, ...] of a quantised matrix's zero points; None if it is symmetric."""
+        location = self._weights[name].zeros
+        if location is None:
+            return None
+        return self._external(f"{name}.zeros", location, ir.DataType.UINT8, location.shape)
 
     def _external(self, name: str, location: StoredTensor, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         if name in self._initializers:
@@ -233,7 +242,7 @@ class Builder:
         parts = [self.stored(name), self.scales(name, compute, *shape)]
         if location.zeros is not None and self.dialect.zero_points:
             kind = ELEMENT_TYPES[location.dtype]
-            parts.append(self.op("Cast", self.zeros(name, ir.DataType.INT8, *shape), to=kind.value))
+            parts.append(self.op("Cast", self.zeros(name, *shape), to=kind.value))
         if blocks == 1:
             return self.op("DequantizeLinear", *parts, axis=0)
         return self.op("DequantizeLinear", *parts, axis=1, block_size=location.shape[1] // blocks)
@@ -250,7 +259,7 @@ class Builder:
         blocks = location.scales.shape[1]
         parts = [matrices, self.scales(name, compute, *shape[:2], blocks)]
         if location.zeros is not None:
-            zeros = self.zeros(name, ir.DataType.INT8, *shape[:2], blocks)
+            zeros = self.zeros(name, *shape[:2], blocks)
             parts.append(self.op("Cast", zeros, to=kind.value))
         return self.op("DequantizeLinear", *parts, axis=2, block_size=shape[2] // blocks)
 
@@ -262,9 +271,10 @@ class Builder:
         location = self._weights[name]
         if location.zeros is None:
             return product
-        rows, blocks = location.zeros.shape
+        assert location.scales is not None, name
+        rows, blocks = location.scales.shape
         shape = (rows,) if blocks == 1 else (rows, blocks)
-        zeros = self.op("DequantizeLinear", self.zeros(name, ir.DataType.INT8, *shape), self.scalar(1))
+        zeros = self.op("DequantizeLinear", self.zeros(name, *shape), self.scalar(1))
         steps = self.op("Neg", self.op("Mul", zeros, self.scales(name, self.dialect.compute, *shape)))
         by_block = self.reshape(x, -1, blocks, location.shape[1] // blocks)
         sums = self.op("ReduceSum", by_block, self.constant([-1]), keepdims=0)

@@ -32,7 +32,7 @@ class StoredTensor:
     """The location of one weight: `file` is relative to the bundle, `dtype` a safetensors dtype.
 
     A quantised matrix [out, in] is I8, or I4 with two to a byte, and has float16 `scales` [out, blocks of a row]; one
-    that is not symmetric also has int8 `zeros` [out, blocks].
+    that is not symmetric also has `zeros` [out, blocks], I8, or U8 with two to a byte.
     """
 
     file: str
@@ -78,11 +78,11 @@ class Form:
     matrix: Matrix | None = None
 
     @property
-    def zeroed(self) -> bool:
-        """True if each block of the matrix has a zero point."""
+    def zero_bits(self) -> int:
+        """Those of the zero point of each block of the matrix, 0 if there is none."""
         if self.matrix is not None:
-            return self.matrix.zeroed
-        return self.scheme is not None and self.scheme.zeroed
+            return 8 * self.matrix.zeroed
+        return self.scheme.zero_bits if self.scheme is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def _group(name: str, form: Form) -> Hashable:
     module, _, matrix = name.removesuffix(".weight").rpartition(".")
     if form.scheme is None or matrix not in SAME_INPUTS:
         return name
-    return module, SAME_INPUTS[matrix], form.dtype, form.scheme, form.zeroed
+    return module, SAME_INPUTS[matrix], form.dtype, form.scheme, form.zero_bits
 
 
 def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str, str, tuple[int, ...]]]:
@@ -271,7 +271,9 @@ def _specs(name: str, shape: tuple[int, ...], form: Form) -> Sequence[tuple[str,
     rows, width = shape
     blocks = rows, form.scheme.scales(width)
     specs = [(name, form.scheme.held, (rows, form.scheme.nbytes(width))), (name + SCALES, "F16", blocks)]
-    if form.zeroed:
+    if form.zero_bits == 4:
+        specs.append((name + ZEROS, "U8", (rows, blocks[1] // 2)))
+    elif form.zero_bits:
         specs.append((name + ZEROS, "I8", blocks))
     return specs
 

@@ -1,9 +1,10 @@
 """Matrices as 4-bit or 8-bit integers with scales, some rows at a time.
 
 A weight is scale * q, with a zero point scale * (q - zero). int8 has a scale a row and q in -127..127. int4 has a scale
-for every `block` weights along a row and q in -8..7, two to a byte, the first in the low half. Scales are float16 and
-never zero; q is chosen for the rounded scale. A block gets the scale, and the zero point if it has one, with the least
-squared error of a few. Matrices of quantised checkpoints, which keep their integers, may have other blocks.
+for every `block` weights along a row and q in -8..7, two to a byte, the first in the low half; zero points of 4 bits
+too. Scales are float16 and never zero; q is chosen for the rounded scale. A block gets the scale, and the zero point if
+it has one, with the least squared error of a few. Matrices of quantised checkpoints, which keep their integers, may
+have other blocks.
 
 With `Feedback` from measured inputs, the weights of a row are rounded one after another, and those that follow make up
 for the error on these inputs: GPTQ (arXiv 2210.17323, Eq. 3), in the form without an inverse (arXiv 2307.13304, Eq. 2
@@ -63,13 +64,13 @@ class Feedback:
         return cls(sums / sums.mean(), moments.T[::-1, ::-1])
 
 
-Quantised = tuple[NDArray[Any], NDArray[np.float16], NDArray[np.int8] | None]
+Quantised = tuple[NDArray[Any], NDArray[np.float16], NDArray[Any] | None]
 
 
 def quantise(rows: Floats, scheme: Scheme, name: str, feedback: Feedback | None = None) -> Quantised:
     """Finite weights [n, in] as integers [n, bytes] (int8, or uint8 with two weights each), scales and zero points.
 
-    Scales and zero points are [n, blocks]; a symmetric `scheme` has no zero points. Raises ExportError.
+    Scales are [n, blocks], zero points too, or two to a byte; a symmetric `scheme` has none. Raises ExportError.
     """
     blocks = rows.reshape(len(rows), -1, scheme.block)
     levels = 7 if scheme.bits == 4 else 127
@@ -81,9 +82,9 @@ def quantise(rows: Floats, scheme: Scheme, name: str, feedback: Feedback | None 
         )
     if feedback is not None and scheme.bits == 4:
         return _fed_back(rows, scheme, feedback)
-    if scheme.zeroed:
+    if scheme.zero_bits:
         shifted, steps, zeros = _search_with_zeros(blocks)
-        return pack(shifted.reshape(rows.shape)), steps, zeros
+        return pack(shifted.reshape(rows.shape)), steps, pack(zeros) if scheme.zero_bits == 4 else zeros
     low = -8 if scheme.bits == 4 else -levels
     integers, scales = _search(blocks, peak / levels, low, levels, RATIOS[scheme.bits])
     flat = integers.reshape(rows.shape)
@@ -105,7 +106,7 @@ def _fed_back(rows: Floats, scheme: Scheme, feedback: Feedback) -> Quantised:
         shares = np.linalg.inv(feedback.shares[span, span])
         block = rows[:, span] + losses[:, before] @ feedback.shares[before, span] @ shares
         weights = feedback.squares[span]
-        if scheme.zeroed:
+        if scheme.zero_bits:
             _, step, zero = _search_with_zeros(block[:, None], weights)
             zeros[:, number] = zero[:, 0]
         else:
@@ -120,7 +121,9 @@ def _fed_back(rows: Floats, scheme: Scheme, feedback: Feedback) -> Quantised:
             integers[:, span.start + column] = rounded
             losses[:, span.start + column] = rows[:, span.start + column] - restored
             block[:, column + 1 :] -= (block[:, column] - restored)[:, None] * shares[column, column + 1 :]
-    return pack(integers), scales, zeros if scheme.zeroed else None
+    if scheme.zero_bits == 4:
+        return pack(integers), scales, pack(zeros)
+    return pack(integers), scales, zeros if scheme.zero_bits else None
 
 
 def _search_with_zeros(
@@ -141,11 +144,20 @@ def _search_with_zeros(
         steps[exact == 0] = 1  # a block of zeros
         wide = steps.astype(np.float32)
         points = np.clip(np.rint(-low * np.float32(ratio) / wide) - 8, -8, 7)
-        error = (_shifted(blocks, wide, points) - points[..., None]) * wide[..., None] - blocks
-        errors = _squares(error, weights)
+        factors = _shifted(blocks, wide, points) - points[..., None]
+        steps = _fitted(factors, blocks, steps, weights)
+        errors = _squares(factors * steps.astype(np.float32)[..., None] - blocks, weights)
         better = errors < best
         best[better], scales[better], zeros[better] = errors[better], steps[better], points[better]
     return _shifted(blocks, scales.astype(np.float32), zeros).astype(np.int8), scales, zeros
+
+
+def _fitted(factors: Floats, blocks: Floats, scales: NDArray[Any], weights: Floats | None) -> NDArray[np.float16]:
+    """The scales of the least squared error of `factors`, integers less their zero points; `scales` for all zeros."""
+    weighted = factors if weights is None else factors * weights
+    squares = np.einsum("nbk,nbk->nb", weighted, factors)
+    fitted = np.einsum("nbk,nbk->nb", weighted, blocks) / np.maximum(squares, LEAST)
+    return np.where(fitted > LEAST, np.minimum(fitted, LARGEST), scales).astype(np.float16)
 
 
 def _shifted(blocks: Floats, scales: Floats, zeros: NDArray[Any]) -> Floats:
@@ -203,11 +215,11 @@ def unpack(packed: NDArray[np.uint8]) -> NDArray[np.int8]:
 
 
 def dequantise(
-    integers: NDArray[Any], scales: NDArray[np.float16], zeros: NDArray[np.int8] | None, scheme: Scheme
+    integers: NDArray[Any], scales: NDArray[np.float16], zeros: NDArray[Any] | None, scheme: Scheme
 ) -> Floats:
-    """The weights [n, in]; `zeros` [n, blocks] are subtracted from the integers first."""
+    """The weights [n, in]; `zeros` [n, blocks], or two to a byte, are subtracted from the integers first."""
     values = unpack(integers) if scheme.bits == 4 else integers
     blocks = values.reshape(len(values), -1, scheme.block).astype(np.float32)
     if zeros is not None:
-        blocks -= zeros[..., None]
+        blocks -= (unpack(zeros) if zeros.dtype == np.uint8 else zeros)[..., None]
     return (blocks * scales.astype(np.float32)[..., None]).reshape(len(values), -1)

@@ -168,7 +168,7 @@ def _resident(model: ModelSize, precisions: Precisions, floats: tuple[tuple[str,
             continue
         dtype, scheme = precisions.stored(group.name, group.shape, SOURCE)
         scales = _scales(group, scheme) if scheme else 0
-        zeros = scales if scheme and scheme.zeroed else 0
+        zeros = scales * scheme.zero_bits // 8 if scheme else 0
         total += group.count * (resident_bytes(dtype, group.shape, scales, bytes_by_type) + zeros)
     return total
 

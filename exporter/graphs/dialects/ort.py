@@ -110,7 +110,11 @@ def unsigned_parts(b: Builder, name: str, block: int) -> list[ir.Value]:
     unsigned = b.op("BitwiseXor", octets, b.constant(np.array(0x80 if bits == 8 else 0x88, np.uint8)))
     scales = b.scales(name, b.dialect.compute, rows, blocks)
     parts = [unsigned, _repeated(b, scales, rows, blocks, width // block)]
-    if (zeros := b.zeros(name, ir.DataType.UINT8, rows, blocks)) is not None:
+    if (zeros := b.zero_octets(name)) is None:
+        return parts
+    if zeros.shape != (rows, blocks):  # two to a byte, as the operator reads them
+        parts.append(b.op("BitwiseXor", zeros, b.constant(np.array(0x88, np.uint8))))
+    else:
         parts.append(_points(b, _repeated(b, zeros, rows, blocks, width // block), rows, width // block, bits))
     return parts
 

@@ -23,7 +23,6 @@ BLOCKS = (32, 64, 128)  # weights of a row that may share a scale
 ZEROED = 32  # at most in a block that has a zero point, too
 MIN_BLOCK = 16
 SCALE_BITS = 16
-ZERO_BITS = 8
 WIDER = "int8"  # matrices of an int4 decoder that have more bits
 SCALES = ".scales"  # ends of the names of a quantised matrix's scales and zero points
 ZEROS = ".zeros"
@@ -34,12 +33,12 @@ INT8_ACTIVATIONS = 4  # accuracy_level of MatMulNBits: products of integers, the
 class Scheme:
     """The storage of a matrix [out, in]: weights as `dtype`, `block` weights of a row to a scale (`in`: all).
 
-    `zeroed`: each block has a zero point, too.
+    `zero_bits`: those of a zero point of each block, 4 (two to a byte) or 8, or 0 if it has none.
     """
 
     dtype: str
     block: int
-    zeroed: bool = False
+    zero_bits: int = 0
 
     @property
     def bits(self) -> int:
@@ -48,7 +47,7 @@ class Scheme:
     @property
     def bits_of_a_weight(self) -> float:
         """Bits, with the share of its block's scale and zero point."""
-        return self.bits + (SCALE_BITS + ZERO_BITS * self.zeroed) / self.block
+        return self.bits + (SCALE_BITS + self.zero_bits) / self.block
 
     @property
     def held(self) -> str:
@@ -66,7 +65,8 @@ def scheme(precision: str, shape: tuple[int, ...], block: int | None = None) -> 
     """The scheme of a matrix [out, in] at a precision, or None if it cannot be quantised.
 
     `block`: the most weights that share a scale, None for the default; int4 in blocks of up to `ZEROED` has zero
-    points, too. A row's width must be a multiple of 16: onnxruntime's kernels read whole blocks of a power of two.
+    points, too, of 4 bits where a row's fill whole bytes. A row's width must be a multiple of 16: onnxruntime's kernels
+    read whole blocks of a power of two.
     """
     width = shape[-1]
     if width % MIN_BLOCK or not all(shape):
@@ -74,8 +74,9 @@ def scheme(precision: str, shape: tuple[int, ...], block: int | None = None) -> 
     row = PRECISIONS[precision]
     if row.bits == 8:
         return Scheme(row.stored, width if block is None else power_of_two_in(width, block))
-    block = block or BLOCK
-    return Scheme(row.stored, power_of_two_in(width, block), zeroed=block <= ZEROED)
+    wanted = block or BLOCK
+    block = power_of_two_in(width, wanted)
+    return Scheme(row.stored, block, (8 if width // block % 2 else 4) if wanted <= ZEROED else 0)
 
 
 def power_of_two_in(width: int, most: int) -> int:

@@ -45,7 +45,7 @@ def stated_feedback(rows: Floats, inputs: Floats, storage: Scheme) -> Floats:
         span = slice(column, column + storage.block)
         if column % storage.block == 0:
             block = rest[:, None, span].astype(np.float32)
-            if storage.zeroed:
+            if storage.zero_bits:
                 _, step, zero = _search_with_zeros(block, squares[span])
             else:
                 _, step = _search(block, np.abs(block).max(-1) / 7, -8, 7, RATIOS[4], squares[span])
@@ -59,7 +59,7 @@ def stated_feedback(rows: Floats, inputs: Floats, storage: Scheme) -> Floats:
     return out.astype(np.float32)
 
 
-@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True)], ids=["64", "32"])
+@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4)], ids=["64", "32"])
 def test_feedback_rounds_as_the_paper_states_and_loses_less_on_other_tokens(storage: Scheme) -> None:
     rows, inputs = weights(24, 128), correlated_inputs(256, 1)
     feedback = Feedback.of(inputs)
@@ -72,7 +72,7 @@ def test_feedback_rounds_as_the_paper_states_and_loses_less_on_other_tokens(stor
     assert errors[0] < 0.7 * errors[1]
 
 
-@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True)], ids=["64", "32"])
+@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4)], ids=["64", "32"])
 def test_feedback_of_inputs_that_share_nothing_changes_nothing(storage: Scheme) -> None:
     rows = weights(8, 128)
     for inputs in (np.eye(128, dtype=np.float32), np.zeros((4, 128), np.float32)):
@@ -81,7 +81,7 @@ def test_feedback_of_inputs_that_share_nothing_changes_nothing(storage: Scheme) 
             np.testing.assert_array_equal(fed_back, plain)
 
 
-@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True)], ids=["64", "32"])
+@pytest.mark.parametrize("storage", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4)], ids=["64", "32"])
 def test_rows_of_zeros_and_huge_channels_are_rounded_to_finite_numbers(storage: Scheme) -> None:
     rows, inputs = weights(8, 1024), np.random.default_rng(1).standard_normal((64, 1024)).astype(np.float32)
     rows[0] = 0

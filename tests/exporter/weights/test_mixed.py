@@ -144,7 +144,7 @@ def test_matrices_are_widened_in_the_order_of_their_kinds_and_from_the_last_laye
     precisions = Precisions("int4", "int8", "int8", "fp16", {"int4": 32})
     order = list[str]()
     for step in range(201):
-        wider = widened(precisions, tensors, 4.75 + step * (8.25 - 4.75) / 200).wider
+        wider = widened(precisions, tensors, 4.625 + step * (8.25 - 4.625) / 200).wider
         assert wider >= {*order}
         order += sorted(wider - {*order})
     turns = [kinds.index(name.split(".")[3]) for name in order]

@@ -48,7 +48,7 @@ def test_unpacking_undoes_packing() -> None:
 @pytest.mark.parametrize(
     ("how", "most"),
     [
-        (Scheme("I4", 32, zeroed=True), 0.084),
+        (Scheme("I4", 32, zero_bits=4), 0.0784),
         (Scheme("I4", 32), 0.090),
         (Scheme("I4", 64), 0.098),
         (Scheme("I8", 256), 0.008),
@@ -77,7 +77,7 @@ def test_rows_are_quantised_alike_whichever_rows_are_beside_them() -> None:
     assert np.array_equal(restored(weights, how)[5:9], restored(weights[5:9], how))
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4), Scheme("I8", 256)])
 def test_blocks_of_zeros_stay_zeros_and_no_scale_is_zero(how: Scheme) -> None:
     weights = matrix()
     weights[3] = 0
@@ -88,7 +88,7 @@ def test_blocks_of_zeros_stay_zeros_and_no_scale_is_zero(how: Scheme) -> None:
     assert not restored(weights, how)[4, 64:128].any()
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4), Scheme("I8", 256)])
 @pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-9, 1e-42])
 def test_weights_too_small_for_a_normal_scale_lose_at_most_its_smallest_step(how: Scheme, scale: float) -> None:
     weights = matrix(scale=scale)
@@ -98,7 +98,7 @@ def test_weights_too_small_for_a_normal_scale_lose_at_most_its_smallest_step(how
     assert np.abs(restored(weights, how) - weights).max() <= max(0.3 * reach, LEAST)
 
 
-@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zeroed=True), Scheme("I8", 256)])
+@pytest.mark.parametrize("how", [Scheme("I4", 64), Scheme("I4", 32, zero_bits=4), Scheme("I8", 256)])
 def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -> None:
     weights = matrix()
     weights[7, 9] = -1e9
@@ -112,6 +112,8 @@ def test_a_weight_beyond_the_largest_scale_is_named_with_the_cure(how: Scheme) -
         ("int4", 4096, None, Scheme("I4", 64)),
         ("int4", 4304, None, Scheme("I4", 16)),
         ("int4", 96, None, Scheme("I4", 32)),
+        ("int4", 4096, 32, Scheme("I4", 32, zero_bits=4)),
+        ("int4", 96, 32, Scheme("I4", 32, zero_bits=8)),
         ("int4", 100, None, None),
         ("int4", 65, None, None),
         ("int8", 4304, None, Scheme("I8", 4304)),

@@ -51,9 +51,9 @@ def in_cpp(bundle: Path, hidden: Hidden, *asked: int, compute: str = "f32") -> H
     return np.frombuffer(found, np.float32).reshape(-1, hidden.shape[1])
 
 
-def in_python(bundle: Path, hidden: Hidden, compute: str = "f32") -> Hidden:
+def in_python(bundle: Path, hidden: Hidden, compute: str = "f32", device: str = "openvino") -> Hidden:
     count = len(hidden)
-    with load(bundle, device="openvino", compute=compute, threads=1) as model:
+    with load(bundle, device=device, compute=compute, threads=1) as model:
         cache = model.backend.stage(1, count + 1)
         found = [
             cache.append(TokenStates(hidden), np.arange(count)).copy(),
@@ -65,6 +65,17 @@ def in_python(bundle: Path, hidden: Hidden, compute: str = "f32") -> Hidden:
 @pytest.fixture(scope="module")
 def whole(bundle: Path, hidden: Hidden) -> Hidden:
     return in_cpp(bundle, hidden)
+
+
+def test_zero_points_of_four_bits_are_read_as_python_reads_them(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, hidden: Hidden
+) -> None:
+    checkpoint = tiny_checkpoint(Tiny(hidden=256, ffn=384, heads=4, head_dim=64, context=700))
+    options = ExportOptions(str(checkpoint), (3,), "int4", int4_block=32, dialects=("ort", "plain"))
+    folder = export_with(options, tmp_path / "bundle").folder
+    assert_near(in_cpp(folder, hidden[:64]), in_python(folder, hidden[:64]), SAME)
+    found = np.frombuffer(output("probe", "stage", folder, "cpu", "1", stdin=hidden[:64].tobytes()), np.float32)
+    assert_near(found.reshape(-1, 256), in_python(folder, hidden[:64], device="cpu"), SAME)
 
 
 def test_int4_in_blocks_of_128_and_in_three_runs_computes_what_python_does_in_one(

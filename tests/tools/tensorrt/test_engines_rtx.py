@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx.helper import make_tensor_value_info
-from tests.support.bundles import IGNORE, export
+from tests.support.bundles import IGNORE, export, export_with
 from tests.support.engine_graphs import Graph
 from tests.support.families.eagle import TINY as EAGLE
 from tests.support.families.eagle import make_eagle
@@ -32,7 +32,8 @@ from tests.support.fixtures import Checkpoints
 from tests.support.json_files import read_json
 from tests.support.tiny import Tiny, make
 
-from vtx.exporter.bundling.prepare import demo_checkpoint
+from vtx.exporter.bundling.options import ExportOptions
+from vtx.exporter.bundling.prepare import demo_checkpoint, plan_export
 from vtx.runtime.api.load import load
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -115,6 +116,16 @@ def test_what_a_bundle_for_reductions_has_becomes_engines(dialect: str, precisio
     assert graphs.vision_merges
     assert graphs.vision_last_attention  # the preset reads key tokens there, as the released code does
     assert built(bundle, dialect, graphs.vision, graphs.score) == {graphs.vision, graphs.score}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", ["trt", "trt10"])
+def test_zero_points_of_four_bits_become_engines(dialect: str, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    options = ExportOptions(str(tiny_checkpoint(Tiny())), (), "int4", int4_block=32, dialects=("ort", dialect))
+    assert "U8" in {weight.zeros and weight.zeros.dtype for weight in plan_export(options).weights.stored.values()}
+    bundle = export_with(options, tmp_path / "bundle")
+    (stage,) = bundle.manifest.dialects[dialect].stages
+    assert built(bundle, dialect, stage) == {stage}
 
 
 @pytest.mark.slow
