@@ -147,7 +147,7 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
     Picture picture = read_picture(file);
     LayoutPtr sized = tokens ? sized_layout(layout, tokens, picture.width, picture.height) : layout;
     Sha256 hash;
-    for (const Pixels& view : sized->views(picture, m.image))
+    for (const Pixels& view : sized->plan(picture.width, picture.height).pixels(picture, m.image))
       hash.update(view.values.data(), view.values.size() * sizeof(float));
     std::cout << sized->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }
