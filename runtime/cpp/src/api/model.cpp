@@ -105,8 +105,8 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
   if (image_tokens != 0) layout = sized_layout(layout, image_tokens, picture.width, picture.height);
   const ImagePlan plan = layout->plan(picture.width, picture.height);
-  PreparedImage out{plan.pixels(picture, settings), "",      plan.tokens(),    picture.width,
-                    picture.height,                 nullptr, plan.in_prompt(), nullptr};
+  PreparedImage out{
+      plan.pixels(picture, settings), "", plan.tokens(), picture.width, picture.height, nullptr, plan.in_prompt(), nullptr};
   Sha256 hash;
   for (const Pixels& view : out.views) hash.update(view.values.data(), view.values.size() * sizeof(float));
   out.key = hash.hex();

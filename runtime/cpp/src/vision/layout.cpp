@@ -9,9 +9,9 @@ namespace vtxcore {
 
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
-      {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles},
-      {"marked", make_marked}, {"native", make_native}, {"native_tiles", make_native_tiles},
-      {"crops", make_crops},   {"budget", make_budget}, {"slices", make_slices},
+      {"single", make_single},  {"anyres", make_anyres}, {"tiles", make_tiles},
+      {"marked", make_marked},  {"native", make_native}, {"native_tiles", make_native_tiles},
+      {"crops", make_crops},    {"budget", make_budget}, {"slices", make_slices},
       {"longest", make_longest}};
   auto kind = kLayouts.find(spec.name);
   std::string known;

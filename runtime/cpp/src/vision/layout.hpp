@@ -58,12 +58,13 @@ class Layout {
 
 using LayoutPtr = std::shared_ptr<const Layout>;
 
-// Views of any shape. A token is a square of `merge` x `merge` patches of `patch` pixels a side; `positions` are those of the
-// towers that give such tokens.
+// Views of any shape. A token is a square of `merge` x `merge` patches of `patch` pixels a side; `positions` are those of
+// the towers that give such tokens.
 class SquareLayout : public Layout {
  public:
   SquareLayout(int64_t patch, int64_t merge, const char* positions)
-      : patch_(patch), merge_(merge), unit_(product({patch, merge})), area_(product({unit_, unit_})), positions_(positions) {}
+      : patch_(patch), merge_(merge), unit_(product({patch, merge})), area_(product({unit_, unit_})), positions_(positions) {
+  }
   void check(const TowerSpec& tower) const override;
 
  protected:
@@ -73,8 +74,8 @@ class SquareLayout : public Layout {
   const char* positions_;
 };
 
-// The layout with at most `image_tokens` tokens of an image of this size. Throws Error(request) for fewer or more tokens than
-// the image can have.
+// The layout with at most `image_tokens` tokens of an image of this size. Throws Error(request) for fewer or more tokens
+// than the image can have.
 LayoutPtr sized_layout(const LayoutPtr& layout, int64_t image_tokens, int64_t width, int64_t height);
 
 // Throws Error(request) for a number below 1, or if all images of this bundle have the same.

@@ -56,8 +56,7 @@ std::shared_ptr<const ImageTokens> TileGrid::arrange(const Views& views, const R
   // The tokens of a part of the grid; the tiles' tokens follow the overview in raster order.
   auto part = [&](const Ids& down, const Ids& across, bool ended, Ids& out) {
     for (int64_t y : down) {
-      for (int64_t x : across)
-        out.push_back(of_view * (1 + y / side * columns + x / side) + y % side * side + x % side);
+      for (int64_t x : across) out.push_back(of_view * (1 + y / side * columns + x / side) + y % side * side + x % side);
       if (ended) out.push_back(end);
     }
   };

@@ -35,9 +35,9 @@ struct View {
   Picture picture(const Picture& image, const std::string& resample) const;
 };
 
-// The order of the tokens of an overview and of `columns` x `rows` tiles of `side` x `side` tokens after it. The tiles' tokens
-// form one grid, of which the `box` is kept and shrunk to `size` bilinearly. `ends`: a learned newline ends each row. Without
-// tiles one newline ends the overview.
+// The order of the tokens of an overview and of `columns` x `rows` tiles of `side` x `side` tokens after it. The tiles'
+// tokens form one grid, of which the `box` is kept and shrunk to `size` bilinearly. `ends`: a learned newline ends each row.
+// Without tiles one newline ends the overview.
 struct TileGrid {
   int64_t side, columns = 1, rows = 0;
   CropBox box{0, 0, 0, 0};
@@ -50,15 +50,15 @@ struct TileGrid {
 };
 
 // The passes of the tower that an image takes, and its tokens in the prompt. `marks`: the prompt's text before, between and
-// after `spans` of tokens, which are those of each view unless given; without text all tokens are one span. Tokens follow view
-// by view, or in the order of a `grid` of tiles.
+// after `spans` of tokens, which are those of each view unless given; without text all tokens are one span. Tokens follow
+// view by view, or in the order of a `grid` of tiles.
 struct ImagePlan {
   std::vector<View> views;
   std::vector<std::string> marks = {};
   Ids spans = {};
   std::optional<std::pair<std::string, std::string>> number = std::nullopt;  // as of `MarkedImage`
   bool squared = false;                                                      // the image is padded to a square
-  bool exact = false;                         // the tower gives these numbers of tokens, or the bundle is wrong
+  bool exact = false;  // the tower gives these numbers of tokens, or the bundle is wrong
   std::optional<TileGrid> grid = std::nullopt;
   std::optional<Size> shape = std::nullopt;  // of the only view's tokens, one a patch, row by row
   bool placed = false;                       // each of these has its row and column as position

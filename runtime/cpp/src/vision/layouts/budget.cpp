@@ -10,8 +10,8 @@ namespace vtxcore {
 namespace {
 
 // A token is the mean of a square of `pool` x `pool` patches of `patch` pixels a side. Images are enlarged or shrunk to
-// whole squares, at most `tokens` of them, a number that the model was trained for, or by request another up to `most`; 0: up
-// to `tokens`.
+// whole squares, at most `tokens` of them, a number that the model was trained for, or by request another up to `most`; 0:
+// up to `tokens`.
 class TokenBudget : public SquareLayout {
  public:
   TokenBudget(int64_t patch, int64_t pool, int64_t tokens, int64_t most = 0)

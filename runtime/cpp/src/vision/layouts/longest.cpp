@@ -11,8 +11,8 @@ namespace {
 constexpr char kEndOfRow[] = "[IMG_BREAK]", kEndOfImage[] = "[IMG_END]";
 
 // Images whose longest edge is above `longest`
-// pixels are shrunk to it, and all are stretched to whole multiples of `step` pixels; pixels beyond the last whole square give
-// no token. `marks`: text ends each row of tokens.
+// pixels are shrunk to it, and all are stretched to whole multiples of `step` pixels; pixels beyond the last whole square
+// give no token. `marks`: text ends each row of tokens.
 class LongestEdge : public SquareLayout {
  public:
   LongestEdge(int64_t patch, int64_t merge, int64_t longest, int64_t step, bool marks)

@@ -27,22 +27,26 @@ inline Size nearest_grid(int64_t width, int64_t height, int64_t unit) {
   return {std::llrint(real_of(width) / real_of(unit)), std::llrint(real_of(height) / real_of(unit))};
 }
 
-// Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most` pixels. Else
-// those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
-inline Size fitted_grid(int64_t width, int64_t height, int64_t unit, int64_t least, int64_t most, Size rounded,
-                        int64_t frames = 1, int64_t counted = 1) {
-  double wide = real_of(width), high = real_of(height), side = real_of(unit);
-  int64_t pixels = counted * rounded.first * rounded.second * unit * unit;
-  if (pixels > most) {
-    double shrink = std::sqrt(real_of(frames * height * width) / real_of(most));
-    return {std::max<int64_t>(1, down(wide / shrink / side)), std::max<int64_t>(1, down(high / shrink / side))};
+// Pictures of whole squares of `unit` pixels a side, of `least` to `most` pixels in all.
+struct PixelBounds {
+  int64_t unit, least, most;
+
+  // Columns and rows of squares, `rounded` if all `counted` frames are within the bounds. Else those of `frames` frames made
+  // smaller or larger: transformers counts an even number, and resizes all.
+  Size grid(int64_t width, int64_t height, Size rounded, int64_t frames = 1, int64_t counted = 1) const {
+    double wide = real_of(width), high = real_of(height), side = real_of(unit);
+    int64_t pixels = counted * rounded.first * rounded.second * unit * unit;
+    if (pixels > most) {
+      double shrink = std::sqrt(real_of(frames * height * width) / real_of(most));
+      return {std::max<int64_t>(1, down(wide / shrink / side)), std::max<int64_t>(1, down(high / shrink / side))};
+    }
+    if (pixels < least) {
+      double enlarge = std::sqrt(real_of(least) / real_of(frames * height * width));
+      return {up(wide * enlarge / side), up(high * enlarge / side)};
+    }
+    return rounded;
   }
-  if (pixels < least) {
-    double enlarge = std::sqrt(real_of(least) / real_of(frames * height * width));
-    return {up(wide * enlarge / side), up(high * enlarge / side)};
-  }
-  return rounded;
-}
+};
 
 // An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down.
 inline Size grown(int64_t width, int64_t height, int64_t unit) {
@@ -51,8 +55,8 @@ inline Size grown(int64_t width, int64_t height, int64_t unit) {
   return {static_cast<int64_t>(real_of(width) * scale), static_cast<int64_t>(real_of(height) * scale)};
 }
 
-// How images with a side below a square's are first enlarged: both sides by one factor and rounded down, or the short side to
-// a square's and the other rounded.
+// How images with a side below a square's are first enlarged: both sides by one factor and rounded down, or the short side
+// to a square's and the other rounded.
 enum class Small { kept, floored, nearest };
 
 // Images are resized to whole squares, between `least` and `most` pixels. `flat`: positions are single numbers.
@@ -111,7 +115,7 @@ class Native : public SquareLayout {
   Size grid(int64_t width, int64_t height) const {
     check_ratio(width, height);
     std::tie(width, height) = enlarged(width, height);
-    return fitted_grid(width, height, unit_, least_, most_, rounded(width, height));
+    return PixelBounds{unit_, least_, most_}.grid(width, height, rounded(width, height));
   }
 
   // The sides that an image counts with.

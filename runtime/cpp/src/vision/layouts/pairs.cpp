@@ -139,8 +139,9 @@ class Pairs : public VideoLayout {
         share = std::min(f_.max_pixels, static_cast<int64_t>(real_of(share) * 0.9) * kTogether / frames);
       most = std::max(share, floor) * frames;
     }
-    Size out = fitted_grid(width, height, unit_, least, most, nearest_grid(width, height, unit_), frames, counted);
-    if (f_.frame_pixels) out = fitted_grid(width, height, unit_, 0, *f_.frame_pixels, out);
+    const Size nearest = nearest_grid(width, height, unit_);
+    Size out = PixelBounds{unit_, least, most}.grid(width, height, nearest, frames, counted);
+    if (f_.frame_pixels) out = PixelBounds{unit_, 0, *f_.frame_pixels}.grid(width, height, out);
     if (out.first * out.second * area_ > names::kMaxResizedPixels)
       fail(Kind::image, "frames of ", width, "x", height, " pixels are resized to ", out.first * unit_, "x",
            out.second * unit_, "; the limit is ", grouped(names::kMaxResizedPixels),
