@@ -178,8 +178,7 @@ test-browser: $(READY) ## the pages of vtx-serve and vtx-watch in a real browser
 
 test-ray: $(READY) ## the cluster tests; installs Ray, about 500 MB
 	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/pytest -m ray -rs tests/exporter/gates/test_train_gate.py tests/tools/batch tests/tools/evaluation \
-		tests/tools/fleet
+	$(BIN)/pytest -m ray -rs tests/tools/batch tests/tools/fleet
 
 test-suites: $(READY) ## the plug-ins in lmms-eval and VLMEvalKit; each suite in an environment of its own, several GB
 	for suite in lmms-eval vlmevalkit; do \
