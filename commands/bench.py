@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,17 +40,16 @@ class BenchSettings:
     loading: Loading
     as_json: bool
     target: Path | None
-    plot: Path | None
 
 
-# Writes a report, as the options of output say, from its object, its tables and the function that draws it.
-Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], None]], None]
+# Writes a report, as the options of output say, from its object and its tables.
+Write = Callable[[dict[str, Any], Sequence[str | WideTable]], None]
 
 
 @command(
     epilog="vtx-bench\n"
     "vtx-bench --bundle llava-7b --k none,17,9 --image photo.jpg --question 'What is on the table?' --out out.json\n"
-    "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4 --plot out.png"
+    "vtx-bench --prompt-tokens 640 --new-tokens 128 --repeats 15 --threads 4"
 )
 @options(
     "bundle",
@@ -77,7 +75,6 @@ Write = Callable[[dict[str, Any], Sequence[str | WideTable], Callable[[Path], No
     "max_pixels",
     option("--json as_json", bool, "Print one JSON object instead of tables."),
     option("--out target", FILE, "Also write all results to this JSON file.", metavar="FILE.json"),
-    "plot",
     record=BenchSettings,
 )
 def bench(settings: BenchSettings) -> None:
@@ -90,25 +87,20 @@ def bench(settings: BenchSettings) -> None:
     _check(settings)
     from vtx.runtime.host.machine import cores
     from vtx.tools.common.files import check_folder, write_json
-    from vtx.tools.common.plots import figures
 
-    if settings.plot:
-        figures()
-    for file in filter(None, (settings.target, settings.plot)):
-        check_folder(file)
+    if settings.target:
+        check_folder(settings.target)
     loading = settings.loading
     if loading.threads is None:
         loading = replace(loading, threads=cores())
 
-    def write(report: dict[str, Any], parts: Sequence[str | WideTable], draw: Callable[[Path], None]) -> None:
+    def write(report: dict[str, Any], parts: Sequence[str | WideTable]) -> None:
         if settings.as_json:
             say_json(report)
         else:
             say_report(parts)
         if settings.target:
             write_json(settings.target, report)
-        if settings.plot:
-            draw(settings.plot)
 
     options = _options(settings, loading.threads or 1)
     model = loading.load(find_bundle(settings.bundle, settings.ks))
@@ -157,7 +149,6 @@ def _options(settings: BenchSettings, threads: int) -> BenchOptions:
 def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], write: Write) -> bool:
     """Latency and memory at each K, with a forecast before and a bar during; True if interrupted."""
     from vtx.tools.bench.measure import Bench
-    from vtx.tools.bench.plots import draw_report
     from vtx.tools.bench.report import make_report
     from vtx.tools.bench.tables import report_tables
 
@@ -167,7 +158,7 @@ def _measure(model: Model, options: BenchOptions, ks: tuple[K, ...], write: Writ
     with bar() as show:
         result = bench.run(ceilings, show)
     report = make_report(bench, result)
-    write(report.to_dict(), report_tables(report), partial(draw_report, report))
+    write(report.to_dict(), report_tables(report))
     return result.interrupted
 
 

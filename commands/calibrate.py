@@ -13,8 +13,9 @@ from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.terminal.console import bar, command, end_on_sigterm, note, say_json, table
 
 if TYPE_CHECKING:
+    from vtx.exporter.bundling.options import ExportOptions
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.source import CheckpointReading, OpenedModel
+    from vtx.exporter.calibration.source import OpenedModel
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.gates import Judgement, Outcome
     from vtx.tools.calibration.report import CalibrationReport
@@ -114,9 +115,10 @@ def calibrate(settings: CalibrateSettings) -> None:
     """
     end_on_sigterm()
     need_exporter()
+    from vtx.exporter.bundling.options import ExportOptions
     from vtx.exporter.bundling.prepare import load_template
     from vtx.exporter.calibration.calibrate import CalibrationOptions
-    from vtx.exporter.calibration.source import CheckpointReading, open_source
+    from vtx.exporter.calibration.source import open_source
     from vtx.tools.calibration.choosing import Choosing
     from vtx.tools.calibration.plots import draw_report
     from vtx.tools.data.items import read_data
@@ -129,7 +131,7 @@ def calibrate(settings: CalibrateSettings) -> None:
     if engine is not None and settings.attention:
         raise RequestError("an engine does not give its attention; leave out --attention, or --device and its options")
     template = load_template(settings.chat_template) if settings.chat_template else None
-    reading = CheckpointReading(template, settings.tower, settings.allow_pickle)
+    reading = ExportOptions(template=template, tower=settings.tower, allow_pickle=settings.allow_pickle)
     source = open_source(settings.model, settings.bundle, engine=engine, reading=reading)
     measured = source.name if settings.bundle is None else settings.bundle.expanduser().absolute().name
     folder = settings.out or Path(f"vtx-calibration-{measured}")
@@ -236,7 +238,7 @@ def _show_kinds(report: CalibrationReport) -> None:
     table("answers kept, by the kind of answer", heads, rows)
 
 
-def calibrated(data: str, images: Path | None, model: str, reading: CheckpointReading) -> RecordedChoice:
+def calibrated(data: str, images: Path | None, model: str, reading: ExportOptions) -> RecordedChoice:
     """The K of a calibration on `data`, or of an earlier one in that directory."""
     from vtx.exporter.calibration.calibrate import CalibrationOptions
     from vtx.exporter.calibration.source import open_source
@@ -277,7 +279,6 @@ class GateSettings:
     epochs: int | None
     seed: int
     loading: Loading
-    ray_address: str | None
     work: Path | None
     out: Path | None
     as_json: bool
@@ -286,7 +287,7 @@ class GateSettings:
 @command(
     epilog="vtx-train-gate --items 1000\n"
     "vtx-train-gate questions.jsonl --images photos --model llava-hf/llava-1.5-7b-hf --items 6650\n"
-    "vtx-train-gate llava_mix.json --images images --answers reference --ray-address auto\n"
+    "vtx-train-gate llava_mix.json --images images --answers reference\n"
     "vtx-export --k auto --gates vtx-gates-demo.safetensors"
 )
 @options(
@@ -318,7 +319,6 @@ class GateSettings:
     "device",
     "compute",
     "threads",
-    option("--ray-address", str, "Measure on a Ray cluster: host:port, or auto.", metavar="ADDR"),
     option("--work", Path, "Directory of the measurements [default: OUT.work]."),
     option(
         "--out",
@@ -349,7 +349,6 @@ def train_gate(settings: GateSettings) -> None:
         settings.items,
         settings.held_out,
         GateTraining(measuring, fitting),
-        settings.ray_address,
         settings.tower,
         allow_pickle=settings.allow_pickle,
         bundle=settings.bundle,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vtx.runtime.bundle.card import Acceptance
     from vtx.runtime.prompt.guiding import Guide
     from vtx.tools.bench.methods import Method
-    from vtx.tools.common.cluster import Cluster
     from vtx.tools.evaluation.ask import Asked, Evaluated
     from vtx.tools.evaluation.metrics import Metric
     from vtx.tools.evaluation.questions import Format, QuestionFiles, QuestionSet
@@ -49,7 +48,6 @@ class EvaluationSettings:
     sign: Path | None
     no_times: bool
     parallel: int
-    cluster: Cluster | None
     loading: Loading
     out: Path | None
     as_json: bool
@@ -118,7 +116,6 @@ TASKS = ("pope", "mme", "scienceqa", "vqav2", "textvqa", "gqa", "vizwiz", "seedb
     ),
     option("--no-times", bool, "Skip timings, e.g. on a busy machine."),
     option("--parallel", 8, "Concurrent answers, except while timing.", type=click.IntRange(1)),
-    "cluster",
     "device",
     "compute",
     "threads",
@@ -132,7 +129,7 @@ def evaluate(settings: EvaluationSettings) -> None:
 
     TASK is the kind of DATA: a file of POPE, MME's directory, ScienceQA's problems.json, the questions of VQAv2,
     TextVQA, GQA, VizWiz or SEED-Bench, lines of {"image", "question", "choices", "answer"} (choices), or of {"image",
-    "question", "answer"} (exact). An interrupted run resumes where it stopped. On a Ray cluster, no times are measured.
+    "question", "answer"} (exact). An interrupted run resumes where it stopped.
     """
     end_on_sigterm()
     from vtx.tools.common.files import write_json
@@ -189,10 +186,8 @@ def _named_methods(settings: EvaluationSettings) -> tuple[Method, ...]:
         raise click.UsageError("--rest is what stays from K on; name one or more with --k")
     if settings.coverage is not None:
         check_target(settings.coverage)
-        if settings.guide is None or settings.cluster is not None:
-            raise click.UsageError(
-                "--coverage needs the probabilities of choices: add --choices A,B,..., and leave --ray-address out"
-            )
+        if settings.guide is None:
+            raise click.UsageError("--coverage needs the probabilities of choices: add --choices A,B,...")
     if not settings.ks and not settings.reduces:
         return ()
     return make_methods(settings.ks or (None,), settings.reduces or ("none",), settings.rests)
@@ -212,20 +207,14 @@ def _protocol(settings: EvaluationSettings) -> tuple[Format, Metric]:
 def _answerer(
     settings: EvaluationSettings, path: Path, named: tuple[Method, ...], resources: ExitStack
 ) -> tuple[Evaluated, tuple[Method, ...]]:
-    """A model here or a cluster, and the methods to ask: those `named`, else the bundle's."""
+    """A model, and the methods to ask: those `named`, else the bundle's."""
     from vtx.tools.bench.methods import find_methods
     from vtx.tools.evaluation.ask import Evaluated, make_methods
-    from vtx.tools.evaluation.cluster import on_workers
 
-    if settings.cluster is not None:
-        by = on_workers(settings.cluster, path, settings.loading, settings.parallel)
-        if not settings.no_times:
-            note("times are not measured on a cluster")
-    else:
-        model = resources.enter_context(settings.loading.load(path))
-        by = Evaluated.of(model, named, settings.parallel)
-        if settings.coverage is not None and not named:  # what a question gets that names nothing
-            named = make_methods((model.loaded.defaults.k,), (model.loaded.defaults.reduce or "none",))
+    model = resources.enter_context(settings.loading.load(path))
+    by = Evaluated.of(model, named, settings.parallel)
+    if settings.coverage is not None and not named:  # what a question gets that names nothing
+        named = make_methods((model.loaded.defaults.k,), (model.loaded.defaults.reduce or "none",))
     manifest = by.bundle.manifest
     return by, named or find_methods(manifest, (*manifest.variants, *(["auto"] if manifest.gates else [])))
 

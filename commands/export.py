@@ -306,9 +306,8 @@ def _options(settings: ExportSettings, template: str | None, release: BundleRele
     choice = None
     if s.calibration is not None and s.one_k:
         from vtx.commands.calibrate import calibrated
-        from vtx.exporter.calibration.source import CheckpointReading
 
-        reading = CheckpointReading(template, s.tower, s.allow_pickle, s.downsample)
+        reading = ExportOptions(template=template, tower=s.tower, allow_pickle=s.allow_pickle, downsample=s.downsample)
         choice = calibrated(s.calibration, s.images, s.model, reading)
     return ExportOptions(
         s.model,

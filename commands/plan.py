@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +13,7 @@ from vtx.commands.shared.options import PRECISION, DepthType, given, joined, opt
 from vtx.runtime.backends.engines import ENGINES, GPUS
 from vtx.runtime.backends.slots import LANES
 from vtx.runtime.precision import PRECISIONS
-from vtx.runtime.terminal.console import command, note, say, say_json, table
+from vtx.runtime.terminal.console import command, say, say_json, table
 
 if TYPE_CHECKING:
     from vtx.runtime.bundle.spec.stored import Precisions
@@ -47,7 +46,6 @@ class PlanSettings:
     engine: str | None
     jetpack: str | None
     as_json: bool
-    plot: Path | None
 
     @property
     def decoder_precisions(self) -> tuple[str, ...]:
@@ -74,7 +72,7 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     "vtx-plan --model llava-1.5-7b --precision int4 --int4-block 32 --bits 6.3\n"
     "vtx-plan --model llava-1.5-7b --profile orin-nx-16 --jetpack 6.2\n"
     "vtx-plan --model qwen2.5-vl-3b --image-size 640x480 --reduce fastv:k=2,ratio=0.5\n"
-    "vtx-plan --model vtx-demo-k16-fp16 --plot plan.png"
+    "vtx-plan --model vtx-demo-k16-fp16"
 )
 @options(
     option(
@@ -130,7 +128,6 @@ def _image_size(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
     ),
     option("--jetpack", str, "JetPack release, if --profile is a Jetson [default: its newest].", metavar="VERSION"),
     option("--json as_json", bool, "Print only one JSON object."),
-    "plot",
     record=PlanSettings,
 )
 def plan(settings: PlanSettings) -> None:
@@ -150,10 +147,6 @@ def plan(settings: PlanSettings) -> None:
     picture = None
     if settings.sequence is None and size.vision is not None and size.layout is not None:
         picture = settings.picture
-    if settings.plot is not None:
-        from vtx.tools.estimate.plot import plot_plan
-
-        plot_plan(costs, settings.plot)
     if settings.as_json:
         extra = {"image_size": picture, "engines": [engine.to_dict() for engine in engines], "build_layers": builds}
         say_json({**costs.to_dict(), **extra, "counted_for": engine and engine.software})
@@ -162,8 +155,6 @@ def plan(settings: PlanSettings) -> None:
     if builds:
         layers = ", ".join(f"{name} {count or 'none'}" for name, count in builds.items())
         say(f"layers of a graph whose engine can be built on the device (--stage-layers of vtx-export): {layers}")
-    if settings.plot is not None:
-        note(f"drew {settings.plot}")
 
 
 def _check(settings: PlanSettings) -> None:

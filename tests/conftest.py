@@ -78,7 +78,7 @@ def pytest_collection() -> Generator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        gc.set_threshold(20_000, 20, 20)
+        gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

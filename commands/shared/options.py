@@ -189,7 +189,6 @@ _SHARED: dict[str, Declare] = {
                             "llava_v1; for checkpoints without a template."),
     "items": option("--items", 1000, "Items to train on, sampled from DATA."),
     "report": option("--json as_json", bool, "Print only the report, as one JSON object."),
-    "plot": option("--plot", FILE, "Also draw a plot.", metavar="FILE.png"),
 }  # fmt: skip
 
 

@@ -69,36 +69,20 @@ class OpenedModel(Source):
         return Reference(self.checkpoint, self.config) if self.engine is None else EngineReference(self.engine)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointReading:
-    """Options of reading a checkpoint, as of `ExportOptions`."""
-
-    template: str | None = None
-    tower: str | None = None
-    allow_pickle: bool = False
-    downsample: str | None = None
-
-
-AS_IT_IS = CheckpointReading()
+AS_IT_IS = ExportOptions()
 
 
 def open_source(
-    model: str, bundle: Path | None = None, *, engine: Loading | None = None, reading: CheckpointReading = AS_IT_IS
+    model: str, bundle: Path | None = None, *, engine: Loading | None = None, reading: ExportOptions = AS_IT_IS
 ) -> OpenedModel:
     """Open checkpoint `model` (a directory, a hub id, "demo"), or a bundle if one is given.
 
-    `engine` loads the bundle, to be measured as it is deployed. Raises CheckpointError, BundleError, DeviceError.
+    `reading`: the template, tower, pickles and downsampling of an export of the checkpoint. `engine` loads the bundle,
+    to be measured as it is deployed. Raises CheckpointError, BundleError, DeviceError.
     """
     if bundle is not None:
         return _of_bundle(Bundle.open(bundle), None if engine is None else engine.load(bundle))
-    options = ExportOptions(
-        model,
-        precision="fp32",
-        template=reading.template,
-        tower=reading.tower,
-        allow_pickle=reading.allow_pickle,
-        downsample=reading.downsample,
-    )
+    options = replace(reading, model=model, precision="fp32")
     plan = plan_export(options)
     _check_answers(plan.name, plan.config)
     if all(entry.source.dtype == "F16" for file in plan.weights.files for entry in file.entries):

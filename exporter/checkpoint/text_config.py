@@ -158,11 +158,14 @@ def windowed_config_of(
     config = parsed.text_config
     heads, kv_heads = _attention_heads(config)
     ropes = dict(config.rope_parameters or {})
-    full, local = (
-        read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
-        for kind, width in zip(("full_attention", "sliding_attention"), widths, strict=True)
-    )
-    window = size(config, "sliding_window", MAX_POSITIONS) if sliding else 0
+
+    def rope(kind: str, width: int) -> RopeSpec:
+        return read_rope(config, width, three_part=False, parameters=ropes.get(kind) or {})
+
+    windows = None
+    if sliding:
+        window = size(config, "sliding_window", MAX_POSITIONS)
+        windows = SlidingSpec(sliding, window, widths[1], rope("sliding_attention", widths[1]))
     return TextConfig(
         family=family,
         layers=size(config, "num_hidden_layers", MAX_LAYERS),
@@ -172,10 +175,10 @@ def windowed_config_of(
         kv_heads=kv_heads,
         head_dim=widths[0],
         tied=bool(parsed.tie_word_embeddings),
-        rope=full,
+        rope=rope("full_attention", widths[0]),
         max_positions=size(config, "max_position_embeddings", MAX_POSITIONS),
         qk_norm=True,
-        sliding=SlidingSpec(sliding, window, widths[1], local) if sliding else None,
+        sliding=windows,
         **fields,
     )
 

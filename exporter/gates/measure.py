@@ -1,16 +1,10 @@
 """Training data of the gates, measured on the frozen model: one full pass per item, and per K a text-only continuation.
 
 The inputs of all gates come from the full pass, the labels of all K from the continuations along one answer.
-
-On a Ray cluster each shard is a task of Ray Data. Tasks hold no state but the opened model, so Ray can repeat the tasks
-of a dead worker elsewhere. The shards come back to this process, which alone writes them: workers need the model and
-the images under the same paths, and no directory to write to.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +15,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vtx.exporter.calibration.source import CheckpointReading, OpenedModel, open_source
+from vtx.exporter.calibration.source import OpenedModel
 from vtx.exporter.gates.workdir import MeasureOptions, Shard, Tensors, WorkDirectory
 from vtx.exporter.reference.model import Encoded, Sample, Watchers
 from vtx.exporter.reference.prompts import answer_ids, prompt_ids
-from vtx.runtime.errors import CheckpointError, DeviceError, RequestError, VtxError
+from vtx.runtime.errors import RequestError, VtxError
 from vtx.tools.calibration.gates import UNKNOWN
-from vtx.tools.common.cluster import connected, cores
 from vtx.tools.data.items import Item, plain
 
 HEAD_TOKENS = 512  # tokens whose logits are in memory at once
@@ -50,16 +43,6 @@ class _GateItem:
 _Along = tuple[NDArray[np.bool_], NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A checkpoint as every worker opens it, and its fingerprint; `tower`, `allow_pickle` as in `open_source`."""
-
-    model: str
-    fingerprint: str
-    tower: str | None = None
-    allow_pickle: bool = False
-
-
 class Measurer:
     """A model opened once, that measures shards."""
 
@@ -72,19 +55,6 @@ class Measurer:
                 f"{source.name} was cut at {len(source.cuts or ())} of {len(self.ks)} K, and each gate needs its own; "
                 f"export it with --k {','.join(map(str, self.ks))}"
             )
-
-    @classmethod
-    def open(cls, origin: Origin, options: MeasureOptions) -> Measurer:
-        """Open a model on this machine; its fingerprint must be the origin's. Raises `CheckpointError`."""
-        source = open_source(
-            origin.model, reading=CheckpointReading(tower=origin.tower, allow_pickle=origin.allow_pickle)
-        )
-        if source.fingerprint != origin.fingerprint:
-            raise CheckpointError(
-                f"{origin.model} is another model on this machine ({source.fingerprint[:12]}, not "
-                f"{origin.fingerprint[:12]}); give every worker the same files under the same path"
-            )
-        return cls(source, options)
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -217,52 +187,3 @@ def measure(measurer: Measurer, work: WorkDirectory, report: Callable[[int], Non
     for shard in work.missing():
         work.write(shard, *measurer(shard))
         report(len(shard.items))
-
-
-def measure_on_cluster(
-    address: str,
-    origin: Origin,
-    options: MeasureOptions,
-    work: WorkDirectory,
-    report: Callable[[int], None],
-) -> None:
-    """Measure what is missing on the cluster at `address`: host:port of its head, or auto.
-
-    `report` gets the number of items done. A machine of the cluster measures one shard at a time, on all its cores.
-    Raises DeviceError, RequestError.
-    """
-    from safetensors.numpy import load
-
-    missing = {shard.number + (1 << 32) * shard.held_out: shard for shard in work.missing()}
-    if not missing:
-        return
-    with connected(address) as ray:
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        shards = ray.put(missing)
-        tasks = ray.data.from_items([{"shard": key} for key in missing], override_num_blocks=len(missing))
-        task = functools.partial(_measure, shards=shards, origin=origin, options=options)
-        done = tasks.map_batches(task, batch_size=1, num_cpus=min(cores(ray)))
-        for output in done.iter_rows():
-            shard = missing[int(output["shard"])]
-            if output["error"]:
-                raise DeviceError(f"a worker of the cluster at {address} cannot measure: {output['error']}")
-            work.write(shard, load(output["tensors"]), json.loads(output["skipped"]))
-            report(len(shard.items))
-
-
-_opened = functools.cache(Measurer.open)  # once in each process of a worker
-
-
-def _measure(batch: dict[str, NDArray[Any]], *, shards: Any, origin: Origin, options: MeasureOptions) -> dict[str, Any]:
-    """One shard, on a worker: its tensors as the bytes of a safetensors file, or the error."""
-    import ray
-    from safetensors.numpy import save
-
-    key = int(batch["shard"][0])
-    try:
-        tensors, skipped = _opened(origin, options)(ray.get(shards)[key])
-    except VtxError as e:
-        return {"shard": [key], "tensors": [b""], "skipped": ["[]"], "error": [str(e)]}
-    raw = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
-    return {"shard": [key], "tensors": [raw], "skipped": [json.dumps(skipped)], "error": [""]}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vtx.exporter.bundling.options import DEMO
+from vtx.exporter.bundling.options import DEMO, ExportOptions
 from vtx.exporter.bundling.predict import check_disk
 from vtx.exporter.bundling.staging import make_folder
-from vtx.exporter.calibration.source import CheckpointReading, OpenedModel, open_source
+from vtx.exporter.calibration.source import OpenedModel, open_source
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, GateWeights, fit_gates, held_out_of, write_gates
-from vtx.exporter.gates.measure import Measurer, Origin, measure, measure_on_cluster
+from vtx.exporter.gates.measure import Measurer, measure
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.units import Progress, counter
@@ -51,7 +51,6 @@ class TrainOptions:
     items: int = 1000
     held_out: int = 250
     training: GateTraining = field(default_factory=GateTraining)
-    ray_address: str | None = None
     tower: str | None = None
     allow_pickle: bool = False
     bundle: Path | None = None
@@ -72,9 +71,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     """
     if out.is_dir():
         raise RequestError(f"cannot write the gates to {out}, which is a directory; name a file with --out")
-    if options.ray_address is not None and options.bundle is not None:
-        raise RequestError("--ray-address measures a checkpoint; leave out --bundle")
-    reading = CheckpointReading(tower=options.tower, allow_pickle=options.allow_pickle)
+    reading = ExportOptions(tower=options.tower, allow_pickle=options.allow_pickle)
     source = open_source(options.model, options.bundle, engine=options.engine, reading=reading)
     data = read_data(options.data, options.images, options.items + options.held_out, options.training.fit.seed)
     shuffle = options.data != SCENES
@@ -83,14 +80,7 @@ def train_gates(options: TrainOptions, out: Path, work_folder: Path, report: Pro
     )
     make_folder(out.parent)
 
-    def on_cluster(measurer: Measurer, work: WorkDirectory, count: Callable[[int], None]) -> None:
-        assert options.ray_address is not None
-        model = options.model if options.model == DEMO else str(source.checkpoint.folder.absolute())
-        origin = Origin(model, source.fingerprint, options.tower, options.allow_pickle)
-        measure_on_cluster(options.ray_address, origin, options.training.measure, work, count)
-
-    measured_by = measure if options.ray_address is None else on_cluster
-    work, gates = gates_of(source, items, options.training, work_folder, report, measured_by)
+    work, gates = gates_of(source, items, options.training, work_folder, report)
     measured = len(work.items(held_out=False))
     judgement = judge(held_out_of(work, gates), model_size(source.config, source.name))
     training = {
@@ -117,7 +107,6 @@ def gates_of(
     training: GateTraining,
     folder: Path,
     report: Progress,
-    measured_by: Callable[..., None] = measure,
 ) -> tuple[WorkDirectory, dict[int, GateWeights]]:
     """The gates of a model, and `folder` with the measurements of all items.
 
@@ -132,7 +121,7 @@ def gates_of(
     text = source.config.text
     nbytes = missing * text.layers * (8 * text.hidden + 16)  # a layer and item: two float32 hidden states, and labels
     check_disk(folder, nbytes, purpose="measuring", fix="name another folder, or use fewer --items")
-    measured_by(measurer, work, counter(report, "items", missing))
+    measure(measurer, work, counter(report, "items", missing))
     ks = measurer.ks
     return work, fit_gates(work, ks, training.fit, counter(report, "gates", len(ks)))
 

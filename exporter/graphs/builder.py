@@ -123,7 +123,7 @@ class Builder:
         """A small constant, stored in the graph itself. A list becomes int64."""
         data = np.asarray(array, np.int64) if not isinstance(array, np.ndarray) else array
         name = f"const_{len(self._initializers)}"
-        return self._initializer(name, ir.tensor(data, name=name))
+        return self._initializer(name, ir.Tensor(data, name=name))
 
     def stored(self, name: str) -> ir.Value:
         location = self._weights[name]

@@ -25,9 +25,7 @@ def build_block(
     `shape` restores that from [batch * tokens, hidden]. `seen`: the tokens that are attended to, None for all.
     """
     q, k, w = projected(b, e, x, name, shape, "qkv")
-    y = b.dialect.tower_attention(
-        b, q, k, w, Heads(e.heads, e.hidden // e.heads, causal=isinstance(e, TextEncoder)), seen
-    )
+    y = b.dialect.tower_attention(b, q, k, w, Heads(e.heads, e.hidden // e.heads, causal=e.causal), seen)
     y = b.linear(b.reshape(y, -1, e.hidden), f"{name}.self_attn.out_proj", bias=True)
     x = b.op("Add", x, b.reshape(_scaled(b, e, y, name, 0), *shape))
     hidden = b.reshape(norm(b, e, x, f"{name}.layer_norm2"), -1, e.hidden)

@@ -221,6 +221,7 @@ class Reference:
     ) -> tuple[list[ImageTokens], tuple[Tensor, ...]]:
         """The tokens of each image of a prompt, and the maps of all for the decoder."""
         layout = self.config.layout.for_images(len(images))
+        tower = self.config.facts()
         tokens = list[ImageTokens]()
         maps = list[Sequence[Tensor]]()
         hidden = (0, self.config.text.hidden)
@@ -234,7 +235,8 @@ class Reference:
                 features, *further = self._see(torch.from_numpy(views))
                 maps.append(further)
                 states = np.split(features.cpu().numpy(), len(views))
-            encoded = [ImageTokens.one_per_patch(view) for view in states]
+            first = tower.class_first(len(states[0]))
+            encoded = [ImageTokens.one_per_patch(view, class_first=first) for view in states]
             key = hashlib.sha256(b"".join(view.tobytes() for view in views)).hexdigest()  # as of `PreparedImage`
             tokens.append(replace(layout.arrange(encoded, *image.size, newline), key=key))
         return tokens, tuple(map(torch.cat, zip(*maps, strict=True)))

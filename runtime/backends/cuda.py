@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from vtx.runtime.backends.driver import PitchedRows
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.units import size
@@ -165,7 +166,7 @@ class Cuda:
         """Queue a copy of `height` rows of `width` bytes on the device, `pitch` bytes apart."""
         if not height:  # of a stage without K and V
             return
-        self.call("copy_rows", to, to_pitch, source, pitch, width, height, self.stream)
+        self.call("copy_rows", PitchedRows(to, to_pitch), PitchedRows(source, pitch), (width, height), self.stream)
 
     def wait(self) -> None:
         """Wait for all work that is queued, and free what was released meanwhile."""

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.gpu import open_driver
@@ -62,6 +62,13 @@ class _RowCopy(ctypes.Structure):
     _fields_ = (("source", _CopySide), ("to", _CopySide), ("width", c_size_t), ("height", c_size_t))
 
 
+class PitchedRows(NamedTuple):
+    """Rows on the device, `pitch` bytes apart."""
+
+    address: int
+    pitch: int
+
+
 class Driver:
     """The driver's calls as methods of their names: they take numbers, and return the error and the results."""
 
@@ -86,13 +93,11 @@ class Driver:
         error = int(getattr(self._library, name)(*arguments))
         return error, *(result.value or 0 for result in results)
 
-    def copy_rows(
-        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, stream: int
-    ) -> tuple[Any, ...]:
-        """Queue a copy of `height` rows of `width` bytes from one address of the device to another."""
-        first = _CopySide(type=_ON_DEVICE, device=source, pitch=pitch)
-        second = _CopySide(type=_ON_DEVICE, device=to, pitch=to_pitch)
-        rows = _RowCopy(first, second, width, height)  # which the driver reads before it returns
+    def copy_rows(self, to: PitchedRows, source: PitchedRows, size: tuple[int, int], stream: int) -> tuple[Any, ...]:
+        """Queue a copy of rows on the device; `size`: their bytes, and their number."""
+        first = _CopySide(type=_ON_DEVICE, device=source.address, pitch=source.pitch)
+        second = _CopySide(type=_ON_DEVICE, device=to.address, pitch=to.pitch)
+        rows = _RowCopy(first, second, *size)  # which the driver reads before it returns
         return self._call("cuMemcpy2DAsync_v2", ctypes.addressof(rows), stream)
 
 

@@ -92,7 +92,7 @@ class HostBackend(ABC):
         if name is None or declared is None:
             return self.vision(pixels)
         graph = self._tower(name, graphs.video(self._manifest), declared.image)
-        return ImageTokens.of(graph.run({names.PIXELS: pixels}))
+        return ImageTokens.of(graph.run({names.PIXELS: pixels}), self._manifest.model.tower)
 
     def expert(
         self, prompt: Sequence[Any], state: NDArray[np.float32], positions: Ids

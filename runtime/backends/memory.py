@@ -96,7 +96,7 @@ class DecoderShape(Protocol):
 
 
 def answering_memory(decoder: DecoderShape, engine: str, *, tokens: int, kv_bytes: int) -> int:
-    """Bytes in addition to the weights while `engine` answers a prompt of so many tokens, which all layers see.
+    """Bytes in addition to the weights while `engine` answers a prompt of that many tokens, which all layers see.
 
     They are K and V of `kv_bytes` a number, a prefill's buffers, and where an engine holds them the masks and scores of
     one layer's attention.
@@ -111,7 +111,7 @@ def answering_memory(decoder: DecoderShape, engine: str, *, tokens: int, kv_byte
 
 
 def prompt_tokens(image_tokens: int, max_context: int) -> int:
-    """The tokens of a question about an image of so many, as a prediction counts them."""
+    """The tokens of a question about an image of that many, as a prediction counts them."""
     return min(max_context, image_tokens + QUESTION_ROWS)
 
 

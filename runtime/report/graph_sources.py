@@ -113,7 +113,8 @@ class DialectSource:
             return self._run_score(part.number, inputs)
         if part.kind == "vision":
             extras = contract.vision_extras(self._manifest, self.dialect, {})
-            return _of_image(ImageTokens.of(self._session_run(self._graphs.vision, {**inputs, **extras})))
+            outputs = self._session_run(self._graphs.vision, {**inputs, **extras})
+            return _of_image(ImageTokens.of(outputs, self._manifest.model.tower))
         outputs = self._session_run(graph_file(self._manifest, self.dialect, part), inputs)
         outputs.pop(names.BEST, None)  # logits that are nearly equal may be in another order elsewhere
         return outputs

@@ -166,14 +166,11 @@ class ImageTokens:
         return len(self.hidden)
 
     @classmethod
-    def of(cls, outputs: Mapping[str, NDArray[Any]], tower: TowerSpec | None = None) -> ImageTokens:
-        """The outputs of a vision graph for one image, by name, without tokens marked as gone.
-
-        `tower` is the graph's, for bundles in which it gives tokens before the projector.
-        """
+    def of(cls, outputs: Mapping[str, NDArray[Any]], tower: TowerSpec) -> ImageTokens:
+        """The outputs of the tower's graph for one image, by name, without tokens marked as gone."""
         features = outputs[names.FEATURES]
         hidden: HiddenStates = features.reshape(-1, features.shape[-1])
-        patches = cls.one_per_patch(hidden).patches
+        patches = cls.one_per_patch(hidden, class_first=tower.class_first(len(hidden))).patches
         indices = outputs.get(names.PATCH_INDEX, patches.indices)
         merged = outputs.get(names.MERGED, patches.merged)
         present = np.flatnonzero(merged != names.GONE)
@@ -181,7 +178,7 @@ class ImageTokens:
         signals = {name: x for name, x in outputs.items() if name in signal_names or name.startswith(names.TOKEN_INPUT)}
         patches = Patches(indices, merged == names.WINDOW, signals)
         before = None
-        if tower is not None and (tower_tokens := outputs.get(names.TOWER_TOKENS)) is not None:
+        if (tower_tokens := outputs.get(names.TOWER_TOKENS)) is not None:
             width = tower.state_width
             before = TowerTokens(tower_tokens[..., :width], tower_tokens[..., width:-1], tower_tokens[..., -1])
         if len(present) == len(hidden):
@@ -189,14 +186,10 @@ class ImageTokens:
         return cls(hidden[present], patches.take(present), len(hidden) - len(present), tower=before)
 
     @classmethod
-    def one_per_patch(cls, hidden: HiddenStates) -> ImageTokens:
-        """Tokens of a vision graph that does not merge: one a patch of a square, in raster order.
-
-        One token more than a square is the class token, first.
-        """
+    def one_per_patch(cls, hidden: HiddenStates, *, class_first: bool = False) -> ImageTokens:
+        """Tokens of a vision graph that does not merge: one a patch in raster order, before them the class token."""
         count = len(hidden)
-        indices = np.arange(count, dtype=np.int64) - (math.isqrt(count) ** 2 == count - 1)
-        return cls(hidden, Patches(indices, np.zeros(count, bool)))
+        return cls(hidden, Patches(np.arange(count, dtype=np.int64) - class_first, np.zeros(count, bool)))
 
     @classmethod
     def newlines(cls, hidden: HiddenStates) -> ImageTokens:

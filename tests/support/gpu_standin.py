@@ -27,6 +27,7 @@ import pytest
 from tests.support.bundles import IGNORE
 from tests.support.exported import THREADS
 from tests.support.json_files import write_json
+from vtx.runtime.backends.driver import PitchedRows
 from vtx.runtime.backends.ort.library import session_options
 from vtx.runtime.bundle.bundle import Bundle, sha256
 from vtx.tools.tensorrt import build as engines
@@ -216,16 +217,15 @@ class Gpu:
         self.queue(copy)
         return (Error.CUDA_SUCCESS,)
 
-    def copy_rows(
-        self, to: int, to_pitch: int, source: int, pitch: int, width: int, height: int, stream: int
-    ) -> tuple[Error]:
-        assert width <= min(to_pitch, pitch)
-        self.holds(to, (height - 1) * to_pitch + width)
-        self.holds(source, (height - 1) * pitch + width)
+    def copy_rows(self, to: PitchedRows, source: PitchedRows, size: tuple[int, int], stream: int) -> tuple[Error]:
+        width, height = size
+        assert width <= min(to.pitch, source.pitch)
+        for rows in (to, source):
+            self.holds(rows.address, (height - 1) * rows.pitch + width)
 
         def copy() -> None:
             for row in range(height):
-                ctypes.memmove(to + row * to_pitch, source + row * pitch, width)
+                ctypes.memmove(to.address + row * to.pitch, source.address + row * source.pitch, width)
             self.moved.append(("within", height * width))
 
         self.queue(copy)

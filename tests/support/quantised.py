@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.json_files import read_json, write_json
+from tests.support.store import new_folder, publish
 
 FILE = "model.safetensors"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the row that each 4 bits of a word hold, from the lowest on
@@ -71,6 +72,19 @@ def make_quantised(
         write_json(folder / "quantised/config.json", settings)
     else:
         write_json(folder / "quantised" / how.file, how.settings)
+    return folder / "quantised", folder / "plain"
+
+
+def quantised_pair(source: Path, folder: Path, name: str) -> tuple[Path, Path]:
+    """Copies of what `make_quantised` makes by `SCHEMES[name]` of a shared checkpoint, once for all tests of a run."""
+    store = source.parents[1]
+    made = store / "quantised" / f"{source.name}-{name}"
+    if not made.exists():
+        made.parent.mkdir(exist_ok=True)
+        place = new_folder(store)
+        make_quantised(source, place, SCHEMES[name])
+        publish(place, made)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
     return folder / "quantised", folder / "plain"
 
 

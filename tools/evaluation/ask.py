@@ -72,14 +72,14 @@ Answers: TypeAlias = """Callable[
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A bundle that is evaluated, and what answers: `alone`, with its times if they are measured, and `many`."""
+    """A bundle that is evaluated, and what answers: `alone`, with its times, and `many`."""
 
     bundle: Bundle
     device: str
     compute: str
     fit: str | None
     many: Callable[[Options], Answers]
-    alone: Callable[[Options], Asker] | None = None
+    alone: Callable[[Options], Asker]
 
     @classmethod
     def of(cls, model: Model, methods: Sequence[Method], parallel: int = PARALLEL) -> Evaluated:
@@ -99,7 +99,7 @@ class Evaluated:
 class Inquiry:
     """Questions, the methods by which each is asked, and how.
 
-    About `timed` of the questions, evenly spread, are asked alone if what answers can, the others together.
+    About `timed` of the questions, evenly spread, are asked alone, the others together.
     """
 
     data: QuestionSet
@@ -158,8 +158,8 @@ def ask_all(
         **({} if guide is None else {"--choices": list(guide.choices or ())}),
     }
     with ResultJournal(journal, identity) as results:
-        run = _Round(inquiry, results, report, 0 if by.alone is None else inquiry.timed)
-        if by.alone is not None and inquiry.timed:
+        run = _Round(inquiry, results, report)
+        if inquiry.timed:
             run.ask_alone(by.alone(options), predict)
         run.ask_together(by.many(options))
         return run.answers()
@@ -168,7 +168,7 @@ def ask_all(
 class _Round:
     """Questions on their way into a journal. Each `step`-th of them is asked alone."""
 
-    def __init__(self, inquiry: Inquiry, journal: ResultJournal, report: Progress, timed: int) -> None:
+    def __init__(self, inquiry: Inquiry, journal: ResultJournal, report: Progress) -> None:
         data = inquiry.data
         methods = inquiry.methods
         self._data = data
@@ -179,7 +179,8 @@ class _Round:
         self._keys = [[f"{question.digest()} {method.key}" for method in methods] for question in data.questions]
         self._skipped = dict[int, str]()
         count = len(self._keys)
-        self._timed = set(range(0, count, -(-count // timed))) if timed and count else set[int]()
+        timed = min(inquiry.timed, count)
+        self._timed = set(range(0, count, -(-count // timed))) if timed else set[int]()
         self._left = [n for n in range(count) if self._missing(n)]
 
     def _missing(self, n: int) -> dict[Method, str]:

@@ -148,6 +148,11 @@ class VisionConfig:
         return self.family in ("clip", "internvit", "dinov2")
 
     @property
+    def causal(self) -> bool:
+        """False: patches see each other both ways."""
+        return False
+
+    @property
     def pre_norm(self) -> bool:
         """True if a norm comes before the first block; the patches then have no bias."""
         return self.family == "clip"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -162,12 +163,14 @@ def _mapped(model: Any) -> list[tuple[int, int]]:
     The model keeps them mapped as long as it exists, so no other mapping can take these addresses.
     """
     constants = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
-    addresses = {node.get_tensor_view().data.ctypes.data for node in constants}
+    addresses = sorted(node.get_tensor_view().data.__array_interface__["data"][0] for node in constants)
     mappings = []
     with open("/proc/self/maps", encoding="utf-8") as lines:
         for line in lines:
-            bounds, rights, _, _, inode, *_ = line.split()
+            bounds, rights, _, _, inode, *_ = line.split(maxsplit=5)
+            if rights[-1] != "s" or inode == "0":
+                continue
             first, end = (int(bound, 16) for bound in bounds.split("-"))
-            if rights[-1] == "s" and inode != "0" and any(first <= address < end for address in addresses):
+            if bisect_left(addresses, first) < bisect_left(addresses, end):
                 mappings.append((first, end - first))
     return mappings

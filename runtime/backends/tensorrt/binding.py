@@ -38,6 +38,14 @@ class BoundStates(NamedTuple):
     number: int
 
 
+class BoundTokens(NamedTuple):
+    """The `number` of tokens of a run after `filled` slots, and where their K and V go."""
+
+    number: int
+    filled: int
+    new: list[Region]
+
+
 class BoundStage:
     """A stage's context for one token, and the numbers that the host tells it of that token, by the input's name.
 

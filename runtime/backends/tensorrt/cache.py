@@ -25,7 +25,7 @@ from vtx.runtime.backends.device_history import ONE, DeviceStateHistory
 from vtx.runtime.backends.device_lanes import DeviceCache
 from vtx.runtime.backends.device_states import FLOAT, put
 from vtx.runtime.backends.slots import part_ends, seen_slots
-from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage, BoundStates, kv_bindings
+from vtx.runtime.backends.tensorrt.binding import DECODE, PREFILL, BoundStage, BoundStates, BoundTokens, kv_bindings
 from vtx.runtime.backends.tensorrt.engine import Context
 from vtx.runtime.backends.tensorrt.loaded import TensorrtCacheContext, new_slots, written_in_place
 from vtx.runtime.backends.tensorrt.regions import Region, copy_slots, part
@@ -63,7 +63,7 @@ class DeviceSlots(BoundStage):
             cuda.copy_in(self.state.address + room, ONE)
             address = shared.engines.address(names.STATE_OUT)
             states = BoundStates(self.state.address, address, self.state.address + room, 1)
-        self.bind(self.decode, 1, capacity, self.new_slots(1), states=states)
+        self.bind(self.decode, BoundTokens(1, capacity, self.new_slots(1)), states=states)
         self.clear()
 
     def load(self, states: DeviceStateHistory, length: int) -> None:
@@ -113,17 +113,15 @@ class DeviceSlots(BoundStage):
     def bind(
         self,
         to: Context,
-        tokens: int,
-        filled: int,
-        new: list[Region],
+        tokens: BoundTokens,
         queries: int | None = None,
         *,
         turned: bool = False,
         states: BoundStates | None = None,
     ) -> None:
-        """Bind a context for `tokens` tokens after `filled` slots, whose K and V go to `new`."""
-        shapes, addresses = self.bind_tokens(tokens, queries, turned=turned)
-        kv_shapes, kv_addresses = kv_bindings(self._shared.model, self.regions, new, (1, filled))
+        """Bind a context for a run of tokens."""
+        shapes, addresses = self.bind_tokens(tokens.number, queries, turned=turned)
+        kv_shapes, kv_addresses = kv_bindings(self._shared.model, self.regions, tokens.new, (1, tokens.filled))
         shapes |= kv_shapes
         addresses |= kv_addresses
         if states is not None:
@@ -262,7 +260,7 @@ class TensorrtStageCache(DeviceCache[DeviceSlots]):
             states_in = self.states.before(start).address
             bound = BoundStates(states_in, states_out.address, engines.address(names.STATE_ENDS), len(ends))
             inputs[names.STATE_ENDS] = ends
-        memory.bind(context, count, start, new, queries, turned=turned, states=bound)
+        memory.bind(context, BoundTokens(count, start, new), queries, turned=turned, states=bound)
         if turned:
             tables = shared.tables[names.COS], shared.tables[names.SIN]
             cos, sin = rope_at(tables, shared.model.rope.axes, positions)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from vtx.runtime.backends.cuda import Buffer, Cuda
 from vtx.runtime.bundle.bundle import Bundle
@@ -94,21 +94,27 @@ class KernelCache:
         self._saved = kernels
 
 
+class EngineFile(NamedTuple):
+    """An engine's file in a bundle, open for reading; `cure`: what to do if TensorRT does not take it."""
+
+    name: str
+    opened: BinaryIO
+    cure: str
+
+
 class GraphEngine:
     """A deserialised engine; the open file is mapped, not read, so that no copy of it stays in memory."""
 
-    def __init__(
-        self, trt: Any, runtime: Any, name: str, file: BinaryIO, cuda: Cuda, cure: str, kernels: KernelCache | None
-    ) -> None:
+    def __init__(self, trt: Any, runtime: Any, file: EngineFile, cuda: Cuda, kernels: KernelCache | None) -> None:
         self._trt = trt
         self._cuda = cuda
-        self.name = name
+        self.name = file.name
         self._kernels = kernels
         self.reason = runtime.logger.reason
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with mmap.mmap(file.opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             self._engine = runtime.deserialize_cuda_engine(content)
         if self._engine is None:
-            raise BundleError(f"TensorRT does not take {name}{self.reason()}; {cure}")
+            raise BundleError(f"TensorRT does not take {self.name}{self.reason()}; {file.cure}")
         profiles = range(self._engine.num_optimization_profiles)
         self.scratch = max(int(self._engine.get_device_memory_size_for_profile_v2(number)) for number in profiles)
         names = [self._engine.get_tensor_name(number) for number in range(self._engine.num_io_tensors)]

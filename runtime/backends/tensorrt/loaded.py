@@ -15,7 +15,7 @@ from vtx.runtime.backends.cuda import ALIGNMENT, Buffer, Cuda, MemoryPool
 from vtx.runtime.backends.device_history import DeviceStateHistory
 from vtx.runtime.backends.device_states import StatesPool, put
 from vtx.runtime.backends.slots import LANES, HeldStates
-from vtx.runtime.backends.tensorrt.engine import Context, GraphEngine, KernelCache, make_logger
+from vtx.runtime.backends.tensorrt.engine import Context, EngineFile, GraphEngine, KernelCache, make_logger
 from vtx.runtime.backends.tensorrt.regions import KVLayout
 from vtx.runtime.bundle import fingerprint
 from vtx.runtime.bundle.bundle import Bundle
@@ -47,8 +47,9 @@ class LoadedEngines:
         cure = fingerprint.build_command(bundle, engines.target)
         for graph in engines.engines:
             record = fingerprint.check_sources(bundle, engines, graph)
-            with fingerprint.open_engine(bundle, engines, record) as file:
-                self._engines[graph] = GraphEngine(trt, self.runtime, record.file, file, cuda, cure, self._kernels)
+            with fingerprint.open_engine(bundle, engines, record) as opened:
+                file = EngineFile(record.file, opened, cure)
+                self._engines[graph] = GraphEngine(trt, self.runtime, file, cuda, self._kernels)
         self._scratch = Buffer(cuda, max(e.scratch for e in self._engines.values()), "the engines' working memory")
         self.buffers = {name: Buffer(cuda, nbytes, f"the tensor {name}") for name, nbytes in self._io_bytes().items()}
         self._contexts: dict[tuple[str, int], Context] = {}

@@ -236,6 +236,10 @@ class TowerSpec:
         """Patches on one side."""
         return self.image // self.patch
 
+    def class_first(self, tokens: int) -> bool:
+        """True if the first of a view's `tokens` is the class token: no hidden state was left out."""
+        return self.class_token and tokens == self.states
+
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:

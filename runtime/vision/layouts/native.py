@@ -93,7 +93,8 @@ class Native(SquareLayout):
         """Columns and rows of tokens of an image of this size in pixels."""
         check_ratio(width, height)
         width, height = self._enlarged(width, height)
-        return fitted_grid(width, height, self.unit, self.min_pixels, self.max_pixels, self.rounded(width, height))
+        bounds = PixelBounds(self.unit, self.min_pixels, self.max_pixels)
+        return bounds.grid(width, height, self.rounded(width, height))
 
     def _enlarged(self, width: int, height: int) -> Size:
         """The sides that an image counts with."""
@@ -113,28 +114,28 @@ class Native(SquareLayout):
         return round(width / self.unit), round(height / self.unit)
 
 
-def fitted_grid(
-    width: int,
-    height: int,
-    unit: int,
-    least: int,
-    most: int,
-    rounded: Size,
-    frames: int = 1,
-    counted: int = 1,
-) -> Size:
-    """Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most`.
+@dataclass(frozen=True, slots=True)
+class PixelBounds:
+    """Pictures of whole squares of `unit` pixels a side, of `least` to `most` pixels in all."""
 
-    Else those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
-    """
-    pixels = counted * rounded[0] * rounded[1] * unit**2
-    if pixels > most:
-        shrink = math.sqrt(frames * height * width / most)
-        return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
-    if pixels < least:
-        enlarge = math.sqrt(least / (frames * height * width))
-        return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
-    return rounded
+    unit: int
+    least: int
+    most: int
+
+    def grid(self, width: int, height: int, rounded: Size, frames: int = 1, counted: int = 1) -> Size:
+        """Columns and rows of squares, `rounded` if all `counted` frames are within the bounds.
+
+        Else those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
+        """
+        unit = self.unit
+        pixels = counted * rounded[0] * rounded[1] * unit**2
+        if pixels > self.most:
+            shrink = math.sqrt(frames * height * width / self.most)
+            return max(1, math.floor(width / shrink / unit)), max(1, math.floor(height / shrink / unit))
+        if pixels < self.least:
+            enlarge = math.sqrt(self.least / (frames * height * width))
+            return math.ceil(width * enlarge / unit), math.ceil(height * enlarge / unit)
+        return rounded
 
 
 def enlarged(width: int, height: int, unit: int) -> Size:

@@ -15,7 +15,7 @@ from vtx.runtime.errors import BundleError, ImageError
 from vtx.runtime.strict import optional
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames
 from vtx.runtime.vision.layout import VideoLayout
-from vtx.runtime.vision.layouts.native import Native, check_ratio, enlarged, fitted_grid
+from vtx.runtime.vision.layouts.native import Native, PixelBounds, check_ratio, enlarged
 from vtx.runtime.vision.limits import MAX_RESIZED_PIXELS, MAX_SAMPLED_FRAMES
 from vtx.runtime.vision.plan import ImagePlan, Size, own_shape, squares
 from vtx.runtime.vision.tokens import HiddenStates, ImageTokens, PromptImage, of_frames
@@ -157,9 +157,9 @@ class Pairs(VideoLayout):
                 share = min(self.max_pixels, int(share * 0.9) * TOGETHER // frames)
             most = max(share, floor) * frames
         rounded = round(width / self.unit), round(height / self.unit)
-        columns, rows = fitted_grid(width, height, self.unit, least, most, rounded, frames, count)
+        columns, rows = PixelBounds(self.unit, least, most).grid(width, height, rounded, frames, count)
         if self.frame_pixels is not None:
-            columns, rows = fitted_grid(width, height, self.unit, 0, self.frame_pixels, (columns, rows))
+            columns, rows = PixelBounds(self.unit, 0, self.frame_pixels).grid(width, height, (columns, rows))
         if columns * rows * self.unit**2 > MAX_RESIZED_PIXELS:
             raise ImageError(
                 f"frames of {width}x{height} pixels are resized to {columns * self.unit}x{rows * self.unit}; the limit "

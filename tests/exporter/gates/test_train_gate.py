@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +25,12 @@ from vtx.exporter.checkpoint.assembly import open_checkpoint
 from vtx.exporter.checkpoint.families.registry import read_config
 from vtx.exporter.checkpoint.spec import model_size
 from vtx.exporter.gates.fit import FitOptions, fit_gate, fit_gates, gate_odds, labels
-from vtx.exporter.gates.measure import Measurer, Origin, gate_input, measure
+from vtx.exporter.gates.measure import Measurer, gate_input, measure
 from vtx.exporter.gates.train import GateTraining, TrainOptions, train_gates
 from vtx.exporter.gates.workdir import MeasureOptions, WorkDirectory, make_shards
 from vtx.exporter.graphs.gates import FEATURES, read_gates
 from vtx.runtime.bundle.safetensors import read_header, read_tensor
-from vtx.runtime.errors import DeviceError, RequestError
+from vtx.runtime.errors import RequestError
 from vtx.tools.calibration.gates import FixedRival, HeldOut, judge
 from vtx.tools.common.loading import Loading
 from vtx.tools.data.items import Item
@@ -462,81 +459,6 @@ def test_the_command_refuses_what_makes_no_sense_in_one_line(wrong: list[str]) -
     told = CliRunner().invoke(cli.train_gate, wrong)
     assert told.exit_code == 1
     assert len(told.stderr.strip().splitlines()) == 1
-
-
-# ---- Ray -------------------------------------------------------------------------------------------------------------
-
-RAY = importlib.util.find_spec("ray") is not None
-
-
-def on_cluster(
-    address: str, model: Path, source: OpenedModel, work: WorkDirectory, report: Callable[[int], None] = QUIET
-) -> None:
-    from vtx.exporter.gates.measure import measure_on_cluster
-
-    measure_on_cluster(address, Origin(str(model), source.fingerprint), MEASURE, work, report)
-
-
-def test_without_ray_the_extra_is_named(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(DeviceError, match=r'pip install "vtx-edge\[ray\]"'):
-        on_cluster("auto", tiny_checkpoint(TINY), source, make_work(tmp_path, source, items(4)))
-
-
-@pytest.mark.ray
-@pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "nowhere", "127.0.0.1:99999999", "auto"]
-)
-def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    if address != "auto":  # which asks Ray, and at once
-        monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray itself goes on trying for minutes"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = address.format(port=free.getsockname()[1])
-    with pytest.raises(DeviceError, match="cannot join a Ray cluster at"):
-        on_cluster(address, tiny_checkpoint(TINY), source, make_work(tmp_path, source, items(4)))
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
-@pytest.mark.filterwarnings("ignore")
-def test_a_cluster_that_loses_a_worker_measures_everything_once(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, cluster: Any
-) -> None:
-    some = items(40)
-    alone = make_work(tmp_path / "alone", source, some)
-    measure(Measurer(source, MEASURE), alone, QUIET)
-    work, counts = make_work(tmp_path / "cluster", source, some), list[int]()
-
-    def count(done: int) -> None:
-        counts.append(done)
-        if len(counts) == 4:
-            cluster.remove_node(cluster.workers[0], allow_graceful=False)
-
-    on_cluster(cluster.address, tiny_checkpoint(TINY), source, work, count)
-    assert sum(counts) == len(some)
-    assert not work.missing()
-    assert content(tmp_path / "cluster") == content(tmp_path / "alone")
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.skipif(not RAY, reason='ray is not installed; pip install "vtx-edge[ray]"')
-@pytest.mark.filterwarnings("ignore")
-def test_a_worker_with_another_model_is_found_out(
-    tmp_path: Path, source: OpenedModel, tiny_checkpoint: Checkpoints, cluster: Any
-) -> None:
-    other = tiny_checkpoint(Tiny(layers=6))
-    with pytest.raises(DeviceError, match="another model on this machine"):
-        on_cluster(cluster.address, other, source, make_work(tmp_path, source, items(4)))
-    assert not content(tmp_path)
 
 
 def test_a_shard_holds_what_it_says(tmp_path: Path, source: OpenedModel) -> None:

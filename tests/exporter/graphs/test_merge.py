@@ -18,6 +18,7 @@ from tests.support.near import assert_near
 from tests.support.reduced import window_cosines
 from tests.support.statement import Method, Statement
 from tests.support.tiny import Tiny, prompt_messages, random_image
+from tests.support.towers import tower_spec
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
 from vtx.exporter.graphs.dialects import make_dialect
@@ -62,7 +63,7 @@ def encode(vision: Any, pixels: np.ndarray, tau: float) -> tuple[dict[str, np.nd
     outputs = [value.name for value in vision.get_outputs()]
     feed = {"pixel_values": pixels, "tau": np.array([tau], np.float32)}
     found = dict(zip(outputs, vision.run(None, feed), strict=True))
-    return found, ImageTokens.of(found)
+    return found, ImageTokens.of(found, tower_spec(84, 14, 36))  # whose patches the graph itself names
 
 
 def thresholds(values: list[float]) -> list[float]:

@@ -20,7 +20,7 @@ from tests.support.families.internvl_chat import INTERNLM
 from tests.support.fixtures import Checkpoints
 from tests.support.json_files import read_json, write_json
 from tests.support.near import assert_near
-from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices
+from tests.support.quantised import FILE, SCHEMES, awq, compressed_int8, gptq, make_quantised, matrices, quantised_pair
 from tests.support.reference import Reference
 from tests.support.tiny import Tiny, prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
@@ -44,7 +44,7 @@ FLOATS = {"vision_precision": "fp32", "head_precision": "fp32", "kv_precision": 
 
 
 def pair(tiny_checkpoint: Checkpoints, folder: Path, name: str) -> tuple[Path, Path]:
-    return make_quantised(tiny_checkpoint(TINY), folder, SCHEMES[name])
+    return quantised_pair(tiny_checkpoint(TINY), folder, name)
 
 
 def planned(folder: Path, precision: str | None = None, **options: Any) -> Plan:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.bundles import ORT, export_anew, write_gate
 from tests.support.cabi import Frames, Loaded
-from tests.support.cpp import DEVICES, needs_abi, needs_cpp, needs_openvino, run
+from tests.support.cpp import DEVICES, ask, needs_abi, needs_cpp, needs_openvino, run
 from tests.support.exported import Models
 from tests.support.families.gemma import GEMMA3, GEMMA4
 from tests.support.fixtures import Checkpoints
@@ -62,6 +62,18 @@ def test_a_k_that_layers_behind_do_not_follow_is_refused_in_bundles_that_have_it
     done = run("run", "--bundle", folder, "--device", "cpu", "--k", "6", pictures[0], "red?")
     assert done.returncode != 0
     assert told in done.stderr.decode()
+
+
+def test_tokens_one_more_than_a_square_are_all_of_patches(models: Models, tmp_path: Path) -> None:
+    """65 tokens, 13 columns of 5, of a tower without a class token."""
+    random_image(3, (130, 50)).save(tmp_path / "wide.png")
+    spec = "divprune:keep=65"
+    made = models(GEMMA4, (), "fp32", (spec,))
+    (found,) = ask(made.bundle.folder, tmp_path / "wide.png", "red?", "--reduce", spec, "--max-new-tokens", "1")
+    with made.open(tmp_path / "wide.png") as conversation:
+        kept = conversation.ask("red?", reduce=spec, max_new_tokens=1).to_dict()["kept"]
+    assert [*kept[0]["patches"][0]] == [*range(65)]
+    assert found["kept"][0]["patches"][0] == [*range(65)]
 
 
 @needs_abi

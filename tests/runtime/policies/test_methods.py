@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.boundaries import attention, boundary
 from tests.support.json_files import read_json
+from tests.support.towers import tower_spec
+from vtx.runtime.bundle.spec.names import FEATURES
 from vtx.runtime.policies import Boundary, PromptText
 from vtx.runtime.policies.methods.cdpruner import COSINES, CDPruner, cosines_of, greedy, scaled
 from vtx.runtime.policies.methods.cls import Cls
@@ -102,9 +105,11 @@ def test_merged_first_moves_the_most_alike_windows_to_the_front_behind_the_class
     assert Lsm().select(image) is None
 
 
-def test_rows_without_merging_are_a_square_of_patches_and_maybe_a_class_token() -> None:
-    assert ImageTokens.one_per_patch(np.zeros((16, 2), np.float32)).patches.indices.tolist() == list(range(16))
-    assert ImageTokens.one_per_patch(np.zeros((17, 2), np.float32)).patches.indices.tolist() == list(range(-1, 16))
+@pytest.mark.parametrize(("tokens", "class_token", "first"), [(16, True, 0), (17, True, -1), (17, False, 0)])
+def test_the_tower_says_if_the_first_token_is_its_class_token(tokens: int, class_token: bool, first: int) -> None:
+    tower = replace(tower_spec(56, 14, tokens), class_token=class_token, states=16 + class_token)
+    image = ImageTokens.of({FEATURES: np.zeros((tokens, 2), np.float32)}, tower)
+    assert image.patches.indices.tolist() == list(range(first, first + tokens))
 
 
 def test_cdpruner_takes_the_earlier_of_equal_gains_and_never_a_row_twice() -> None:

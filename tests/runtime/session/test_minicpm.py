@@ -28,7 +28,7 @@ from tests.support.tiny import edited, prompt_messages, random_image
 from vtx import cli
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.exporter.calibration.source import CheckpointReading, open_source
+from vtx.exporter.calibration.source import open_source
 from vtx.exporter.checkpoint.spec import find_size
 from vtx.exporter.graphs.builder import Builder
 from vtx.exporter.graphs.naflex import places
@@ -90,7 +90,7 @@ def test_a_calibration_or_gates_of_another_number_of_patches_are_refused_by_it(
     tiny_checkpoint: Export, tmp_path: Path
 ) -> None:
     checkpoint = str(tiny_checkpoint(MINICPM))
-    fine, coarse = (open_source(checkpoint, reading=CheckpointReading(downsample=chosen)) for chosen in ("4x", "16x"))
+    fine, coarse = (open_source(checkpoint, reading=ExportOptions(downsample=chosen)) for chosen in ("4x", "16x"))
     assert open_source(checkpoint).fingerprint == coarse.fingerprint != fine.fingerprint
     bundle = export_with(ExportOptions(checkpoint, (), "fp32", dialects=ORT, downsample="4x"), tmp_path / "b").folder
     assert open_source("", bundle).fingerprint == fine.fingerprint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,20 @@ def test_chunks_keep_together_what_is_alike_up_to_twice_their_size() -> None:
 
 class TestCluster:
     pytestmark = needs_ray
+
+    @pytest.mark.parametrize(
+        "address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "nowhere", "127.0.0.1:99999999", "auto"]
+    )
+    def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
+        self, model: Model, questions: Path, monkeypatch: pytest.MonkeyPatch, address: str
+    ) -> None:
+        if address != "auto":  # which asks Ray, and at once
+            monkeypatch.setattr("ray.init", lambda **_: pytest.fail("Ray itself goes on trying for minutes"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = address.format(port=free.getsockname()[1])
+        with pytest.raises(DeviceError, match="cannot join a Ray cluster at"):
+            run(model, questions, questions.with_name("out.jsonl"), Cluster(address))
 
     def test_a_batch_that_loses_a_worker_midway_is_whole_and_in_order(
         self, model: Model, questions: Path, cluster: Any

@@ -515,21 +515,6 @@ def test_an_interruption_before_the_first_figure_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plot_is_written(bundle: Path, tmp_path: Path) -> None:
-    done = vtx_bench(bundle, "--repeats", "1", "--plot", str(tmp_path / "out.png"))
-    assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_plot_library_is_named_before_anything_is_measured(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = vtx_bench(bundle, "--plot", str(tmp_path / "out.png"))
-    assert done.exit_code == 1
-    assert done.stderr == 'vtx-bench: plots need matplotlib; pip install "vtx-edge[plot]"\n'
-
-
 def test_measuring_needs_no_exporting_library(bundle: Path, tmp_path: Path) -> None:
     words = ["--bundle", str(bundle), "--repeats", "1", "--new-tokens", "2", "--out", str(tmp_path / "out.json")]
     script = (

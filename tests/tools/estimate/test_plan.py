@@ -124,22 +124,6 @@ def test_a_profile_adds_whether_it_fits_and_says_that_times_are_estimates() -> N
     assert "MAXN SUPER" in done.stdout
 
 
-def test_a_plot_is_written(tmp_path: Path) -> None:
-    target = tmp_path / "plan.png"
-    done = vtx_plan("--model", "vila-7b", "--profile", "orin-nx-16", "--plot", str(target))
-    assert done.exit_code == 0, done.stderr
-    assert target.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = vtx_plan("--model", "vila-7b", "--plot", str(tmp_path / "plan.png"))
-    assert done.exit_code == 1
-    assert 'pip install "vtx-edge[plot]"' in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -155,8 +139,6 @@ def test_a_plot_without_matplotlib_names_it(tmp_path: Path, monkeypatch: pytest.
         (["--model", "vila-7b", "--sequence", "10", "--text", "20"], "-10 vision"),
         (["--model", "vila-7b", "--sequence", "99999999999"], "outside the limits"),
         (["--model", "vila-7b", "--max-new-tokens", "-1"], "-1 new tokens"),
-        (["--model", "vila-7b", "--plot", "no/such/folder/x.png"], "cannot write the plot"),
-        (["--model", "vila-7b", "--plot", "x.nosuch"], "cannot write the plot"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_1(words: list[str], message: str) -> None:

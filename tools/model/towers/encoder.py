@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vtx.tools.model.tensors import Shapes, linear_tensors, norm_tensors
 from vtx.tools.model.towers.tower import Tower
@@ -17,6 +18,7 @@ POST_NORM = "vision.post_layernorm"
 class TextEncoder:
     """CLIP's tower of text, whose tokens attend to themselves and those before."""
 
+    causal: ClassVar[bool] = True
     hidden: int
     ffn: int
     heads: int

@@ -71,7 +71,10 @@ Model::Model(const std::string& bundle, const LoadOptions& options)
     if (reason.empty() && max_tiles == 0 && fit_ != "released") max_tiles = card->max_tiles;
     if (reason.empty() && max_pixels == 0) max_pixels = card->max_pixels;
   }
-  if (max_tiles != 0) layout_ = layout_->limited(max_tiles);
+  if (max_tiles != 0) {
+    check_whole("max_tiles", max_tiles, 1, names::kMostWhole);
+    layout_ = layout_->limited(max_tiles);
+  }
   if (max_pixels != 0) {
     check_whole("max_pixels", max_pixels, 1, names::kMostWhole);
     layout_ = layout_->within(max_pixels);
@@ -101,26 +104,18 @@ PreparedImage Model::prepare(const Picture& picture, const std::string& fit, siz
   bool released = (fit.empty() ? fit_ : fit) == "released" && !(settings.within && !settings.interpolated);
   LayoutPtr layout = released ? layout_->released() : layout_of(layout_, among);
   if (image_tokens != 0) layout = sized_layout(layout, image_tokens, picture.width, picture.height);
-  PreparedImage out{layout->views(picture, settings),
-                    "",
-                    0,
-                    picture.width,
-                    picture.height,
-                    nullptr,
-                    layout->placed(picture.width, picture.height),
-                    nullptr};
+  const ImagePlan plan = layout->plan(picture.width, picture.height);
+  PreparedImage out{
+      plan.pixels(picture, settings), "", plan.tokens(), picture.width, picture.height, nullptr, plan.in_prompt(), nullptr};
   Sha256 hash;
   for (const Pixels& view : out.views) hash.update(view.values.data(), view.values.size() * sizeof(float));
   out.key = hash.hex();
   // Tiles alone do not tell how much of them is padding, nor an image's sides from their product.
   if (out.views.size() > 1 || settings.own_size())
     out.key += cat(" of ", picture.width, "x", picture.height, released ? " released" : "");
-  out.tokens = layout->count(picture.width, picture.height);
   out.region = {0, 0, static_cast<double>(picture.width), static_cast<double>(picture.height)};
   if (layout->max_views() == 1 && !settings.own_size() && !settings.within) out.region = shown_region(picture, settings);
-  out.arrange = [layout, width = out.width, height = out.height, newline = newline_](const Views& views) {
-    return layout->arrange(views, width, height, newline);
-  };
+  out.arrange = [plan, newline = newline_](const Views& views) { return plan.arrange(views, newline); };
   return out;
 }
 

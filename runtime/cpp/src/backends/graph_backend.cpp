@@ -107,7 +107,7 @@ std::shared_ptr<const ImageTokens> GraphBackend::vision(const Pixels& view, cons
     else
       found.states[spec.name] = rows_of(graphs_.vision, output, width_of(spec));
   }
-  return image_tokens(std::move(found), tower.state_width);
+  return image_tokens(std::move(found), tower);
 }
 
 std::shared_ptr<const ImageTokens> GraphBackend::video(const Pixels& view) {
@@ -118,7 +118,7 @@ std::shared_ptr<const ImageTokens> GraphBackend::video(const Pixels& view) {
   GraphOutputs outputs = run(*graphs_.video, {in}, tokens);
   VisionOutputs found;
   found.states[names::kFeatures] = rows_of_each(*graphs_.video, outputs.at(names::kFeatures), m_.model.hidden, tokens);
-  return image_tokens(std::move(found), 0);
+  return image_tokens(std::move(found), m_.model.tower);
 }
 
 Rows GraphBackend::views(const std::vector<const Pixels*>& views) {

@@ -25,6 +25,9 @@ struct TowerSpec {
   bool class_token;
   bool several;           // features of several towers are joined
   std::string positions;  // how patches get theirs; with all but "table" images keep native resolution
+
+  // Whether the first of a view's tokens is the class token: no hidden state was left out.
+  bool class_first(size_t tokens_of_view) const { return class_token && static_cast<int64_t>(tokens_of_view) == states; }
 };
 
 // The layers whose tokens see only the last `window` positions, their own included; `head_dim` is theirs.

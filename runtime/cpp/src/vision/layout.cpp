@@ -9,9 +9,9 @@ namespace vtxcore {
 
 LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   static const std::map<std::string, LayoutPtr (*)(Fields&)> kLayouts{
-      {"single", make_single}, {"anyres", make_anyres}, {"tiles", make_tiles},
-      {"marked", make_marked}, {"native", make_native}, {"native_tiles", make_native_tiles},
-      {"crops", make_crops},   {"budget", make_budget}, {"slices", make_slices},
+      {"single", make_single},  {"anyres", make_anyres}, {"tiles", make_tiles},
+      {"marked", make_marked},  {"native", make_native}, {"native_tiles", make_native_tiles},
+      {"crops", make_crops},    {"budget", make_budget}, {"slices", make_slices},
       {"longest", make_longest}};
   auto kind = kLayouts.find(spec.name);
   std::string known;
@@ -27,9 +27,9 @@ LayoutPtr read_layout(const LayoutSpec& spec, const TowerSpec& tower) {
   return layout;
 }
 
-void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape) {
-  if (patch != tower.patch || side != tower.square || !any_shape)
-    fail(Kind::bundle, "vtx.json: the image layout has tokens of ", side, " x ", side, " patches of ", patch,
+void SquareLayout::check(const TowerSpec& tower) const {
+  if (patch_ != tower.patch || merge_ != tower.square || tower.positions != positions_)
+    fail(Kind::bundle, "vtx.json: the image layout has tokens of ", merge_, " x ", merge_, " patches of ", patch_,
          " pixels, the tower of ", tower.square, " x ", tower.square, " of ", tower.patch, "; export the bundle again");
 }
 
@@ -42,10 +42,25 @@ LayoutPtr Layout::within(int64_t) const {
   fail(Kind::request, "max_pixels has no effect here: this model does not see images at native resolution; leave it out");
 }
 
-void Layout::choices(int64_t, const Take& take) const {
+void Layout::choices(std::optional<int64_t>, const Take& take) const {
   for (int64_t views = max_views(); views > 1; --views)
     if (take(limited(views))) return;
   take(max_views() == 1 ? nullptr : limited(1));
+}
+
+std::optional<int64_t> Layout::fitting(const std::vector<Size>& sizes, int64_t tokens) const {
+  std::optional<int64_t> found;
+  if (!pixels()) return found;
+  choices(std::nullopt, [&](const LayoutPtr& choice) {
+    int64_t total = 0;
+    for (auto [width, height] : sizes) {
+      const ImagePlan image = choice->plan(width, height);
+      total += image.tokens() + static_cast<int64_t>(image.spans.size());
+    }
+    if (total <= tokens) found = choice->pixels();
+    return found.has_value();
+  });
+  return found;
 }
 
 LayoutPtr sized_layout(const LayoutPtr& layout, int64_t image_tokens, int64_t width, int64_t height) {

@@ -9,65 +9,73 @@
 
 #include "bundle/fields.hpp"
 #include "bundle/manifest.hpp"
-#include "vision/picture.hpp"
-#include "vision/tokens.hpp"
+#include "vision/plan.hpp"
 
 namespace vtxcore {
 
-using Views = std::vector<std::shared_ptr<const ImageTokens>>;
-
 inline double real_of(int64_t value) { return static_cast<double>(value); }
 
-// What is asked of a layout. Sizes of images are in pixels, as they are before any preprocessing.
+// A layout of images: `plan` and its limits. Sizes of images are in pixels, as they are before any preprocessing.
 class Layout {
  public:
   virtual ~Layout() = default;
+  // The views, tokens and text of an image of this size.
+  virtual ImagePlan plan(int64_t width, int64_t height) const = 0;
   virtual int64_t max_tokens() const = 0;  // that any image gives
   // Of the smallest image, where images are seen at native resolution.
   virtual std::optional<int64_t> min_tokens() const { return std::nullopt; }
   virtual int64_t max_views() const { return 1; }
+  // The `max_pixels` at which `within` gives this layout, where images are not larger here.
+  virtual std::optional<int64_t> pixels() const { return std::nullopt; }
   virtual bool newline() const { return false; }  // whether a learned newline stands among the tokens
   // Throws Error(bundle) if the tower cannot give these tokens.
   virtual void check(const TowerSpec& tower) const = 0;
-  // The layout with at most so many views an image. Throws Error(request): fewer than 1, or images have one view anyway.
+  // The layout with at most so many views an image, at least 1. Throws Error(request): images have one view anyway.
   virtual std::shared_ptr<const Layout> limited(int64_t max_views) const;
   // The layout with images of at most so many pixels after they are resized. Throws Error(request): not even one token has
   // so few, or images are not seen at native resolution.
   virtual std::shared_ptr<const Layout> within(int64_t max_pixels) const;
-  // The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total, if there is one.
-  virtual std::optional<int64_t> fitting(const std::vector<std::pair<int64_t, int64_t>>&, int64_t) const {
-    return std::nullopt;
-  }
   // The numbers of tokens that images can be asked to have at most, the largest first; empty: any number.
   virtual Ids budgets() const { return {}; }
-  // Gives `take` the layouts in which an image may have at most so many tokens, the largest first, until it takes one. Null:
-  // this one.
+  // Gives `take` the layouts in which an image may have at most so many tokens, or any number, the largest first, until it
+  // takes one. Null: this one.
   using Take = std::function<bool(const std::shared_ptr<const Layout>&)>;
-  virtual void choices(int64_t tokens, const Take& take) const;
+  virtual void choices(std::optional<int64_t> tokens, const Take& take) const;
   // The layout of each of so many images in one prompt; null: this one.
   virtual std::shared_ptr<const Layout> among(size_t) const { return nullptr; }
   // How the released code of CDPruner sees LLaVA-NeXT's images. Throws Error(request): images are not seen so.
   virtual std::shared_ptr<const Layout> released() const;
-  virtual int64_t count(int64_t width, int64_t height) const = 0;
+
+  // The largest `max_pixels` at which images of these sizes (width, height) have at most `tokens` in total, if there is one;
+  // text that ends their rows counts.
+  std::optional<int64_t> fitting(const std::vector<Size>& sizes, int64_t tokens) const;
+  int64_t count(int64_t width, int64_t height) const { return plan(width, height).tokens(); }
   // Whether text stands among the tokens of an image.
-  virtual bool has_marks() const { return false; }
+  bool has_marks() const { return !plan(1, 1).marks.empty(); }
   // What stands in a prompt for an image of this size.
-  virtual MarkedImage placed(int64_t width, int64_t height) const { return MarkedImage::plain(count(width, height)); }
-  // What the tower gets for an image: of each view [3, height, width] float32.
-  virtual std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const = 0;
-  // The tokens of an image of this size from those of its views; `newline` [1, hidden], [0, hidden] if there is none.
-  virtual std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
-                                                     const Rows& newline) const = 0;
+  MarkedImage placed(int64_t width, int64_t height) const { return plan(width, height).in_prompt(); }
 };
 
 using LayoutPtr = std::shared_ptr<const Layout>;
 
-// Throws Error(bundle) unless the tower's tokens are of `side` x `side` patches of `patch` pixels a side, and it is one for
-// images of `any_shape`.
-void check_squares(const TowerSpec& tower, int64_t patch, int64_t side, bool any_shape);
+// Views of any shape. A token is a square of `merge` x `merge` patches of `patch` pixels a side; `positions` are those of
+// the towers that give such tokens.
+class SquareLayout : public Layout {
+ public:
+  SquareLayout(int64_t patch, int64_t merge, const char* positions)
+      : patch_(patch), merge_(merge), unit_(product({patch, merge})), area_(product({unit_, unit_})), positions_(positions) {
+  }
+  void check(const TowerSpec& tower) const override;
 
-// The layout with at most `image_tokens` tokens of an image of this size. Throws Error(request) for fewer or more tokens than
-// the image can have.
+ protected:
+  int64_t patch_, merge_, unit_, area_;
+
+ private:
+  const char* positions_;
+};
+
+// The layout with at most `image_tokens` tokens of an image of this size. Throws Error(request) for fewer or more tokens
+// than the image can have.
 LayoutPtr sized_layout(const LayoutPtr& layout, int64_t image_tokens, int64_t width, int64_t height);
 
 // Throws Error(request) for a number below 1, or if all images of this bundle have the same.

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/errors.hpp"
+#include "bundle/manifest.hpp"
 #include "bundle/names.hpp"
 
 namespace vtxcore {
@@ -108,7 +109,7 @@ std::string MarkedImage::text(const std::string& image_token, size_t at) const {
   return out;
 }
 
-std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t states) {
+std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, const TowerSpec& spec) {
   auto out = std::make_shared<ImageTokens>();
   auto taken = [&](const char* name) {
     auto at = found.states.extract(name);
@@ -126,8 +127,7 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
   if (received.width > 0) check(received.count());
   for (size_t column = 0; column < received.width; ++column)
     for (size_t i = 0; i < count; ++i) found.signals[cat(names::kReceived, ".", column)].push_back(received.row(i)[column]);
-  auto side = static_cast<size_t>(std::sqrt(static_cast<double>(count)));
-  Patches all{count_up(side * side + 1 == count ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
+  Patches all{count_up(spec.class_first(count) ? names::kClassToken : 0, count), Mask(count, 0), std::move(found.signals),
               std::move(found.states), std::nullopt};
   Ids there = count_up(0, count);
   if (auto places = found.whole.find(names::kPatchIndex); places != found.whole.end()) all.places = places->second;
@@ -140,7 +140,7 @@ std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t sta
   }
   if (own.width > 0) {
     auto tower = std::make_shared<TowerTokens>();
-    auto wide = static_cast<size_t>(states), last = own.width - 1;
+    auto wide = static_cast<size_t>(spec.state_width), last = own.width - 1;
     tower->states = Rows(own.count(), wide), tower->keys = Rows(own.count(), last - wide);
     for (size_t i = 0; i < own.count(); ++i) {
       const float* row = own.row(i);

@@ -11,6 +11,8 @@
 
 namespace vtxcore {
 
+struct TowerSpec;
+
 // Where the tokens of one image come from; vectors [tokens], in the order of the tokens.
 struct Patches {
   Ids places;   // the patch in raster order, view after view; of a merged window its first one, of the class token -1,
@@ -97,9 +99,9 @@ struct VisionOutputs {
   std::map<std::string, Rows> states;
 };
 
-// The tokens of them; those that say they are gone are left out. `states`: numbers of one of the tower's own tokens that go
-// into the projector. Throws Error(bundle) where sizes differ.
-std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, int64_t states);
+// The tokens of them, of a graph of the bundle's tower; those that say they are gone are left out. Throws Error(bundle)
+// where sizes differ.
+std::shared_ptr<const ImageTokens> image_tokens(VisionOutputs found, const TowerSpec& tower);
 
 // Tokens that come from no patch: learned newlines.
 std::shared_ptr<const ImageTokens> newlines(const Rows& rows);

@@ -64,7 +64,8 @@ PreparedFrames prepare_frames(const Video& video, const VideoLayout& layout, con
     if (out.width != frame.width || out.height != frame.height)
       fail(Kind::image, "the given video", " changes its size from ", out.width, "x", out.height, " to ", frame.width, "x",
            frame.height, " at frame ", number, "; save it in one size");
-    seen.emplace(number, layout.view(frame, settings, static_cast<int64_t>(out.clip.numbers.size())));
+    const ImagePlan plan = layout.frame(static_cast<int64_t>(out.clip.numbers.size()), out.width, out.height);
+    seen.emplace(number, std::move(plan.pixels(frame, settings).front()));
   }
   for (size_t at = 0; at < wanted.size(); at += static_cast<size_t>(layout.together())) {
     Pixels view = seen.at(wanted[at]);

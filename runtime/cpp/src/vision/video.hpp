@@ -48,8 +48,8 @@ class VideoLayout {
   virtual MarkedImage placed(const Clip& clip, int64_t width, int64_t height) const = 0;
   // Whether text that stands among its tokens allows some of them to leave before the decoder.
   virtual bool counted() const { return false; }
-  // One of `frames` frames as the tower gets it.
-  virtual Pixels view(const Picture& frame, const ImageSettings& settings, int64_t frames) const = 0;
+  // The plan of each of `frames` frames of this size.
+  virtual ImagePlan frame(int64_t frames, int64_t width, int64_t height) const = 0;
   // The tokens of a video from those of its views; `newline` [1, hidden], [0, hidden] if there is none.
   virtual std::shared_ptr<const ImageTokens> arrange(const Views& views, const Clip& clip, int64_t width, int64_t height,
                                                      const Rows& newline) const = 0;

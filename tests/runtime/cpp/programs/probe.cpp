@@ -5,7 +5,8 @@
 //   resize W H W2 H2 FILTER   RGB on stdin, resized RGB on stdout
 //   buffer FORMAT W H STRIDE  a buffer of rgb8, bgr8, rgba8, bgra8, gray8, nv12 or yuyv on stdin, its RGB on stdout
 //   picture FILE              an image file's RGB on stdout, its width and height on stderr
-//   boxes                     on stdin a JSON object a line: a form as in a manifest, "text", "region" of the picture, "size",
+//   boxes                     on stdin a JSON object a line: a form as in a manifest, "text", "region" of the picture,
+//   "size",
 //                             and "view", the sizes in width and height; the boxes in the text as JSON
 //   sha256                    of stdin, by the processor's instructions where it has them, and without
 //   layout BUNDLE FILE...     of each image file, the only one of its prompt, a line: its tokens and its views' SHA-256;
@@ -147,7 +148,7 @@ void layout(const std::string& folder, const std::vector<std::string>& files) {
     Picture picture = read_picture(file);
     LayoutPtr sized = tokens ? sized_layout(layout, tokens, picture.width, picture.height) : layout;
     Sha256 hash;
-    for (const Pixels& view : sized->views(picture, m.image))
+    for (const Pixels& view : sized->plan(picture.width, picture.height).pixels(picture, m.image))
       hash.update(view.values.data(), view.values.size() * sizeof(float));
     std::cout << sized->count(picture.width, picture.height) << " " << hash.hex() << "\n";
   }

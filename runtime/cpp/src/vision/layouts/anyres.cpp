@@ -5,15 +5,12 @@
 // images one tile.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "bundle/fields.hpp"
 #include "vision/layouts/tiled.hpp"
 
 namespace vtxcore {
 namespace {
-
-using Size = std::pair<int64_t, int64_t>;  // width, height
 
 constexpr double kClearlyMore = 1.1;  // times the side of the grid that it is shrunk to
 
@@ -66,78 +63,22 @@ class Anyres : public TiledLayout {
     return std::make_shared<Anyres>(tile_, grid_, std::vector<Size>{{2 * tile_, 2 * tile_}}, rounded_, 0, false, false);
   }
 
-  int64_t count(int64_t width, int64_t height) const override {
-    if (resolutions_.empty()) return tokens_ + 1;
-    Part part = unpadded(width, height);
-    auto [across, down] = shrunk(part.right - part.left, part.bottom - part.top);
-    return tokens_ + down * (across + unpads_);
-  }
-
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    bool barred = padded_ && picture.width != picture.height;
-    std::vector<Pixels> out{preprocess(picture, barred ? among_several(settings) : settings)};
-    if (!resolutions_.empty()) cut_tiles(padded(picture, settings.resample), settings, out);
-    return out;
-  }
-
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
-                                             const Rows& newline) const override {
-    for (const auto& view : views)
-      if (static_cast<int64_t>(view->rows.count()) != tokens_)
-        fail(Kind::request, "windows cannot merge in an image of tiles: its tokens would be no grid; leave merging out");
-    Views parts = views;
-    parts.push_back(newlines(newline));
-    auto every = joined(parts, views.size() > 1 ? resolution(width, height).first / tile_ : 1);
-    Ids which = count_up(0, static_cast<size_t>(tokens_));
-    int64_t end = static_cast<int64_t>(every->rows.count()) - 1;  // the one newline, which serves all rows
-    if (views.size() == 1) {
-      which.push_back(end);
-      return every->take(which, false);
-    }
-    auto [wide, high] = resolution(width, height);
-    int64_t columns = wide / tile_;
-    Part part = unpadded(width, height);
-    int64_t wide_part = part.right - part.left, high_part = part.bottom - part.top;
-    auto [across, down] = shrunk(wide_part, high_part);
-    Ids columns_of = nearest_steps(wide_part, across),
-        rows_of = nearest_steps(high_part, down);  // all of them, where nothing shrinks
-    // Where a token of the grid stands among those of the tiles, which follow the squeezed image in raster order.
-    auto at = [&](int64_t row, int64_t column) {
-      int64_t y = part.top + row, x = part.left + column;
-      return tokens_ * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_;
-    };
-    for (int64_t row : rows_of) {
-      for (int64_t column : columns_of) which.push_back(at(row, column));
-      if (unpads_) which.push_back(end);
-    }
-    auto taken = with_uncut(every->take(which, false), *every, columns, high / tile_);
-    if (across == wide_part && down == high_part) return taken;
-    Ids grid;
-    for (int64_t row = 0; row < high_part; ++row)
-      for (int64_t column = 0; column < wide_part; ++column) grid.push_back(at(row, column));
-    Rows small = shrunk_grid(take(every->rows, grid), high_part, wide_part, down, across);
-    auto out = std::make_shared<ImageTokens>(*taken);  // a token of four has the patch index of the nearest
-    for (int64_t row = 0; row < down; ++row)
-      std::copy_n(small.row(static_cast<size_t>(row * across)), static_cast<size_t>(across) * small.width,
-                  out->rows.row(static_cast<size_t>(tokens_ + row * (across + 1))));
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    ImagePlan out{{{tokens_}}};
+    out.grid = TileGrid{grid_};
+    out.squared = padded_ && width != height;
+    if (resolutions_.empty()) return out;
+    const Size canvas = resolution(width, height);
+    const CropBox part = unpadded(width, height, canvas);
+    const int64_t columns = canvas.first / tile_, rows = canvas.second / tile_;
+    View{tokens_, {inside(width, height, canvas)}, canvas}.add_tiles(columns, rows, out.views);
+    out.grid = TileGrid{grid_, columns, rows, part, shrunk(part.right - part.left, part.bottom - part.top), unpads_};
     return out;
   }
 
  protected:
-  // The tokens, with those of all whole views, padding included, where a method that wants them was exported.
-  std::shared_ptr<const ImageTokens> with_uncut(std::shared_ptr<const ImageTokens> tokens, const ImageTokens& every,
-                                                int64_t columns, int64_t rows) const {
-    if (every.patches.signals.count(cat(names::kReceived, ".0")) == 0) return tokens;
-    Ids which = count_up(0, static_cast<size_t>(tokens_));
-    for (int64_t y = 0; y < rows * grid_; ++y)
-      for (int64_t x = 0; x < columns * grid_; ++x)
-        which.push_back(tokens_ * (1 + y / grid_ * columns + x / grid_) + y % grid_ * grid_ + x % grid_);
-    auto out = std::make_shared<ImageTokens>(*tokens);
-    out->uncut = every.take(which, false);
-    return out;
-  }
   bool fits(const TowerSpec& tower) const override { return grid_ == tower.grid && TiledLayout::fits(tower); }
-  LayoutPtr with_at_most(int64_t max_views) const override {
+  LayoutPtr limited(int64_t max_views) const override {
     std::vector<Size> left;
     for (auto [width, height] : resolutions_)
       if ((width / tile_) * (height / tile_) <= max_views - 1) left.emplace_back(width, height);
@@ -145,10 +86,6 @@ class Anyres : public TiledLayout {
   }
 
  private:
-  struct Part {
-    int64_t left, top, right, bottom;
-  };
-
   // The columns and rows that a grid of so many has before its newlines.
   Size shrunk(int64_t across, int64_t down) const {
     double ratio = shrink_ > 0 ? std::sqrt(real_of(across * down) / real_of(shrink_ * tokens_)) : 1.0;
@@ -184,27 +121,17 @@ class Anyres : public TiledLayout {
                              [&](const Size& a, const Size& b) { return shown(a) < shown(b); });  // the first of equals
   }
 
-  // The image at its best resolution, on black.
-  Picture padded(const Picture& picture, const std::string& resample) const {
-    auto [width, height] = resolution(picture.width, picture.height);
-    double across = real_of(width) / picture.width, down = real_of(height) / picture.height;
-    int64_t wide = width, high = height;
+  // The size of the image within its resolution.
+  static Size inside(int64_t width, int64_t height, const Size& canvas) {
+    const double across = real_of(canvas.first) / real_of(width), down = real_of(canvas.second) / real_of(height);
     if (across < down)
-      high = std::min(static_cast<int64_t>(std::ceil(picture.height * across)), height);
-    else
-      wide = std::min(static_cast<int64_t>(std::ceil(picture.width * down)), width);
-    Picture small = resized(picture, static_cast<int>(wide), static_cast<int>(high), resample);
-    Picture out(static_cast<int>(width), static_cast<int>(height));
-    int left = (out.width - small.width) / 2, top = (out.height - small.height) / 2;
-    for (int y = 0; y < small.height; ++y)
-      std::memcpy(out.pixel(left, top + y), small.pixel(0, y), 3 * static_cast<size_t>(small.width));
-    return out;
+      return {canvas.first, std::min(static_cast<int64_t>(std::ceil(real_of(height) * across)), canvas.second)};
+    return {std::min(static_cast<int64_t>(std::ceil(real_of(width) * down)), canvas.first), canvas.second};
   }
 
   // The part of the grid of tokens that shows the image.
-  Part unpadded(int64_t width, int64_t height) const {
-    auto [wide, high] = resolution(width, height);
-    int64_t across = wide / tile_ * grid_, down = high / tile_ * grid_;
+  CropBox unpadded(int64_t width, int64_t height, const Size& canvas) const {
+    int64_t across = canvas.first / tile_ * grid_, down = canvas.second / tile_ * grid_;
     if (!unpads_) return {0, 0, across, down};
     if (real_of(width) / real_of(height) > real_of(across) / real_of(down)) {
       int64_t padding = (down - whole(height, real_of(across) / real_of(width))) / 2;

@@ -25,38 +25,26 @@ class Crops : public TiledLayout {
   }
 
   int64_t max_views() const override { return 1 + most_; }
-  bool has_marks() const override { return true; }
-  int64_t count(int64_t width, int64_t height) const override { return tokens_ * (1 + crops(width, height)); }
-
-  // The text is what transformers' processor prints.
-  MarkedImage placed(int64_t width, int64_t height) const override {
-    const int64_t count = crops(width, height);
-    const std::string begin = kImageBegin, end = kImageEnd;
-    if (count == 0) return {{tokens_}, {begin, end}};
-    MarkedImage out{Ids(static_cast<size_t>(1 + count), tokens_), {kOriginal + begin, end + kSomeCrops + begin}};
-    for (int64_t crop = 1; crop < count; ++crop) out.marks.push_back(end + " " + begin);
-    out.marks.push_back(end);
-    return out;
-  }
-
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    const int64_t width = picture.width, height = picture.height, longer = std::max(width, height);
-    const int64_t count = crops(width, height), length = count > 0 ? (longer + count - 1) / count : longer;
-    std::vector<Pixels> out{preprocess(picture, settings)};
-    for (int64_t crop = 0; crop < count; ++crop) {
-      const auto first = static_cast<int>(crop * length), size = static_cast<int>(std::min(longer - crop * length, length));
-      out.push_back(preprocess(
-          width >= height ? cut(picture, first, 0, size, picture.height) : cut(picture, 0, first, picture.width, size),
-          settings));
-    }
-    return out;
-  }
-
- protected:
   // The whole image included: one crop would be the image again.
-  LayoutPtr with_at_most(int64_t max_views) const override {
+  LayoutPtr limited(int64_t max_views) const override {
     const int64_t most = std::min(most_, max_views - 1);
     return std::make_shared<Crops>(tile_, tokens_, side_, most > 1 ? most : 0, ratio_);
+  }
+
+  // The text is what transformers' processor prints.
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    const int64_t longer = std::max(width, height), count = crops(width, height);
+    const std::string begin = kImageBegin, end = kImageEnd;
+    if (count == 0) return {{{tokens_}}, {begin, end}};
+    ImagePlan out{{{tokens_}}, {kOriginal + begin, end + kSomeCrops + begin}};
+    const int64_t length = (longer + count - 1) / count;
+    for (int64_t crop = 0; crop < count; ++crop) {
+      const int64_t first = crop * length, last = std::min(longer, first + length);
+      out.views.push_back({tokens_});
+      out.views.back().box = width >= height ? CropBox{first, 0, last, height} : CropBox{0, first, width, last};
+      out.marks.push_back(crop + 1 < count ? end + " " + begin : end);
+    }
+    return out;
   }
 
  private:

@@ -85,10 +85,9 @@ class Frames : public VideoLayout {
     return {Ids(frames, count(1)), marks};
   }
 
-  Pixels view(const Picture& frame, const ImageSettings& settings, int64_t) const override {
-    if (!f_.longer) return preprocess(frame, settings);
-    auto [width, height] = scaled_to(frame.width, frame.height, *f_.longer);
-    return preprocess(resized(frame, static_cast<int>(width), static_cast<int>(height), settings.resample), settings);
+  ImagePlan frame(int64_t, int64_t width, int64_t height) const override {
+    if (!f_.longer) return {{{f_.tokens}}};
+    return {{{f_.tokens, {scaled_to(width, height, *f_.longer)}}}};
   }
 
   std::shared_ptr<const ImageTokens> arrange(const Views& views, const Clip&, int64_t, int64_t,

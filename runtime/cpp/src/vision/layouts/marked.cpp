@@ -8,8 +8,6 @@
 namespace vtxcore {
 namespace {
 
-using Size = std::pair<int64_t, int64_t>;  // width, height; or columns, rows
-
 double real(int64_t value) { return static_cast<double>(value); }
 int64_t whole(double value) { return static_cast<int64_t>(value); }
 int64_t tiles_of(int64_t pixels, int64_t tile) { return (pixels + tile - 1) / tile; }
@@ -41,16 +39,20 @@ class MarkedTiles : public TiledLayout {
         if (int64_t views = views_of({columns, rows}); views <= most_) found = std::max(found, views);
     return found;
   }
-  bool has_marks() const override { return true; }
-
-  int64_t count(int64_t width, int64_t height) const override { return tokens_ * views_of(grid(width, height)); }
+  LayoutPtr limited(int64_t max_views) const override {
+    return std::make_shared<MarkedTiles>(tile_, tokens_, side_, std::min(most_, max_views));
+  }
 
   // The text is what transformers' processor prints.
-  MarkedImage placed(int64_t width, int64_t height) const override {
-    auto [columns, rows] = grid(width, height);
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    const Size size = resized_size(width, height);
+    auto [columns, rows] = covering(size);
     const std::string frame = kAroundTile, all = frame + kBeforeWhole;
-    if (columns * rows == 1) return {{tokens_}, {all, frame}};
-    MarkedImage out{Ids(static_cast<size_t>(columns * rows + 1), tokens_), {}};
+    const View whole{tokens_, {size, {columns * tile_, rows * tile_}}};
+    if (columns * rows == 1) return {{whole}, {all, frame}};
+    ImagePlan out;
+    whole.add_tiles(columns, rows, out.views);
+    out.views.push_back(whole);
     for (int64_t row = 1; row <= rows; ++row)
       for (int64_t column = 1; column <= columns; ++column)
         out.marks.push_back(cat(row > 1 && column == 1 ? "\n" : "", frame, "<row_", row, "_col_", column, ">"));
@@ -59,28 +61,7 @@ class MarkedTiles : public TiledLayout {
     return out;
   }
 
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    auto at = [&](const Picture& from, const Size& size) {
-      return resized(from, static_cast<int>(size.first), static_cast<int>(size.second), settings.resample);
-    };
-    Picture image = at(picture, resized_size(picture.width, picture.height));
-    auto [columns, rows] = grid(image.width, image.height);
-    image = at(image, {columns * tile_, rows * tile_});
-    std::vector<Pixels> out;
-    if (columns * rows > 1) cut_tiles(image, settings, out);
-    out.push_back(preprocess(image, settings));
-    return out;
-  }
-
- protected:
-  LayoutPtr with_at_most(int64_t max_views) const override {
-    return std::make_shared<MarkedTiles>(tile_, tokens_, side_, std::min(most_, max_views));
-  }
-
  private:
-  // Columns and rows of the tiles that cover an image of this size.
-  Size grid(int64_t width, int64_t height) const { return covering(resized_size(width, height)); }
-
   // Of a resized image: its longer side in whole tiles, and the shorter one as that makes it, in whole tiles.
   Size covering(const Size& size) const {
     auto [width, height] = size;

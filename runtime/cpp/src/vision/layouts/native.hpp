@@ -12,8 +12,6 @@
 
 namespace vtxcore {
 
-using Grid = std::pair<int64_t, int64_t>;  // columns and rows of tokens, or of tiles
-
 inline int64_t up(double value) { return static_cast<int64_t>(std::ceil(value)); }
 inline int64_t down(double value) { return static_cast<int64_t>(std::floor(value)); }
 
@@ -25,57 +23,48 @@ inline void check_ratio(int64_t width, int64_t height) {
 }
 
 // Columns and rows of squares of `unit` pixels a side next to a size, at a half the even one.
-inline Grid nearest_grid(int64_t width, int64_t height, int64_t unit) {
+inline Size nearest_grid(int64_t width, int64_t height, int64_t unit) {
   return {std::llrint(real_of(width) / real_of(unit)), std::llrint(real_of(height) / real_of(unit))};
 }
 
-// Columns and rows of squares of `unit` pixels a side, `rounded` if all `counted` frames have `least` to `most` pixels. Else
-// those of `frames` frames made smaller or larger: transformers counts an even number, and resizes all.
-inline Grid fitted_grid(int64_t width, int64_t height, int64_t unit, int64_t least, int64_t most, Grid rounded,
-                        int64_t frames = 1, int64_t counted = 1) {
-  double wide = real_of(width), high = real_of(height), side = real_of(unit);
-  int64_t pixels = counted * rounded.first * rounded.second * unit * unit;
-  if (pixels > most) {
-    double shrink = std::sqrt(real_of(frames * height * width) / real_of(most));
-    return {std::max<int64_t>(1, down(wide / shrink / side)), std::max<int64_t>(1, down(high / shrink / side))};
+// Pictures of whole squares of `unit` pixels a side, of `least` to `most` pixels in all.
+struct PixelBounds {
+  int64_t unit, least, most;
+
+  // Columns and rows of squares, `rounded` if all `counted` frames are within the bounds. Else those of `frames` frames made
+  // smaller or larger: transformers counts an even number, and resizes all.
+  Size grid(int64_t width, int64_t height, Size rounded, int64_t frames = 1, int64_t counted = 1) const {
+    double wide = real_of(width), high = real_of(height), side = real_of(unit);
+    int64_t pixels = counted * rounded.first * rounded.second * unit * unit;
+    if (pixels > most) {
+      double shrink = std::sqrt(real_of(frames * height * width) / real_of(most));
+      return {std::max<int64_t>(1, down(wide / shrink / side)), std::max<int64_t>(1, down(high / shrink / side))};
+    }
+    if (pixels < least) {
+      double enlarge = std::sqrt(real_of(least) / real_of(frames * height * width));
+      return {up(wide * enlarge / side), up(high * enlarge / side)};
+    }
+    return rounded;
   }
-  if (pixels < least) {
-    double enlarge = std::sqrt(real_of(least) / real_of(frames * height * width));
-    return {up(wide * enlarge / side), up(high * enlarge / side)};
-  }
-  return rounded;
-}
+};
 
 // An image's sides, enlarged by one factor if one of them is below `unit`, and rounded down.
-inline Grid grown(int64_t width, int64_t height, int64_t unit) {
+inline Size grown(int64_t width, int64_t height, int64_t unit) {
   if (std::min(width, height) >= unit) return {width, height};
   const double scale = real_of(unit) / real_of(std::min(width, height));
   return {static_cast<int64_t>(real_of(width) * scale), static_cast<int64_t>(real_of(height) * scale)};
 }
 
-// Adds the offsets of a grid's tokens, row by row: a time, their row and their column.
-inline void add_squares(Positions& offsets, Grid grid, int64_t time = 0) {
-  for (int64_t row = 0; row < grid.second; ++row)
-    for (int64_t column = 0; column < grid.first; ++column) offsets.push_back({time, row, column});
-}
-
-// How images with a side below a square's are first enlarged: both sides by one factor and rounded down, or the short side to
-// a square's and the other rounded.
+// How images with a side below a square's are first enlarged: both sides by one factor and rounded down, or the short side
+// to a square's and the other rounded.
 enum class Small { kept, floored, nearest };
 
-// A token is a square of `merge` x `merge` patches of `patch` pixels a side. Images are resized to whole squares, between
-// `least` and `most` pixels. `flat`: positions are single numbers.
-class Native : public Layout {
+// Images are resized to whole squares, between `least` and `most` pixels. `flat`: positions are single numbers.
+class Native : public SquareLayout {
  public:
-  Native(int64_t patch, int64_t merge, int64_t least, int64_t most, Small small = Small::kept, bool flat = false)
-      : patch_(patch),
-        merge_(merge),
-        least_(least),
-        most_(most),
-        unit_(patch * merge),
-        area_(product({unit_, unit_})),
-        small_(small),
-        flat_(flat) {
+  Native(int64_t patch, int64_t merge, int64_t least, int64_t most, Small small = Small::kept, bool flat = false,
+         const char* positions = "rotary")
+      : SquareLayout(patch, merge, positions), least_(least), most_(most), small_(small), flat_(flat) {
     if (area_ > most || least > most || most > names::kMaxResizedPixels)
       fail(Kind::bundle, "layout 'native' has ", least, " to ", most, " pixels in tokens of ", unit_, " x ", unit_,
            "; at least one token must fit, and at most ", grouped(names::kMaxResizedPixels),
@@ -92,48 +81,23 @@ class Native : public Layout {
     return std::max({down(most), down(std::sqrt(names::kMaxRatio * most)), enlarged});
   }
 
-  void check(const TowerSpec& tower) const override { check_squares(tower, patch_, merge_, tower.positions == "rotary"); }
+  std::optional<int64_t> pixels() const override { return most_; }
 
   LayoutPtr within(int64_t max_pixels) const override {
     check_pixels(max_pixels);
     return std::make_shared<Native>(at_most(max_pixels));
   }
-  std::optional<int64_t> fitting(const std::vector<Grid>& sizes, int64_t tokens) const override {
-    for (int64_t each = most_ / area_; each > 0; --each) {
-      Native layout = at_most(each * area_);
-      int64_t total = 0;
-      for (auto [width, height] : sizes) total += layout.count(width, height);
-      if (total <= tokens) return each * area_;
-    }
-    return std::nullopt;
-  }
-
-  void choices(int64_t tokens, const Take& take) const override {
-    for (int64_t most = std::min(tokens, most_ / area_); most > 0; --most)
+  void choices(std::optional<int64_t> tokens, const Take& take) const override {
+    for (int64_t most = std::min(tokens.value_or(most_), most_ / area_); most > 0; --most)
       if (take(within(most * area_))) return;
   }
 
-  int64_t count(int64_t width, int64_t height) const override {
-    auto [columns, rows] = grid(width, height);
-    return columns * rows;
-  }
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    auto [columns, rows] = grid(picture.width, picture.height);
-    int wide = static_cast<int>(columns * unit_), high = static_cast<int>(rows * unit_);
-    return {normalised(resized(picture, wide, high, settings.resample), settings)};
-  }
-  // One token after the other, row by row; all at one time, each at its row and column.
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height, const Rows&) const override {
-    auto [columns, rows] = grid(width, height);
-    auto out = std::make_shared<ImageTokens>(*views.front());
-    auto count = static_cast<size_t>(columns * rows);
-    if (out->rows.count() != count)
-      fail(Kind::bundle, "the vision graph gives ", out->rows.count(), " outputs for ", count,
-           " tokens; export the bundle again");
-    out->patches.places = count_up(0, count);
-    if (flat_) return out;
-    add_squares(out->offsets.emplace(), {columns, rows});
-    out->span = std::max(columns, rows);
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    const Size size = grid(width, height);
+    ImagePlan out{{own_shape(size, unit_)}};
+    out.exact = true;
+    out.shape = size;
+    out.placed = !flat_;
     return out;
   }
 
@@ -148,14 +112,14 @@ class Native : public Layout {
     return {patch_, merge_, std::min(least_, most), most, small_, flat_};
   }
 
-  Grid grid(int64_t width, int64_t height) const {
+  Size grid(int64_t width, int64_t height) const {
     check_ratio(width, height);
     std::tie(width, height) = enlarged(width, height);
-    return fitted_grid(width, height, unit_, least_, most_, rounded(width, height));
+    return PixelBounds{unit_, least_, most_}.grid(width, height, rounded(width, height));
   }
 
   // The sides that an image counts with.
-  Grid enlarged(int64_t width, int64_t height) const {
+  Size enlarged(int64_t width, int64_t height) const {
     if (small_ == Small::floored) return grown(width, height, unit_);
     if (small_ == Small::nearest && height < unit_) {
       width = std::llrint(real_of(width * unit_) / real_of(height));
@@ -169,9 +133,9 @@ class Native : public Layout {
   }
 
   // Next to an image's size, whatever its pixels; at a half the even one.
-  virtual Grid rounded(int64_t width, int64_t height) const { return nearest_grid(width, height, unit_); }
+  virtual Size rounded(int64_t width, int64_t height) const { return nearest_grid(width, height, unit_); }
 
-  int64_t patch_, merge_, least_, most_, unit_, area_;
+  int64_t least_, most_;
   Small small_;
   bool flat_;
 };

@@ -1,5 +1,4 @@
 // Small images at native resolution, large ones in tiles row by row and then as a whole: LFM2-VL.
-#include "base/checks.hpp"
 #include "vision/layouts/native.hpp"
 #include "vision/layouts/tiled.hpp"
 
@@ -32,7 +31,7 @@ class NativeTiles : public Native {
     return tiling_.most == 1 ? whole : std::max(whole, tiling_.most * tile_tokens() + (tiling_.thumbnail ? whole : 0));
   }
   int64_t max_views() const override { return tiling_.most == 1 ? 1 : tiling_.most + (tiling_.thumbnail ? 1 : 0); }
-  bool has_marks() const override { return true; }
+  std::optional<int64_t> pixels() const override { return tiling_.most > 1 ? std::nullopt : Native::pixels(); }
 
   void check(const TowerSpec& tower) const override {
     if (patch_ != tower.patch || merge_ != tower.square || tiling_.side != tower.image || tower.positions != "stretched")
@@ -42,7 +41,6 @@ class NativeTiles : public Native {
   }
 
   LayoutPtr limited(int64_t max_views) const override {
-    check_whole("max_tiles", max_views, 1, names::kMostWhole);
     Tiling fewer = tiling_;
     fewer.most = std::min(tiling_.most, max_views - (tiling_.thumbnail ? 1 : 0));
     if (fewer.most < 2) fewer.most = 1;
@@ -56,68 +54,34 @@ class NativeTiles : public Native {
     check_pixels(max_pixels);
     return std::make_shared<NativeTiles>(at_most(max_pixels), tiling_);
   }
-  std::optional<int64_t> fitting(const std::vector<Grid>& sizes, int64_t tokens) const override {
-    if (tiling_.most > 1) return std::nullopt;
-    for (int64_t each = most_ / area_; each > 0; --each) {
-      const NativeTiles layout(at_most(each * area_), tiling_);
-      int64_t total = 0;
-      for (auto [width, height] : sizes) total += layout.count(width, height);
-      if (total <= tokens) return each * area_;
-    }
-    return std::nullopt;
-  }
-
-  void choices(int64_t tokens, const Take& take) const override {
+  void choices(std::optional<int64_t> tokens, const Take& take) const override {
     if (max_views() == 1) return Native::choices(tokens, take);
     for (int64_t views = max_views(); views > 1; --views)
       if (take(limited(views))) return;
     limited(1)->choices(tokens, take);
   }
 
-  int64_t count(int64_t width, int64_t height) const override {
-    int64_t total = 0;
-    for (int64_t span : placed(width, height).spans) total += span;
-    return total;
-  }
-
   // The text is what transformers' processor prints.
-  MarkedImage placed(int64_t width, int64_t height) const override {
-    const int64_t whole = Native::count(width, height);
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    const View whole = own_shape(grid(width, height), unit_);
     auto [columns, rows] = tiles(width, height);
-    if (columns * rows == 0) return {{whole}, {kStart, kEnd}};
-    MarkedImage out{Ids(static_cast<size_t>(columns * rows), tile_tokens()), {}};
+    ImagePlan out;
+    out.exact = true;
+    if (columns * rows > 0)
+      View{tile_tokens(), {{columns * tiling_.side, rows * tiling_.side}}}.add_tiles(columns, rows, out.views);
     for (int64_t row = 1; row <= rows; ++row)
       for (int64_t column = 1; column <= columns; ++column)
         out.marks.push_back(cat(out.marks.empty() ? kStart : "", "<|img_row_", row, "_col_", column, "|>"));
-    if (tiling_.thumbnail) out.spans.push_back(whole), out.marks.emplace_back(kThumbnail);
+    if (out.views.empty() || tiling_.thumbnail) {
+      out.marks.emplace_back(out.views.empty() ? kStart : kThumbnail);
+      out.views.push_back(whole);
+    }
     out.marks.emplace_back(kEnd);
     return out;
   }
 
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    auto [columns, rows] = tiles(picture.width, picture.height);
-    std::vector<Pixels> out;
-    const auto side = static_cast<int>(tiling_.side);
-    if (columns * rows > 0) {
-      const Picture large =
-          resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample);
-      for (int y = 0; y < large.height; y += side)
-        for (int x = 0; x < large.width; x += side) out.push_back(normalised(cut(large, x, y, side, side), settings));
-    }
-    if (columns * rows == 0 || tiling_.thumbnail) out.push_back(Native::views(picture, settings).front());
-    return out;
-  }
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height, const Rows&) const override {
-    const Ids spans = placed(width, height).spans;
-    for (size_t i = 0; i < views.size(); ++i)
-      if (views[i]->rows.count() != static_cast<size_t>(spans.at(i)))
-        fail(Kind::bundle, "the vision graph gives ", views[i]->rows.count(), " outputs for ", spans[i],
-             " tokens; export the bundle again");
-    return joined(views);
-  }
-
  protected:
-  Grid rounded(int64_t width, int64_t height) const override {
+  Size rounded(int64_t width, int64_t height) const override {
     auto [columns, rows] = Native::rounded(width, height);
     return {std::max<int64_t>(1, columns), std::max<int64_t>(1, rows)};
   }
@@ -126,7 +90,7 @@ class NativeTiles : public Native {
   int64_t tile_tokens() const { return (tiling_.side / unit_) * (tiling_.side / unit_); }
 
   // Columns and rows of the tiles of an image, 0 if it is seen in one piece.
-  Grid tiles(int64_t width, int64_t height) const {
+  Size tiles(int64_t width, int64_t height) const {
     auto [columns, rows] = Native::rounded(width, height);
     const double across = real_of(std::max(patch_, columns * unit_)), down = real_of(std::max(patch_, rows * unit_));
     if (tiling_.most == 1 || across * down <= real_of(most_) * tiling_.tolerance) return {0, 0};

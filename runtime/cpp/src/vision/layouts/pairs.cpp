@@ -65,7 +65,7 @@ class Pairs : public VideoLayout {
 
   MarkedImage placed(const Clip& clip, int64_t width, int64_t height) const override {
     auto frames = static_cast<int64_t>(clip.numbers.size()), pairs = pairs_of(frames);
-    Grid size = grid(frames, width, height);
+    Size size = grid(frames, width, height);
     int64_t tokens = size.first * size.second;
     if (!f_.times) return {{pairs * tokens}, {"", ""}, span(clip, size)};
     MarkedImage out{Ids(static_cast<size_t>(pairs), tokens), {}};
@@ -81,20 +81,16 @@ class Pairs : public VideoLayout {
     return out;
   }
 
-  Pixels view(const Picture& frame, const ImageSettings& settings, int64_t frames) const override {
-    auto [columns, rows] = grid(frames, frame.width, frame.height);
-    auto wide = static_cast<int>(columns * unit_), high = static_cast<int>(rows * unit_);
-    return normalised(resized(frame, wide, high, settings.resample), settings);
+  ImagePlan frame(int64_t frames, int64_t width, int64_t height) const override {
+    return {{own_shape(grid(frames, width, height), unit_)}};
   }
 
   std::shared_ptr<const ImageTokens> arrange(const Views& views, const Clip& clip, int64_t width, int64_t height,
                                              const Rows&) const override {
-    Grid size = grid(static_cast<int64_t>(clip.numbers.size()), width, height);
+    Size size = grid(static_cast<int64_t>(clip.numbers.size()), width, height);
     auto out = std::make_shared<ImageTokens>(*joined(views));
     auto count = views.size() * static_cast<size_t>(size.first * size.second);
-    if (out->rows.count() != count)
-      fail(Kind::bundle, "the vision graph gives ", out->rows.count(), " outputs for ", count,
-           " tokens; export the bundle again");
+    check_outputs(*out, static_cast<int64_t>(count));
     out->patches.views.reset();
     out->offsets.emplace();
     const int64_t tokens = size.first * size.second;
@@ -121,13 +117,13 @@ class Pairs : public VideoLayout {
     return static_cast<int64_t>(static_cast<float>(pair) * static_cast<float>(each));
   }
 
-  int64_t span(const Clip& clip, Grid size) const {
+  int64_t span(const Clip& clip, Size size) const {
     return std::max({size.first, size.second, tick(clip, pairs_of(static_cast<int64_t>(clip.numbers.size())) - 1) + 1});
   }
 
   // Columns and rows of tokens of each of `frames` frames of this size. `capped` are the most tokens of a frame, or, without
   // `of_clip`, 90% of it are the most of all frames.
-  Grid grid(int64_t frames, int64_t width, int64_t height) const {
+  Size grid(int64_t frames, int64_t width, int64_t height) const {
     int64_t least = f_.min_pixels * frames, most = f_.max_pixels * frames, counted = frames;
     check_ratio(width, height);
     if (f_.of_clip) {
@@ -143,8 +139,9 @@ class Pairs : public VideoLayout {
         share = std::min(f_.max_pixels, static_cast<int64_t>(real_of(share) * 0.9) * kTogether / frames);
       most = std::max(share, floor) * frames;
     }
-    Grid out = fitted_grid(width, height, unit_, least, most, nearest_grid(width, height, unit_), frames, counted);
-    if (f_.frame_pixels) out = fitted_grid(width, height, unit_, 0, *f_.frame_pixels, out);
+    const Size nearest = nearest_grid(width, height, unit_);
+    Size out = PixelBounds{unit_, least, most}.grid(width, height, nearest, frames, counted);
+    if (f_.frame_pixels) out = PixelBounds{unit_, 0, *f_.frame_pixels}.grid(width, height, out);
     if (out.first * out.second * area_ > names::kMaxResizedPixels)
       fail(Kind::image, "frames of ", width, "x", height, " pixels are resized to ", out.first * unit_, "x",
            out.second * unit_, "; the limit is ", grouped(names::kMaxResizedPixels),

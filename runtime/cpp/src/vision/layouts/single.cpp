@@ -14,13 +14,7 @@ class Single : public Layout {
       fail(Kind::bundle, "vtx.json: the image layout says ", tokens_, " tokens an image, the tower gives ", tower.tokens,
            "; export the bundle again");
   }
-  int64_t count(int64_t, int64_t) const override { return tokens_; }
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    return {preprocess(picture, settings)};
-  }
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t, int64_t, const Rows&) const override {
-    return views.front();
-  }
+  ImagePlan plan(int64_t, int64_t) const override { return {{{tokens_}}}; }
 
  private:
   int64_t tokens_;

@@ -9,7 +9,7 @@ namespace vtxcore {
 inline constexpr char kAroundTile[] = "<fake_token_around_image>", kBeforeWhole[] = "<global-img>";
 
 // The width and height with a longer side of `longer`, and the other one even, as transformers rounds it.
-std::pair<int64_t, int64_t> scaled_to(int64_t width, int64_t height, int64_t longer);
+Size scaled_to(int64_t width, int64_t height, int64_t longer);
 
 // Tiles of `tile` pixels a side and `tokens` each.
 class TiledLayout : public Layout {
@@ -18,23 +18,17 @@ class TiledLayout : public Layout {
 
   int64_t max_tokens() const override { return tokens_ * max_views(); }
   void check(const TowerSpec& tower) const override;
-  LayoutPtr limited(int64_t max_views) const override;
-  // The tokens of all views one after the other.
-  std::shared_ptr<const ImageTokens> arrange(const Views& views, int64_t width, int64_t height,
-                                             const Rows& newline) const override;
 
  protected:
-  // `limited` to a number that is at least 1.
-  virtual LayoutPtr with_at_most(int64_t max_views) const = 0;
   virtual bool fits(const TowerSpec& tower) const { return tile_ == tower.image && tokens_ == tower.tokens; }
-  // Adds the tiles of a picture that they cover to `views`, row by row.
-  void cut_tiles(const Picture& picture, const ImageSettings& settings, std::vector<Pixels>& views) const;
+  // The views of an image that is resized to tiles.
+  std::vector<View> tiles(const Size& grid) const;
 
   const int64_t tile_, tokens_;
 };
 
 // Columns and rows of `fewest` to `most` tiles: the nearest shape; of equal ones the largest whose tiles the image fills by
 // half.
-std::pair<int64_t, int64_t> tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most);
+Size tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most);
 
 }  // namespace vtxcore

@@ -22,44 +22,30 @@ class Tiles : public TiledLayout {
 
   int64_t max_views() const override { return most_ + (most_ > 1 ? 1 : 0); }
 
-  int64_t count(int64_t width, int64_t height) const override {
-    auto [columns, rows] = grid(width, height);
-    return tokens_ * (columns * rows + (columns * rows > 1 ? 1 : 0));
-  }
-
-  std::vector<Pixels> views(const Picture& picture, const ImageSettings& settings) const override {
-    auto [columns, rows] = grid(picture.width, picture.height);
-    auto side = static_cast<int>(tile_);
-    std::vector<Pixels> out;
-    cut_tiles(resized(picture, static_cast<int>(columns) * side, static_cast<int>(rows) * side, settings.resample), settings,
-              out);
-    if (out.size() > 1) out.push_back(preprocess(picture, settings));
-    return out;
-  }
-
- protected:
-  LayoutPtr with_at_most(int64_t max_views) const override {
+  LayoutPtr limited(int64_t max_views) const override {
     int64_t most = std::min(most_, std::max<int64_t>(1, max_views - 1));
     return std::make_shared<Tiles>(tile_, tokens_, std::min(fewest_, most), most);
   }
 
- private:
-  std::pair<int64_t, int64_t> grid(int64_t width, int64_t height) const {
-    return tile_grid(width, height, tile_, fewest_, most_);
+  ImagePlan plan(int64_t width, int64_t height) const override {
+    ImagePlan out{tiles(tile_grid(width, height, tile_, fewest_, most_))};
+    if (out.views.size() > 1) out.views.push_back({tokens_});
+    return out;
   }
 
+ private:
   int64_t fewest_, most_;
 };
 
 }  // namespace
 
-std::pair<int64_t, int64_t> tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most) {
-  std::vector<std::pair<int64_t, int64_t>> grids;
+Size tile_grid(int64_t width, int64_t height, int64_t tile, int64_t fewest, int64_t most) {
+  std::vector<Size> grids;
   for (int64_t columns = 1; columns <= most; ++columns)
     for (int64_t rows = 1; rows <= most / columns; ++rows)
       if (columns * rows >= fewest) grids.emplace_back(columns, rows);
   std::stable_sort(grids.begin(), grids.end(), [](auto a, auto b) { return a.first * a.second < b.first * b.second; });
-  std::pair<int64_t, int64_t> best{1, 1};
+  Size best{1, 1};
   double least = std::numeric_limits<double>::infinity();
   for (auto [columns, rows] : grids) {
     double shape = static_cast<double>(width) / static_cast<double>(height);
