@@ -71,7 +71,7 @@ class DoctorSettings:
     record=DoctorSettings,
 )
 def doctor(settings: DoctorSettings) -> None:
-    """Check this machine, or check a bundle: its files, then its golden vectors."""
+    """Check this machine and list the models that fit, or check a bundle: its files, then its golden vectors."""
     bundle = named_once(settings.bundle, settings.named)
     _check_together(settings, bundle)
     if settings.gpu is not None:
@@ -161,15 +161,23 @@ def _show_card(card: Card) -> None:
 
 def _machine(*, as_json: bool) -> None:
     from vtx.runtime.report.doctor import look_at_machine
+    from vtx.runtime.units import size
+    from vtx.tools.estimate.fits import SHOWN, fits_here
+    from vtx.tools.tensorrt.support import gpu_cost
 
     report = look_at_machine()
+    fits = [] if report.problems else fits_here(report.device, report.cpu_device, gpu_cost(report.device))
     if as_json:
-        say_json(report.to_dict())
+        say_json({**report.to_dict(), "fits": [entry.to_dict() for entry in fits]})
     else:
         facts = [[fact.name, fact.value if fact.ok else f"PROBLEM: {fact.value}"] for fact in report.facts]
         table("this machine", ["", ""], facts)
         devices = [[state.device, "yes" if state.usable else "no", state.detail] for state in report.devices]
         table("devices", ["--device", "answers here", ""], devices)
+        for entry in fits:
+            title = f"models that fit into {size(entry.usable)} on {entry.device}, by calculation (vtx-plan)"
+            rows = [[model, *map(str, precisions)] for model, precisions in entry.models.items()]
+            table(title, ["model", *SHOWN], rows)
     if report.problems:
         raise DeviceError("vtx cannot run here yet: " + "; ".join(report.problems))
 

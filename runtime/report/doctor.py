@@ -65,6 +65,12 @@ class MachineReport:
         broken = tuple(f"{fact.name}: {fact.value}" for fact in self.facts if not fact.ok)
         return broken if any(state.installed for state in self.devices) else (*broken, none)
 
+    @property
+    def cpu_device(self) -> str | None:
+        """The device that answers on the CPU: of several the last, as the fastest at the sizes of known models."""
+        usable = [state.device for state in self.devices if state.usable and not ENGINES[state.device].gpu]
+        return usable[-1] if usable else None
+
     def to_dict(self) -> dict[str, Any]:
         machine = {fact.name: fact.value for fact in self.facts}
         devices = [asdict(state) for state in self.devices]

@@ -56,19 +56,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_this_machine_is_described_with_every_device() -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
-    for word in ("Python", "processor", "memory", "onnxruntime", "openvino", "cuda", "tensorrt"):
+    for word in ("Python", "processor", "memory", "onnxruntime", "openvino", "cuda", "tensorrt", "llava-1.5-7b"):
         assert word in result.stdout
+    for unsupported in ("vila", "next", "video"):  # vtx-plan knows them, vtx-export does not
+        assert unsupported not in result.stdout
 
 
 def test_json_has_the_same(machine: Callable[..., None]) -> None:
     machine({"onnxruntime"}, CARD, profile="rtx-4090")
     found = read()
-    assert set(found) == {"machine", "profile", "devices", "problems"}
+    assert set(found) == {"machine", "profile", "devices", "problems", "fits"}
     assert found["profile"] == "rtx-4090"
     assert "RTX 4090 (sm89)" in found["machine"]["GPU"]
     assert {entry["device"]: entry["usable"] for entry in found["devices"]} == {
         "cpu": True, "openvino": False, "cuda": False, "tensorrt": False,
     }  # fmt: skip
+    assert [entry["place"] for entry in found["fits"]] == [CARD.name, "this CPU with --device cpu"]
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"])
@@ -106,6 +109,19 @@ def test_tensorrt_without_a_gpu_is_installed_and_cannot_answer(machine: Callable
     (entry,) = [entry for entry in read()["devices"] if entry["device"] == "tensorrt"]
     assert (entry["installed"], entry["usable"]) == (True, False)
     assert entry["detail"] == "TensorRT-RTX 1.0; no NVIDIA GPU was detected, so it cannot answer here"
+
+
+def test_memory_is_counted_for_the_engine_that_answers(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7B weights in fp16 take 14 GB in OpenVINO and 28 GB in onnxruntime."""
+    monkeypatch.setattr("vtx.tools.estimate.fits.available_memory", lambda: 20_000_000_000)
+    answers = {}
+    for packages in ({"onnxruntime"}, {"onnxruntime", "openvino"}):
+        machine(packages)
+        (place,) = read()["fits"]
+        answers[place["place"]] = place["models"]["llava-1.5-7b"][0]["fits"]
+    assert answers == {"this CPU with --device cpu": False, "this CPU with --device openvino": True}
 
 
 # --- a bundle -------------------------------------------------------------------------------------

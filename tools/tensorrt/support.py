@@ -11,10 +11,11 @@ from vtx.runtime.backends.ort.cuda import WINDOWS
 from vtx.runtime.backends.tensorrt.backend import NO_FRAMES
 from vtx.runtime.bundle.spec.stored import Precisions
 from vtx.runtime.errors import RequestError
+from vtx.runtime.host.device import Device
 from vtx.runtime.host.profiles import Profile
 from vtx.tools.estimate.sizes import ModelSize
 from vtx.tools.model.mixture import ON_CPU
-from vtx.tools.tensorrt.releases import TENSORRT, Release, parse_release
+from vtx.tools.tensorrt.releases import RTX, TENSORRT, Release, parse_release
 from vtx.tools.tensorrt.targets import TARGETS
 
 
@@ -93,6 +94,12 @@ def _on_others(profile: Profile, model: ModelSize, parts: Mapping[str, Precision
                 for name, p in parts.items()
             }
             yield EngineSupport(device, spec.title, spec.dialect, refusals, spec.costs[spec.dialect])
+
+
+def gpu_cost(device: Device) -> EngineCost:
+    """The use of memory on this machine of TensorRT-RTX, if it is for its first GPU, else of TensorRT."""
+    portable = {target.capability for target in TARGETS.values() if target.portable}
+    return TENSORRT_COSTS[RTX if device.gpus and device.gpus[0].capability in portable else TENSORRT]
 
 
 def choose_engine(engines: Sequence[EngineSupport], device: str | None, jetpack: str | None) -> EngineSupport:
