@@ -6,14 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from vtx.runtime.api.images import ImageOptions
 from vtx.runtime.api.model import Model
 from vtx.runtime.backends.devices import NONE, DeviceChoice, choose_by_card, open_backend
 from vtx.runtime.backends.engines import AUTO, ENGINES, EXPANDED
-from vtx.runtime.backends.memory import needed_memory
+from vtx.runtime.backends.memory import needed_memory, prompt_memory
 from vtx.runtime.bundle.bundle import Bundle
 from vtx.runtime.bundle.seal import PublicKey
 from vtx.runtime.checks import MOST_THREADS, check_whole
@@ -21,11 +20,10 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.host.machine import available_memory
 from vtx.runtime.precision import PRECISIONS
 from vtx.runtime.vision.files.formats import check_formats
-from vtx.runtime.vision.layout import limited_layout, settings_for
+from vtx.runtime.vision.layout import Layout, limited_layout, settings_for
 from vtx.runtime.vision.layouts import read_layout
 from vtx.runtime.vision.limits import DEFAULT_FORMATS
 
-MIN_PIXELS = 1 << 12  # an image of fewer is not proposed
 log = logging.getLogger(__name__)
 
 
@@ -118,9 +116,13 @@ def choose_for(
 
 def memory_of(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions) -> int:
     """Bytes that a bundle takes on a device while it answers about one image, of the largest that `images` allow."""
+    return needed_memory(bundle, chosen.device, chosen.compute, _largest(bundle, images).max_tokens)
+
+
+def _largest(bundle: Bundle, images: ImageOptions) -> Layout:
+    """The layout of the largest images that a bundle takes with these options."""
     layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
-    limited = limited_layout(layout, images.max_tiles, images.max_pixels)
-    return needed_memory(bundle, chosen.device, chosen.compute, limited.max_tokens)
+    return limited_layout(layout, images.max_tiles, images.max_pixels)
 
 
 def _check_memory(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions) -> None:
@@ -143,13 +145,13 @@ def _smaller(bundle: Bundle, chosen: DeviceChoice, images: ImageOptions, free: i
     """Ways to load a model in less memory than a bundle takes with images as large as `images` allow."""
     if PRECISIONS[bundle.manifest.precision].bits != 4:
         yield "export with --precision int4"
-    if needed_memory(bundle, chosen.device, chosen.compute, 0) > free:
+    room = free - needed_memory(bundle, chosen.device, chosen.compute, 0)
+    if room < 0:
         return  # not even without an image
-    layout = read_layout(bundle.manifest.layout, bundle.manifest.model.tower)
-    pixels = images.max_pixels or layout.pixels
-    while pixels is not None and pixels > MIN_PIXELS:
-        pixels //= 2
-        if memory_of(bundle, chosen, replace(images, max_pixels=pixels)) <= free:
+    text = prompt_memory(bundle, chosen.device, 0)
+    layout = _largest(bundle, images)
+    for pixels in (smaller.pixels for smaller in layout.choices(None)):
+        if pixels and prompt_memory(bundle, chosen.device, layout.within(pixels).max_tokens) - text <= room:
             yield f"load it with --max-pixels {pixels} (max_pixels={pixels})"
             return
     yield "export with a smaller --max-context"

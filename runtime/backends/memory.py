@@ -124,9 +124,16 @@ def needed_memory(bundle: Bundle, engine: str = "cpu", compute: str = "f32", ima
     """Bytes that a bundle takes on an engine while it answers about one image, of its largest unless told the size."""
     m = bundle.manifest
     tokenizer = tokenizer_memory(m.files[m.tokenizer].bytes, m.model.vocab)
-    tokens = prompt_tokens(m.layout.max_tokens if image_tokens is None else image_tokens, m.max_context)
     weights = weights_in_memory(bundle, floats_in_memory(engine, compute, cpu_flags()))
-    return tokenizer + weights + answering_memory(m.model, engine, tokens=tokens, kv_bytes=KV_DTYPES[m.kv_dtype].bytes)
+    largest = m.layout.max_tokens if image_tokens is None else image_tokens
+    return tokenizer + weights + prompt_memory(bundle, engine, largest)
+
+
+def prompt_memory(bundle: Bundle, engine: str, image_tokens: int) -> int:
+    """Bytes of a question about an image of that many tokens, in addition to weights and tokenizer."""
+    m = bundle.manifest
+    tokens = prompt_tokens(image_tokens, m.max_context)
+    return answering_memory(m.model, engine, tokens=tokens, kv_bytes=KV_DTYPES[m.kv_dtype].bytes)
 
 
 def is_roomy(bundle: Bundle, engine: str, compute: str = "f32") -> bool:

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support import bundles
 from tests.support.exported import THREADS
+from tests.support.families.gemma import GEMMA4
 from tests.support.families.lfm3_vl import LFM3
 from tests.support.families.paligemma import PALIGEMMA2
 from tests.support.families.qwen import QWEN25
@@ -197,10 +198,11 @@ def test_a_long_prompt_takes_about_the_memory_that_is_predicted(
     assert 0.4 * predicted < taken < 1.3 * predicted
 
 
+@pytest.mark.parametrize("tiny", [replace(QWEN25, context=2048), replace(GEMMA4, budget=280, context=1024)])
 def test_a_bundle_whose_largest_image_does_not_fit_names_a_size_that_does(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = bundles.export(tiny_checkpoint(replace(QWEN25, context=2048)), tmp_path / "bundle", (3,), "int4")
+    made = bundles.export(tiny_checkpoint(tiny), tmp_path / "bundle", (3,), "int4")
     needed = needed_memory(made, "openvino")
     text = needed_memory(made, "openvino", image_tokens=0)
     monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: (needed + text) // 2)
@@ -210,6 +212,9 @@ def test_a_bundle_whose_largest_image_does_not_fit_names_a_size_that_does(
     assert pixels is not None
     with load(made.folder, device="openvino", threads=THREADS, max_pixels=int(pixels[1])) as model:
         assert model.ask("red?", options=Options(1)).token_ids
+    monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: text)
+    with pytest.raises(DeviceError, match=r"or export with a smaller --max-context \(--force"):
+        load(made.folder, device="openvino", threads=THREADS)
     monkeypatch.setattr("vtx.runtime.api.load.available_memory", lambda: text - 1)
     with pytest.raises(DeviceError, match=r"is free; use a machine with more \(--force"):
         load(made.folder, device="openvino", threads=THREADS)
