@@ -332,3 +332,13 @@ def with_rows(rows: str, every: int = 1) -> list[Any]:
             told = f"{word(row)}, K = {row.k}" if isinstance(row, Method) else str(row)
             cases.append(pytest.param(family, row, id=f"{name}, {told}", marks=marks))
     return cases
+
+
+def on_engines_in_turn(rows: str) -> list[Any]:
+    """Each family with each item of a field of its record, on the engines in turn."""
+    cases = []
+    for place, (name, family) in enumerate(FAMILIES.items()):
+        for number, row in enumerate(getattr(family, rows)):
+            device = DEVICES[(place + number) % len(DEVICES)]
+            cases.append(pytest.param(family, row, device, id=f"{name}, {row}, {device}"))
+    return cases

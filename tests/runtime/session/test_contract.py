@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.contract import FAMILIES, NEAR, Family, on_one_device, on_other_devices, with_rows
+from tests.support.contract import (
+    FAMILIES,
+    NEAR,
+    Family,
+    on_engines_in_turn,
+    on_one_device,
+    on_other_devices,
+    with_rows,
+)
 from tests.support.dialects import DialectBackend
 from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
 from tests.support.fixtures import Checkpoints, References
@@ -171,10 +179,9 @@ def test_the_statement_is_transformers_and_at_k_the_withdrawal(reference: Refere
         assert_near(found.logits, wanted.logits, NEAR)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "method"), with_rows("methods", 8))
 def test_reductions_are_those_of_the_statement(
-    loaded: Callable[..., Model], reference: References, family: Family, method: Method, device: str
+    loaded: Callable[..., Model], reference: References, family: Family, method: Method
 ) -> None:
     specs = tuple(dict.fromkeys(word(replace(each, k=None)) for each in family.methods))
     ks = tuple(sorted({each.k for each in family.methods if each.k}))
@@ -188,23 +195,23 @@ def test_reductions_are_those_of_the_statement(
             break
     assert min(wanted.vision) < int((inputs["input_ids"] == judge.image_token).sum()), "nothing left"
     slots = [count * (whole > 0) for count, whole in zip(wanted.slots, judge.kv_slots(inputs, None), strict=True)]
-    talk = Talk(loaded(device, family.tiny, ks, "fp32", specs))
-    for _ in range(2):  # also with caches that hold another question's
-        found = talk.ask(messages, images, method, STEPS)
-        assert found.ids == wanted.ids
-        assert_near(found.logits, wanted.logits, NEAR)
-        assert list(found.done.slots) == slots
-        last = list(range(sum(len(image.rows) for image in wanted.images)))
-        for layer, kept in sorted(wanted.kept.items()):
-            assert found.kept.get(layer, last) == kept
-            last = kept
-        assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
-        talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
+    for device in DEVICES:
+        talk = Talk(loaded(device, family.tiny, ks, "fp32", specs))
+        for _ in range(2):  # also with caches that hold another question's
+            found = talk.ask(messages, images, method, STEPS)
+            assert found.ids == wanted.ids
+            assert_near(found.logits, wanted.logits, NEAR)
+            assert list(found.done.slots) == slots
+            last = list(range(sum(len(image.rows) for image in wanted.images)))
+            for layer, kept in sorted(wanted.kept.items()):
+                assert found.kept.get(layer, last) == kept
+                last = kept
+            assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
+            talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("family", "tiny"), with_rows("variants"))
+@pytest.mark.parametrize(("family", "tiny", "device"), on_engines_in_turn("variants"))
 def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
     loaded: Callable[..., Model], reference: References, family: Family, tiny: Tiny, device: str
 ) -> None:
@@ -216,8 +223,7 @@ def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("family", "precision"), with_rows("rounded"))
+@pytest.mark.parametrize(("family", "precision", "device"), on_engines_in_turn("rounded"))
 def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
     loaded: Callable[..., Model], reference: References, family: Family, precision: str, device: str
 ) -> None:
