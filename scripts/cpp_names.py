@@ -58,7 +58,7 @@ def header() -> str:
         "NEWLINE_TENSOR": tensors.NEWLINE_TENSOR,
     }
     words |= {f"PAGED_{name}": getattr(paged, name) for name in ("PAST", "BEGINS", "BLOCKS", "BLOCK_BEGINS", "FILLED")}
-    words |= {"PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES}
+    words |= {"PAGED_SLIDING": paged.SLIDING, "PAGED_WINDOW": paged.WINDOW, "PAGED_IMAGES": paged.IMAGES}
     words |= {"PAGED_ROWS": paged.OUTPUTS, "ORT_SILENCE": library.SILENCE}
     words |= {"NO_FRAMES": NO_FRAMES, "NOT_BUILT": NOT_BUILT}
     words |= {"NOT_RENUMBERED": NOT_RENUMBERED, "PREFIX_FORMAT": prefix_file.FORMAT, "NOT_FINITE": sampling.NOT_FINITE}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache
+from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache, Run
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import (
     BEGINS,
@@ -21,6 +21,8 @@ from vtx.runtime.backends.openvino.paged import (
     IMAGES,
     OUTPUTS,
     PAST,
+    PLACES,
+    SLIDING,
     WINDOW,
 )
 from vtx.runtime.bundle.spec import names
@@ -65,7 +67,10 @@ class OpenvinoStageBatch:
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
             return np.concatenate([first, self.append_each(caches[half:], *rest)])
         out = np.empty_like(tokens.hidden)
-        inputs = self._inputs(tokens, positions, window) | _blocks(caches, counts)
+        places = _blocks(caches, counts)
+        inputs = self._inputs(tokens, positions, window) | places
+        if self._context.model.sliding is not None:
+            inputs |= {SLIDING + name: places[name] for name in PLACES}
         inputs[names.HIDDEN_OUT] = out
         states = [cache.states for cache in caches if cache.states is not None]
         ends = np.ones(1, np.int64)
@@ -114,16 +119,16 @@ class OpenvinoStageBatch:
         """The slots that all of the tokens see in layers that slide; 0: all; None: they cannot go in one run."""
         if self._context.model.sliding is None:
             return 0
-        runs = list[tuple[int, int]]()
+        runs = list[tuple[int, Run]]()
         first = 0
         for cache, count in zip(caches, counts, strict=True):
             end = first + count
-            windows = cache.windows(tokens.part(first, end), positions[first:end])
-            runs += [(cache.length + last, window) for last, window in windows]
+            parts = cache.runs(tokens.part(first, end), positions[first:end])
+            runs += [(cache.length + part.end, part) for part in parts]
             first = end
-        window = max(window for _, window in runs)
-        fits = all(windows == window or (not windows and filled <= window) for filled, windows in runs)
-        return window if fits and len(runs) == len(caches) else None
+        window = max(run.window for _, run in runs)
+        fits = all(run.window == window or (not run.window and filled <= window) for filled, run in runs)
+        return window if fits and len(runs) == len(caches) and not any(run.first for _, run in runs) else None
 
 
 def _blocks(caches: Sequence[OpenvinoStageCache], counts: Sequence[int]) -> dict[str, NDArray[Any]]:

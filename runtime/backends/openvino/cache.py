@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from vtx.runtime.backends.openvino.paged import (
     IMAGES,
     OUTPUTS,
     PAST,
+    SLIDING,
     WINDOW,
 )
 from vtx.runtime.backends.slots import SlotCounter, StateHistory, begin_of_group, run_ends
@@ -67,7 +68,7 @@ class OpenvinoCacheContext:
         """Blocks for this number of caches of a stage."""
         scales = ROW_SCALE_BYTES if self.kv == "u8" else 0
         shapes = [(self.model.kv_heads, BLOCK, self.model.heads_of(layer) + scales) for layer in spec.cached]
-        return BlockPool(shapes, caches, -(-capacity // BLOCK), np.dtype(KV_ARRAYS[self.kv]), reserved=reserved)
+        return BlockPool(shapes, caches, blocks_of(capacity), np.dtype(KV_ARRAYS[self.kv]), reserved=reserved)
 
     def shared(self, array: NDArray[Any]) -> Any:
         return self.openvino.Tensor(array, shared_memory=True)
@@ -76,6 +77,50 @@ class OpenvinoCacheContext:
         if self.kv == "bf16":
             return self.openvino.Tensor(array, array.shape, self.openvino.Type.bf16)
         return self.shared(array)
+
+
+class Run(NamedTuple):
+    """Tokens up to `end`, which see so many slots in layers that slide, or all from slot `first` on.
+
+    A `window` of 0 is all slots.
+    """
+
+    end: int
+    window: int = 0
+    first: int = 0
+
+
+class RunSlots:
+    """The inputs of attention that say which blocks have a run's slots: those before it, filled, and its own."""
+
+    def __init__(self, bind: Callable[[str, NDArray[Any]], None], prefix: str = "") -> None:
+        self._bind, self._blocks = bind, prefix + BLOCKS
+        self._past = np.zeros(1, np.int32)
+        self._filled = np.array(0, np.int32)
+        self._begins = np.zeros(2, np.int32)
+        self._first = 0
+        for name, array in ((PAST, self._past), (FILLED, self._filled), (BLOCK_BEGINS, self._begins)):
+            bind(prefix + name, array)
+
+    def place(self, before: int, count: int, numbers: NDArray[np.int32], first: int = 0) -> None:
+        """Have `count` new slots behind `before` others, in the blocks of these numbers from the `first` on."""
+        self._past[0], self._filled[...] = before, before + count
+        blocks = blocks_of(before + count)  # the attention's buffers fit those in use: more overflow them
+        if blocks != self._begins[1] or first != self._first:
+            self._begins[1] = 0  # until they are set
+            self._bind(self._blocks, numbers[first : first + blocks])
+            self._begins[1], self._first = blocks, first
+
+
+def blocks_of(slots: int) -> int:
+    """The number of blocks that have so many slots."""
+    return -(-slots // BLOCK)
+
+
+def run_ends_of_equal(values: Ids) -> Ids:
+    """Of each value, the end of the run of equal ones that it is in."""
+    ends = np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
+    return ends[np.searchsorted(ends, np.arange(len(values)), side="right")]
 
 
 class OpenvinoStageCache(SlotCounter):
@@ -107,7 +152,7 @@ class OpenvinoStageCache(SlotCounter):
         self._for_many = None if many is None else many.create_infer_request()
         self._ran = self._request
         model = context.model
-        blocks = -(-capacity // BLOCK)
+        blocks = blocks_of(capacity)
         table = pool.take(blocks) if pool is not None else None
         self.lane = None if table is None else table.lane
         if pool is None or table is None:
@@ -122,16 +167,19 @@ class OpenvinoStageCache(SlotCounter):
         for layer, (keys, values) in zip(spec.cached, self.kv, strict=True):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
-        self._past = np.zeros(1, np.int32)
         self._begins = np.zeros(2, np.int32)
-        self._filled = np.array(0, np.int32)
-        self._block_begins = np.zeros(2, np.int32)
-        bound_once = {PAST: self._past, BEGINS: self._begins, FILLED: self._filled, BLOCK_BEGINS: self._block_begins}
+        self._slots = RunSlots(self._bind_array)
         self._window = np.array(0, np.int32)
+        self._run_now = Run(0)
+        bound_once = {**context.rope, BEGINS: self._begins}
+        self._slots_of_sliding: RunSlots | None = None
+        self._sliding: list[NDArray[Any]] = []  # of `kv`
         if sliding is not None:
             bound_once[WINDOW] = self._window
-        for name, array in (*context.rope.items(), *bound_once.items()):
-            self._set(name, context.shared(array))
+            self._slots_of_sliding = RunSlots(self._bind_array, SLIDING)
+            self._sliding = [kv for layer, kv in zip(spec.cached, self.kv, strict=True) if layer in sliding.layers]
+        for name, array in bound_once.items():
+            self._bind_array(name, array)
         self._row_out = np.zeros((1, model.hidden), np.float32)
         self._row_position = np.zeros((1, 1), np.int64)
         widths = {declared.name: declared.width for declared in context.token_inputs}
@@ -147,7 +195,7 @@ class OpenvinoStageCache(SlotCounter):
 
     def hold(self, first: int, end: int) -> None:
         """Have the blocks of the slots before `end`, those of slots from `first` on for this cache alone."""
-        self.pool.hold(self.table, first // BLOCK, -(-end // BLOCK))
+        self.pool.hold(self.table, first // BLOCK, blocks_of(end))
 
     def append(
         self, tokens: TokenStates, positions: Ids, *, query: bool = False, outputs: Ids | None = None
@@ -159,48 +207,91 @@ class OpenvinoStageCache(SlotCounter):
         if self.positions is None and len(tokens) <= (self._context.most_rows or len(tokens)):
             return super().append(tokens, positions, query=query, outputs=outputs)
         most = self._context.most_rows
-        runs = list[tuple[int, int]]()
+        runs = list[Run]()
         first = 0
-        for end, window in self.windows(tokens, positions):
-            runs += [(run_end, window) for run_end in run_ends(tokens, first, end, most)]
-            first = end
+        for run in self.runs(tokens, positions):
+            runs += [run._replace(end=end) for end in run_ends(tokens, first, run.end, most)]
+            first = run.end
         hidden = list[HiddenStates]()
         queries = list[NDArray[np.float32]]()
         first = 0
-        for end, window in runs:
-            self._window[...] = window
+        for run in runs:
+            self._run_now = run
             if len(runs) == 1:
                 return super().append(tokens, positions, query=query, outputs=outputs)
-            part = None if outputs is None else outputs[(first <= outputs) & (outputs < end)] - first
-            piece = super().append(tokens.part(first, end), positions[first:end], query=query, outputs=part)
+            part = None if outputs is None else outputs[(first <= outputs) & (outputs < run.end)] - first
+            piece = super().append(tokens.part(first, run.end), positions[first : run.end], query=query, outputs=part)
             hidden.append(piece.copy())
             queries.append(self._query)
-            first = end
+            first = run.end
         if query:
             self._query = np.concatenate(queries)
         return np.concatenate(hidden)
 
-    def windows(self, tokens: TokenStates, positions: Ids) -> list[tuple[int, int]]:
-        """Ends of runs of these tokens, and the slots that those of a run see in layers that slide; 0: all.
+    def runs(self, tokens: TokenStates, positions: Ids) -> list[Run]:
+        """As few runs of these tokens as the engine allows, whose layers that slide see one number of slots in a run.
 
-        Their positions are noted. Raises RequestError: the tokens of an image would have to go in several.
+        Where tokens see all from one slot on instead, as behind an image that was withdrawn, these slots are copied
+        to blocks that nothing else is in. Their positions are noted. Raises RequestError: the tokens of an image would
+        have to go in several runs.
         """
+        count = len(positions)
         if self.positions is None:
-            return [(len(positions), 0)]
+            return [Run(count)]
         self.place(positions)
-        numbers = self.length + np.arange(len(positions))
-        firsts = self.first_slots(positions, self.length + len(positions))
-        filled = np.where(firsts > 0, numbers - firsts + 1, 0)
-        ends = [*(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(filled)]
-        fewer_first = len(ends) > 1 and not filled[0] and numbers[ends[0] - 1] < filled[ends[0]]
-        if fewer_first:
-            del ends[0]
-        if any(begin_of_group(tokens, end) != end for end in ends):
+        numbers = self.length + np.arange(count)
+        firsts = self.first_slots(positions, self.length + count)
+        windows = np.where(firsts > 0, numbers - firsts + 1, 0)
+        ends_of_window, ends_of_first = run_ends_of_equal(windows), run_ends_of_equal(firsts)
+        runs = list[Run]()
+        while not runs or runs[-1].end < count:
+            at = runs[-1].end if runs else 0
+            end = int(ends_of_window[at])
+            if not windows[at] and end < count and numbers[end - 1] < windows[end]:  # these see fewer than the next
+                end = int(ends_of_window[end])
+            from_first = Run(int(ends_of_first[at]), first=int(firsts[at]))
+            copied = from_first.first and from_first.end > end and self._has_room_for(from_first)
+            runs.append(from_first if copied else Run(end, window=int(windows[end - 1])))
+        if any(begin_of_group(tokens, run.end) != run.end for run in runs):
             raise RequestError(
                 "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that slide, "
                 "since a reduction left some out within the window; use --reduce none or --device cpu"
             )
-        return [(end, int(filled[end - 1])) for end in ends]
+        return runs
+
+    def _has_room_for(self, run: Run) -> bool:
+        """Whether the slots that a run's tokens see fit behind its own."""
+        filled = self.length + run.end
+        return blocks_of(filled) + blocks_of(filled - run.first) <= len(self.table.numbers)
+
+    def _place(self, count: int) -> None:
+        """Tell attention the slots of `count` new tokens, and those that they see in layers that slide."""
+        filled, first = self.length + count, self._run_now.first
+        self.hold(self.length, filled)
+        self._begins[1] = count
+        self._slots.place(self.length, count, self.table.numbers)
+        if self._slots_of_sliding is None:
+            return
+        self._window[...] = self._run_now.window
+        block = blocks_of(filled) if first else 0
+        if first:
+            self.hold(block * BLOCK, block * BLOCK + filled - first)
+            self._copy_sliding(np.arange(first, self.length), block * BLOCK - first)
+        self._slots_of_sliding.place(self.length - first, count, self.table.numbers, block)
+
+    def _take_copies(self, count: int) -> None:
+        """Have the slots of a run's tokens, which layers that slide filled in other blocks."""
+        first, filled = self._run_now.first, self.length + count
+        if first:
+            distance = blocks_of(filled) * BLOCK - first
+            self._copy_sliding(np.arange(self.length, filled) + distance, -distance)
+
+    def _copy_sliding(self, slots: Ids, distance: int) -> None:
+        """Copy K and V of layers that slide to other slots of this cache."""
+        copies = slots + distance
+        blocks, new_blocks = self.table.numbers[slots // BLOCK], self.table.numbers[copies // BLOCK]
+        for kv in self._sliding:
+            kv[:, new_blocks, :, copies % BLOCK] = kv[:, blocks, :, slots % BLOCK]
 
     def check_both_ways(self, tokens: TokenStates) -> None:
         """Raise DeviceError if the engine's attention is causal for these two tokens of an image, too."""
@@ -260,14 +351,7 @@ class OpenvinoStageCache(SlotCounter):
                     for name, tensor in tensors:
                         self._set(name, tensor)
                     self._bound = tensors
-                filled = self.length + count
-                self.hold(self.length, filled)
-                self._past[0], self._begins[1], self._filled[...] = self.length, count, filled
-                blocks = -(-filled // BLOCK)  # the attention's buffers fit those in use: more overflow them
-                if blocks != self._block_begins[1]:
-                    self._block_begins[1] = 0  # until they are set
-                    self._set(BLOCKS, self._context.shared(self.table.numbers[:blocks]))
-                    self._block_begins[1] = blocks
+                self._place(count)
                 if self.states is not None:
                     ends = self.states.ends(self.length, count)
                     states = self.states.room(len(ends))
@@ -281,6 +365,7 @@ class OpenvinoStageCache(SlotCounter):
                     run_row(self._ran, out)
                 else:
                     run_request(self._ran)
+                self._take_copies(count)
                 if self.states is not None:
                     self.states.put(self.length, ends, parts.put(states, room.__getitem__) if len(ends) > 1 else states)
             finally:
@@ -306,7 +391,7 @@ class OpenvinoStageCache(SlotCounter):
 
     def numbers(self, layer: int, part: int) -> NDArray[Any]:
         """Keys (`part` 0) or values of the n-th cached layer, [kv_heads, length, head_dim]."""
-        keys: NDArray[Any] = self.kv[layer][part, self.table.numbers[: -(-self.length // BLOCK)]].swapaxes(0, 1)
+        keys: NDArray[Any] = self.kv[layer][part, self.table.numbers[: blocks_of(self.length)]].swapaxes(0, 1)
         keys = keys.reshape(len(keys), -1, keys.shape[-1])[:, : self.length]
         if keys.dtype == np.uint8:
             scale, zero = np.moveaxis(np.ascontiguousarray(keys[..., :ROW_SCALE_BYTES]).view(np.float32), -1, 0)
@@ -332,6 +417,9 @@ class OpenvinoStageCache(SlotCounter):
             self.pool.share(self.table, other.table, blocks)
         rest = np.arange(blocks * BLOCK, length)
         self.write(rest, other.read(rest), length=length)
+
+    def _bind_array(self, name: str, array: NDArray[Any]) -> None:
+        self._set(name, self._context.shared(array))
 
     def _set(self, name: str, tensor: Any) -> None:
         self._request.set_tensor(name, tensor)

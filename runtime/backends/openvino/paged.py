@@ -19,6 +19,7 @@ BEGINS = "subsequence_begins"  # index of the first token of each sequence, then
 BLOCKS = "block_indices"  # the blocks that hold the slots of each sequence
 BLOCK_BEGINS = "block_indices_begins"
 FILLED = "max_context_len"  # filled slots after the run, the most of any sequence
+SLIDING = "sliding."  # before the names of the same for layers that slide, in which a run's slots may be others
 WINDOW = "window"  # slots that the run's tokens see in layers that slide, their own included; 0: all
 IMAGES = "token_types"  # of each of the run's tokens: 1 if those beside it with a 1 see it and it sees them
 OUTPUTS = "rows"  # the tokens whose hidden states the stage returns, [m] int32
@@ -26,6 +27,7 @@ SCORED = "scored"  # tokens of each sequence that scores are asked for: none; no
 HEADS_AND_TOKENS = np.array([0, 2, 1, 3])  # swaps these axes
 
 _SIZES = {PAST: [-1], BEGINS: [-1], BLOCKS: [-1], BLOCK_BEGINS: [-1], FILLED: []}
+PLACES = (PAST, BLOCKS, BLOCK_BEGINS, FILLED)  # where a run's slots are
 # Inputs for features of the operator that are not used: biases; scores, blocks rotated or left out.
 _BEFORE: tuple[tuple[Any, Any], ...] = ((np.float32, []),)
 _AFTER: tuple[tuple[Any, Any], ...] = (
@@ -51,7 +53,8 @@ def page_caches(
 
     Caches become inputs with the same names, [blocks, kv_heads, BLOCK, head_dim], which the operator writes into; the
     engine's settings say in which type. A token sees its own slot and the ones before, as by the mask; in layers
-    `sliding` the last of these alone, as many as the input `WINDOW` says. `both_ways`: tokens with a 1 in the input
+    `sliding` the last of these alone, as many as the input `WINDOW` says, over the slots that the inputs of `PLACES`
+    behind `SLIDING` say. `both_ways`: tokens with a 1 in the input
     `IMAGES` also see those that follow. Keys are divided by `key_scales` [1, kv_heads, 1, head_dim] of their layer, and
     queries multiplied: products stay, and channels have one range. `model` is an openvino.Model and is changed.
     Raises BundleError, DeviceError.
@@ -65,11 +68,13 @@ def page_caches(
         raise BundleError(
             f"a stage of {len(layers)} layers has attention in {len(softmaxes)} of them; export the bundle again"
         )
-    window = ops.constant(np.array(0, np.int32))
-    if sliding:
-        inputs[WINDOW] = add_parameter(model, WINDOW, [], "i32")
+    inputs[WINDOW] = ops.constant(np.array(0, np.int32))
     if both_ways:
         inputs[IMAGES] = add_parameter(model, IMAGES, [-1], "i32")
+    of_sliding = inputs
+    if sliding:
+        places = {name: add_parameter(model, SLIDING + name, _SIZES[name], "i32") for name in PLACES}
+        of_sliding = inputs | places | {WINDOW: add_parameter(model, WINDOW, [], "i32")}
     for layer, softmax in zip(layers, softmaxes, strict=True):
         products, scale = _inputs(_inputs(softmax.input_value(0), "Add")[0], "Multiply")
         query, _ = _inputs(products, "MatMul")
@@ -85,9 +90,7 @@ def page_caches(
         for x, count in ((query, heads), (key, kv_heads), (value, kv_heads)):
             swapped = ops.transpose(x, HEADS_AND_TOKENS)
             flat.append(ops.reshape(swapped, np.array([-1, count * head_dim]), special_zero=False))
-        attention = _paged_attention(
-            [*flat, keys, values], scale, inputs, inputs[WINDOW] if layer in sliding else window
-        )
+        attention = _paged_attention([*flat, keys, values], scale, of_sliding if layer in sliding else inputs)
         info = attention.get_rt_info()
         info["num_k_heads"] = info["num_v_heads"] = kv_heads
         info["k_head_size"] = info["v_head_size"] = head_dim
@@ -142,7 +145,7 @@ def _is_token_input(port: Any) -> bool:
     return any(name.startswith(names.TOKEN_INPUT) for name in source.get_names())
 
 
-def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], window: Any) -> Any:
+def _paged_attention(first: list[Any], scale: Any, inputs: Mapping[str, Any]) -> Any:
     from openvino import opset13 as ops
 
     refusal = f"this release of OpenVINO cannot attend over blocks; {pip_install()} -U openvino"
@@ -155,7 +158,7 @@ def _paged_attention(first: list[Any], scale: Any, inputs: dict[str, Any], windo
     if IMAGES in inputs:
         after[OF_IMAGES], fewest = inputs[IMAGES], OF_IMAGES + 1
     nodes = [*first, *(inputs[name] for name in (PAST, BEGINS, BLOCKS, BLOCK_BEGINS))]
-    rest = [window, *before, inputs[FILLED], inputs[SCORED], *after]
+    rest = [inputs[WINDOW], *before, inputs[FILLED], inputs[SCORED], *after]
     values = [*(node.output(0) for node in nodes), scale, *(node.output(0) for node in rest)]
     for count in range(
         len(values), len(values) - len(after) + fewest - 1, -1

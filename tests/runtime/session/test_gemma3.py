@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
 from vtx.runtime.api.stream import AnswerStream
+from vtx.runtime.backends.openvino import cache as openvino_cache
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.errors import BundleError, CheckpointError, RequestError, UnsupportedModelError
 from vtx.runtime.scheduler.batching import Batching
@@ -91,6 +93,24 @@ def test_windows_over_gaps_within_an_image_are_refused_on_openvino(reduced: Mode
         with pytest.raises(RequestError, match="different numbers of slots"):
             Talk(reduced).ask(messages, images, METHODS[0], 1)
     assert Talk(reduced).ask(messages, images, Method(), 1).ids
+
+
+@pytest.mark.dialects("plain")
+def test_a_question_behind_a_withdrawn_image_goes_in_few_runs_on_openvino(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its tokens sees another number of slots in layers that slide: the image left its slots behind."""
+    pytest.importorskip("openvino")
+    runs = Counter[str]()
+    for name in ("run_row", "run_request"):
+        run = getattr(openvino_cache, name)
+        monkeypatch.setattr(openvino_cache, name, lambda *given, run=run: (runs.update(["run"]), run(*given))[1])
+    with load(folder, device="openvino", threads=THREADS) as model, model.open(random_image(0)) as conversation:
+        conversation.ask(QUESTIONS[0], 2, Options(1))
+        runs.clear()
+        conversation.ask(QUESTIONS[1], 2, Options(1))
+        stages = len(model.manifest.stages)
+    assert 0 < runs["run"] <= 4 * stages
 
 
 @pytest.mark.parametrize("k", [None, 4])

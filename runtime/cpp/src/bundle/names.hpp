@@ -65,6 +65,7 @@ inline constexpr char kPagedBegins[] = "subsequence_begins";
 inline constexpr char kPagedBlocks[] = "block_indices";
 inline constexpr char kPagedBlockBegins[] = "block_indices_begins";
 inline constexpr char kPagedFilled[] = "max_context_len";
+inline constexpr char kPagedSliding[] = "sliding.";
 inline constexpr char kPagedWindow[] = "window";
 inline constexpr char kPagedImages[] = "token_types";
 inline constexpr char kPagedRows[] = "rows";

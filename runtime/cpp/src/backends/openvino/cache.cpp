@@ -82,11 +82,9 @@ OpenvinoStageCache::OpenvinoStageCache(const OpenvinoCacheContext& context, cons
       set(names::kPastKey + layer, context.kv, shape, row(2 * index, 0, 0));
       set(names::kPastValue + layer, context.kv, shape, row(2 * index + 1, 0, 0));
     }
-    set(names::kPagedPast, Type::i32, {1}, past_);
     set(names::kPagedBegins, Type::i32, {2}, run_begins_);
-    set(names::kPagedFilled, Type::i32, {}, &filled_);
-    set(names::kPagedBlockBegins, Type::i32, {2}, block_begins_);
-    if (slides()) set(names::kPagedWindow, Type::i32, {}, &window_);
+    set_slots(slots_);
+    if (slides()) set(names::kPagedWindow, Type::i32, {}, &window_), set_slots(slots_of_sliding_);
   });
 }
 
@@ -166,18 +164,46 @@ void OpenvinoStageCache::bind(size_t first, size_t count, const TokenStates& tok
   set(names::kHiddenOut, Type::f32, {found, static_cast<int64_t>(tokens.hidden.width)}, out);
 }
 
-// Tells the attention that `count` tokens go behind the `before` filled slots. Its buffers fit the blocks in use: more
-// would overflow them.
-void OpenvinoStageCache::place(int64_t before, int64_t count) {
-  past_[0] = static_cast<int32_t>(before);
-  run_begins_[1] = static_cast<int32_t>(count);
-  filled_ = static_cast<int32_t>(before + count);
-  auto blocks = static_cast<int32_t>(blocks_of(filled_));
-  if (blocks != block_begins_[1]) {
-    block_begins_[1] = 0;  // until it is set
-    set(names::kPagedBlocks, Type::i32, {blocks}, block_numbers_.data());
-    block_begins_[1] = blocks;
+void OpenvinoStageCache::set_slots(RunSlots& slots) {
+  set(slots.prefix + names::kPagedPast, Type::i32, {1}, slots.past);
+  set(slots.prefix + names::kPagedFilled, Type::i32, {}, &slots.filled);
+  set(slots.prefix + names::kPagedBlockBegins, Type::i32, {2}, slots.block_begins);
+}
+
+// The attention's buffers fit the blocks in use: more would overflow them.
+void OpenvinoStageCache::place_slots(RunSlots& slots, int64_t before, int64_t count, int64_t first_block) {
+  slots.past[0] = static_cast<int32_t>(before);
+  slots.filled = static_cast<int32_t>(before + count);
+  auto blocks = static_cast<int32_t>(blocks_of(slots.filled));
+  if (blocks == slots.block_begins[1] && first_block == slots.first) return;
+  slots.block_begins[1] = 0;  // until it is set
+  set(slots.prefix + names::kPagedBlocks, Type::i32, {blocks}, block_numbers_.data() + first_block);
+  slots.block_begins[1] = blocks;
+  slots.first = first_block;
+}
+
+void OpenvinoStageCache::copy_sliding(int64_t first, int64_t end, int64_t distance) {
+  for (size_t plane = 0; plane < planes_of(spec_); ++plane) {
+    if (!context_.manifest.model.slides(spec_.cached[plane / 2])) continue;
+    for (int64_t slot = first; slot < end; ++slot)
+      for (size_t head = 0; head < heads_; ++head)
+        std::memcpy(row(plane, slot + distance, head), row(plane, slot, head), head_bytes(plane));
   }
+}
+
+void OpenvinoStageCache::run_at(const Run& run, int64_t before, size_t count) {
+  const auto tokens = static_cast<int64_t>(count);
+  const int64_t filled = before + tokens, block = run.from > 0 ? static_cast<int64_t>(blocks_of(filled)) : 0;
+  const int64_t distance = block * names::kPagedBlock - run.from;
+  run_begins_[1] = static_cast<int32_t>(count);
+  place_slots(slots_, before, tokens, 0);
+  if (slides()) {
+    window_ = run.window;
+    place_slots(slots_of_sliding_, before - run.from, tokens, block);
+  }
+  if (run.from > 0) copy_sliding(run.from, before, distance);
+  run_request(before, count);
+  if (run.from > 0) copy_sliding(before + distance, filled + distance, -distance);
 }
 
 std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStates& tokens,
@@ -185,18 +211,26 @@ std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::windows(const TokenStat
   const size_t count = tokens.count();
   if (!slides()) return {{count, 0}};
   const Ids firsts = first_slots(positions, length + static_cast<int64_t>(count));
-  std::vector<Run> out;
   Ids seen;
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t own = length + static_cast<int64_t>(i);
-    seen.push_back(firsts[i] > 0 ? own - firsts[i] + 1 : 0);
-    if (i > 0 && seen[i] != seen[i - 1]) out.push_back({i, static_cast<int32_t>(seen[i - 1])});
+  for (size_t i = 0; i < count; ++i) seen.push_back(firsts[i] > 0 ? length + static_cast<int64_t>(i) - firsts[i] + 1 : 0);
+  auto end_of_equal = [count](const Ids& values, size_t first) {
+    size_t end = first;
+    while (end < count && values[end] == values[first]) ++end;
+    return end;
+  };
+  std::vector<Run> out;
+  for (size_t first = 0; first < count; first = out.back().end) {
+    size_t end = end_of_equal(seen, first);
+    const int64_t last = length + static_cast<int64_t>(end) - 1;
+    if (seen[first] == 0 && end < count && last < seen[end]) end = end_of_equal(seen, end);  // these see fewer than the next
+    const size_t end_from = firsts[first] > 0 ? end_of_equal(firsts, first) : 0;
+    const int64_t filled = length + static_cast<int64_t>(end_from);
+    if (end_from > end && blocks_of(filled) + blocks_of(filled - firsts[first]) <= blocks_)
+      out.push_back({end_from, 0, firsts[first]});
+    else
+      out.push_back({end, static_cast<int32_t>(seen[end - 1])});
   }
-  out.push_back({count, static_cast<int32_t>(seen.empty() ? 0 : seen.back())});
-  if (out.size() > 1 && seen[0] == 0) {  // the first see fewer slots than the next
-    const int64_t last = length + static_cast<int64_t>(out.front().end) - 1;
-    if (last < seen[out.front().end]) out.erase(out.begin());
-  }
+  if (out.empty()) out.push_back({count});
   for (const Run& run : out)
     if (begin_of_group(tokens, run.end) != run.end)
       fail(Kind::request, "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that ",
@@ -209,7 +243,7 @@ std::vector<OpenvinoStageCache::Run> OpenvinoStageCache::runs(const TokenStates&
   std::vector<Run> out;
   size_t first = 0;
   for (const Run& run : windows(tokens, positions)) {
-    for (size_t end : run_ends(tokens, first, run.end, context_.most_rows)) out.push_back({end, run.window});
+    for (size_t end : run_ends(tokens, first, run.end, context_.most_rows)) out.push_back({end, run.window, run.from});
     first = run.end;
   }
   return out;
@@ -226,10 +260,7 @@ void OpenvinoStageCache::run_parts(const TokenStates& tokens, const RopeRows& ro
       mine.push_back(static_cast<int32_t>(outputs[next] - static_cast<int64_t>(first)));
     if (mine.empty()) mine.push_back(0);
     bind(first, count, tokens, rope, mine, next == found ? unread.row(0) : out.row(found));
-    const int64_t before = length + static_cast<int64_t>(first);
-    place(before, static_cast<int64_t>(count));
-    window_ = run.window;
-    run_request(before, count);
+    run_at(run, length + static_cast<int64_t>(first), count);
     if (queries) take_queries(first, count, *queries);
     first = run.end, found = next;
   }
@@ -259,9 +290,7 @@ Rows OpenvinoStageCache::run(const TokenStates& tokens, const Positions& positio
       token_rope_.rows[0] = rope.rows[0];
       if (!token_bound_) bind(0, 1, token_, token_rope_, token_asked_, token_out_.row(0));
       token_bound_ = true;
-      place(length, 1);
-      window_ = parts.front().window;
-      run_request(length, 1);
+      run_at(parts.front(), length, 1);
       out.data = token_out_.data;
     } else {
       run_parts(tokens, rope, wanted, parts, out, query ? &query_ : nullptr);

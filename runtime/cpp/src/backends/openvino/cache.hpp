@@ -50,13 +50,21 @@ class OpenvinoStageCache : public StageCache {
   void put_kv(const Ids& slots, const SavedSlots& kv, int64_t filled) override;
 
  private:
-  // Where a run ends, and the slots that its tokens see in layers that slide; 0: all.
+  // Where a run ends, and the slots that its tokens see in layers that slide: so many, or all from `from` on; 0: all.
   struct Run {
     size_t end;
-    int32_t window;
+    int32_t window = 0;
+    int64_t from = 0;
   };
-  // Runs of tokens that see the same number of slots in layers that slide, before they are cut to the number of one run.
-  // Throws Error(request): the tokens of an image would have to go in several.
+  // Inputs of attention that say which blocks have a run's slots.
+  struct RunSlots {
+    std::string prefix;
+    int32_t past[1] = {}, block_begins[2] = {}, filled = 0;
+    int64_t first = 0;  // block
+  };
+  // As few runs as the engine allows, before they are cut to the number of one run. Where tokens see all slots from one on,
+  // as behind an image that was withdrawn, these are copied to blocks that nothing else is in. Throws Error(request): the
+  // tokens of an image would have to go in several.
   std::vector<Run> windows(const TokenStates& tokens, const Positions& positions) const;
   std::vector<Run> runs(const TokenStates& tokens, const Positions& positions) const;
   void set(const std::string& name, openvino::Type type, const Ids& shape, const void* data);
@@ -70,7 +78,12 @@ class OpenvinoStageCache : public StageCache {
   // them are `asked` for, and where these go.
   void bind(size_t first, size_t count, const TokenStates& tokens, const RopeRows& rope, const std::vector<int32_t>& asked,
             float* out);
-  void place(int64_t before, int64_t count);
+  void set_slots(RunSlots& slots);
+  void place_slots(RunSlots& slots, int64_t before, int64_t count, int64_t first_block);
+  // Tells attention the slots of a run of `count` tokens behind `before` others, runs it, and takes K and V from copies.
+  void run_at(const Run& run, int64_t before, size_t count);
+  // Copies K and V of layers that slide: slots from `first` to `end`, to those as many as `distance` further on.
+  void copy_sliding(int64_t first, int64_t end, int64_t distance);
   size_t head_bytes(size_t plane) const { return context_.slot_width(spec_.cached[plane / 2]) * context_.element_bytes(); }
   static std::vector<size_t> plane_bytes(const OpenvinoCacheContext& context, const StageSpec& spec, int64_t slots);
   // The bytes of a slot's row of one head; `plane` counts layers and, in each, K and V.
@@ -92,7 +105,8 @@ class OpenvinoStageCache : public StageCache {
   ZeroedPages memory_;
   std::unique_ptr<openvino::Request> request_, for_many_;
   openvino::Request* ran_;  // last
-  int32_t past_[1] = {}, run_begins_[2] = {}, block_begins_[2] = {}, filled_ = 0, window_ = 0;
+  int32_t run_begins_[2] = {}, window_ = 0;
+  RunSlots slots_, slots_of_sliding_{names::kPagedSliding};
   std::vector<int32_t> images_;  // of each token of a run: 1 where those beside it with a 1 see it, and it sees them
   std::vector<int32_t> block_numbers_;
   Rows query_;

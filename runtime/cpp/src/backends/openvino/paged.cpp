@@ -116,12 +116,13 @@ bool is_token_input(Value value) {
 class Pager {
  public:
   Pager(ov::Model& model, int64_t heads)
-      : model_(model), heads_(heads), template_(make_template()), past_(say(names::kPagedPast, {1})),
-        begins_(say(names::kPagedBegins, {2})), blocks_(say(names::kPagedBlocks, {-1})),
-        block_begins_(say(names::kPagedBlockBegins, {2})), filled_(say(names::kPagedFilled, {})) {}
+      : model_(model), heads_(heads), template_(make_template()), begins_(say(names::kPagedBegins, {2})), of_all_(say_slots("")) {}
 
   // Has inputs for windows, and for tokens that see each other both ways.
-  void add_windows() { window_ = say(names::kPagedWindow, {}); }
+  void add_windows() {
+    window_ = say(names::kPagedWindow, {});
+    of_sliding_ = say_slots(names::kPagedSliding);
+  }
   void add_images() {
     images_ = say(names::kPagedImages, {-1});
     if (template_->get_input_size() <= kImagesInput)
@@ -143,19 +144,20 @@ class Pager {
       query = scaled(query, *scales, heads_, head_dim, false);
       key = scaled(key, *scales, kv_heads, head_dim, true);
     }
+    const Slots& slots = slides ? of_sliding_ : of_all_;
     ov::OutputVector given = template_->input_values();
     ov::OutputVector ours{joined(query, heads_, head_dim),
                           joined(key, kv_heads, head_dim),
                           joined(value, kv_heads, head_dim),
                           keys,
                           values,
-                          past_,
+                          slots.past,
                           begins_,
-                          blocks_,
-                          block_begins_};
+                          slots.blocks,
+                          slots.block_begins};
     std::copy(ours.begin(), ours.end(), given.begin());
     given[kScaleInput] = scale;
-    given[kFilledInput] = filled_;
+    given[kFilledInput] = slots.filled;
     if (slides) given[kWindowInput] = window_;
     if (images_.get_node()) given[kImagesInput] = images_;
     NodePtr attention = template_->clone_with_new_inputs(given);
@@ -168,6 +170,16 @@ class Pager {
   }
 
  private:
+  // Inputs that say where the slots of a run are.
+  struct Slots {
+    Value past, blocks, block_begins, filled;
+  };
+
+  Slots say_slots(const std::string& prefix) {
+    return {say(prefix + names::kPagedPast, {1}), say(prefix + names::kPagedBlocks, {-1}),
+            say(prefix + names::kPagedBlockBegins, {2}), say(prefix + names::kPagedFilled, {})};
+  }
+
   Value say(const std::string& name, const ov::PartialShape& shape) { return add(parameter(name, shape, ov::element::i32)); }
 
   Value add(const std::shared_ptr<ops::Parameter>& made) {
@@ -215,7 +227,8 @@ class Pager {
   ov::Model& model_;
   int64_t heads_;
   NodePtr template_;
-  Value past_, begins_, blocks_, block_begins_, filled_, window_, images_;
+  Value begins_, window_, images_;
+  Slots of_all_, of_sliding_;
 };
 
 }  // namespace

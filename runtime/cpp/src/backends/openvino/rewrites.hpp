@@ -43,8 +43,8 @@ std::unique_ptr<Dropping> letting_go(const ov::Model& model);
 // Replaces each softmax(q k^T * scale + mask) v, which these layers have, and the caches that it grows, by one operator that
 // fills blocks. Caches become inputs, named as they were, [blocks, kv_heads, slots of a block, head_dim],
 // which the operator writes into; in which type, the engine's settings say. A row sees its own slot and those before, as the
-// mask said; in layers `sliding` the last of these alone, as many as the input names::kPagedWindow says. `windows`: the
-// model has such layers, here or in other stages. `both_ways`: tokens with a 1 in the input names::kPagedImages also see
+// mask said; in layers `sliding` the last of these alone, as many as the input names::kPagedWindow says, in the blocks
+// that inputs behind names::kPagedSliding say. `windows`: the model has such layers, here or in other stages. `both_ways`: tokens with a 1 in the input names::kPagedImages also see
 // those that follow. Keys are divided by `key_scales` [kv_heads, head_dim] of their layer, and queries multiplied: products
 // stay, and channels have one range. Throws std::runtime_error where attention is written in another way than vtx writes it.
 void page_caches(ov::Model& model, const std::vector<int64_t>& layers, int64_t heads, const std::set<int64_t>& sliding,
