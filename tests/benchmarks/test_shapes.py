@@ -44,6 +44,14 @@ SMALLER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "lightonocr-1b": (HEADS | {"num_hidden_layers": 4, "head_dim": 16},
                       {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 280}),
     "glm-ocr": (HEADS | {"num_hidden_layers": 4}, {"depth": 2, "num_heads": 2, "out_hidden_size": 64}),
+    "qwen3.5-35b-a3b": (
+        HEADS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                 "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
+                 "shared_expert_intermediate_size": 32, "num_experts": 16},
+        {"depth": 2, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "ministral3-3b": (HEADS | {"num_hidden_layers": 4, "head_dim": 16},
+                      {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 280}),
 }  # fmt: skip
 
 
