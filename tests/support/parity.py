@@ -86,9 +86,13 @@ def assert_every_k(
 
 
 def assert_chat_as_reference(
-    model: Model, judge: Reference, pictures: Sequence[Image.Image], k: int | None, tolerance: float = TOLERANCE,
+    model: Model,
+    judge: Reference,
+    pictures: Sequence[Image.Image],
+    k: int | None,
+    tolerance: float = TOLERANCE,
     exact: ExactReference | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Three turns of a chat, each given `judge`'s answer to the whole of it, drafts of prompt lookup among them.
 
     Where two experts nearly tie, float32's rounding decides which one a router chooses, in the reference, too. An
