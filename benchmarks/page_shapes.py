@@ -151,7 +151,9 @@ def _qwen3_vl_moe() -> Shape:
         "tie_word_embeddings": False, "text_config": text, "vision_config": vision,
     }  # fmt: skip
     assumed = "2 of 48 layers, 2 of 3 maps"
-    return replace(dense, title="Qwen3-VL-30B-A3B", config=config, k=2, assumed=assumed, source=SOURCE, torch=True)
+    return replace(
+        dense, title="Qwen3-VL-30B-A3B, 2 layers", config=config, k=2, assumed=assumed, source=SOURCE, torch=True
+    )
 
 
 def _qwen3_5_moe() -> Shape:
@@ -186,7 +188,9 @@ def _qwen3_5_moe() -> Shape:
         "vision_config": vision,
     }
     assumed = "4 of 40 layers: 3 linear, 1 full"
-    return replace(dense, title="Qwen3.5-35B-A3B", config=config, k=3, assumed=assumed, source=SOURCE, torch=True)
+    return replace(
+        dense, title="Qwen3.5-35B-A3B, 4 layers", config=config, k=3, assumed=assumed, source=SOURCE, torch=True
+    )
 
 
 def _ministral3() -> Shape:

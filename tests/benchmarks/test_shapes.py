@@ -130,11 +130,12 @@ def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -
     records.add("make", name, parameters=10**9)
     records.add("export", name, k=10, bundle=10**9, peak_rss=10**9, memory="1 GB", predicted="1 GB")
     other = {"table": "shapes-export", "row": ["another"]}
-    old = {"table": "pages-export", "row": ["old"]}
-    lines = shapes.result_lines([other, old], records, {**SHAPES, **PAGE_SHAPES})
-    assert [line["table"] for line in lines] == ["shapes-export", "pages-export", "pages-export"]
+    old = [{"table": "pages-export", "row": [title]} for title in ("LightOnOCR 1B", "GLM-OCR 0.9B", "nobody knows")]
+    lines = shapes.result_lines([other, *old], records, {**SHAPES, **PAGE_SHAPES})
+    assert [line["table"] for line in lines] == ["shapes-export", *["pages-export"] * 3]
     assert lines[0] == other
-    assert lines[2]["row"][0] == "LightOnOCR 1B"
+    assert lines[2] == old[1]
+    assert lines[3]["row"][:2] == ["LightOnOCR 1B", "1.00 billion"]
 
 
 @pytest.mark.parametrize("name", [*PAGE_SHAPES])
