@@ -25,6 +25,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 IMAGES = "observation.images."
+UNUSED = ".lm_head."  # in a policy's class, and left out of the checkpoint: nobody asks for words
 
 
 def configuration(robot: Robot, base: Path) -> Any:
@@ -62,12 +63,12 @@ def steps(robot: Robot, config: Any, base: Path) -> Any:
 
 
 def describe(robot: Robot, folder: Path) -> None:
-    """Write the files that LeRobot saves, and the names and shapes of the policy's tensors, which have no values."""
+    """Write the files that LeRobot saves, and the names and shapes of the tensors that act, which have no values."""
     base = folder / robot.name
     config = configuration(robot, base)
     with torch.device("meta"), mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
         state = build(robot, config).state_dict()
-    shapes = {f"model.{name.removeprefix('model.')}": list(tensor.shape) for name, tensor in state.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in state.items() if UNUSED not in name}
     config.save_pretrained(folder)
     for part in steps(robot, config, base):
         part.save_pretrained(folder)
@@ -84,9 +85,9 @@ def measure(robot: Robot, folder: Path, threads: int) -> dict[str, Any]:
     policy = build(robot, config)
     state = policy.state_dict()
     with safe_open(folder / "model.safetensors", "pt") as file:
-        assert {*file.keys()} == {*state}
-        for name, value in state.items():
-            value.copy_(file.get_tensor(name))
+        assert {*file.keys()} == {name for name in state if UNUSED not in name}
+        for name in file.keys():  # noqa: SIM118  not a mapping
+            state[name].copy_(file.get_tensor(name))
     policy = policy.float().eval()
     before, after = steps(robot, config, base)
 
