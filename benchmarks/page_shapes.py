@@ -1,4 +1,4 @@
-"""Readers of pages, LFM3-VL and two layers of a mixture at their published sizes, beside transformers.
+"""Readers of pages, LFM3-VL, Ministral 3 and a few layers of mixtures at their published sizes, beside transformers.
 
 What a configuration leaves out is the default of transformers' classes, as in the published files.
 """
@@ -16,6 +16,11 @@ HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TURNS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24]}
 SOURCE = "transformers' classes"
+BRACKETS = (
+    "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST]{% endif %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}[IMG]{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '[/INST]' if m['role'] == 'user' else '</s>' }}{% endfor %}"
+)
 
 
 def _shape(
@@ -146,7 +151,129 @@ def _qwen3_vl_moe() -> Shape:
         "tie_word_embeddings": False, "text_config": text, "vision_config": vision,
     }  # fmt: skip
     assumed = "2 of 48 layers, 2 of 3 maps"
-    return replace(dense, title="Qwen3-VL-30B-A3B", config=config, k=2, assumed=assumed, source=SOURCE, torch=True)
+    return replace(
+        dense, title="Qwen3-VL-30B-A3B, 2 layers", config=config, k=2, assumed=assumed, source=SOURCE, torch=True
+    )
+
+
+def _qwen3_5_moe() -> Shape:
+    dense = SHAPES["qwen3.5-2b"]
+    text = {
+        **dense.config["text_config"],
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "layer_types": dense.config["text_config"]["layer_types"][:4],
+        "tie_word_embeddings": False,
+    }
+    del text["intermediate_size"]
+    vision = {
+        **dense.config["vision_config"],
+        "model_type": "qwen3_5_moe_vision",
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+    }
+    config = {
+        **dense.config,
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": text,
+        "vision_config": vision,
+    }
+    assumed = "4 of 40 layers: 3 linear, 1 full"
+    return replace(
+        dense, title="Qwen3.5-35B-A3B, 4 layers", config=config, k=3, assumed=assumed, source=SOURCE, torch=True
+    )
+
+
+def _ministral3() -> Shape:
+    rope = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16384,
+    }
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "dtype": "bfloat16",
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "ministral3",
+            "vocab_size": 131072,
+            "hidden_size": 3072,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "rope_parameters": rope,
+        },
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "image_size": 1540,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "patch_size": 14,
+            "head_dim": 64,
+        },
+    }
+    images = CLIP | {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": 14, "width": 14},
+        "size": {"longest_edge": 1540},
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+    }
+    marks = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    processor = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2, **marks}
+    return Shape(
+        "Ministral 3 3B",
+        config,
+        {
+            "<unk>": 0,
+            "<s>": 1,
+            "</s>": 2,
+            "[INST]": 3,
+            "[/INST]": 4,
+            "[IMG]": 10,
+            "<pad>": 11,
+            "[IMG_BREAK]": 12,
+            "[IMG_END]": 13,
+        },
+        {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"},
+        BRACKETS,
+        "[IMG]",
+        {"preprocessor_config.json": images, "processor_config.json": processor},
+        k=9,
+        picture=784,
+        source="published configuration",
+        torch=True,
+    )
 
 
 PAGE_SHAPES: Mapping[str, Shape] = {
@@ -155,4 +282,6 @@ PAGE_SHAPES: Mapping[str, Shape] = {
     "glm-ocr": _glm_ocr(),
     "lfm3-vl-2b": _lfm3_vl(),
     "qwen3-vl-30b-a3b": _qwen3_vl_moe(),
+    "qwen3.5-35b-a3b": _qwen3_5_moe(),
+    "ministral3-3b": _ministral3(),
 }

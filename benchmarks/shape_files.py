@@ -456,7 +456,7 @@ def _distribution(name: str, dims: tuple[int, ...], shape: Shape) -> tuple[float
     if name.endswith("layer_scalar"):
         return 1.0, 0.0
     if "norm" in name and name.endswith("weight"):
-        if family == "qwen3_5" and "language_model" in name and "linear_attn" not in name:
+        if family.startswith("qwen3_5") and "language_model" in name and "linear_attn" not in name:
             return 0.0, 0.05  # its norms multiply by 1 more
         alone = family == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight"))
         return (0.5 if alone else 1.0), 0.05  # alone: its attention has no other scale

@@ -347,8 +347,8 @@ def report(args: argparse.Namespace, records: Records) -> None:
 
 
 def result_lines(kept: list[dict[str, Any]], records: Records, shapes: dict[str, Shape]) -> list[dict[str, Any]]:
-    """The lines of TABLES: those of `kept` whose table has no new rows, and the new ones."""
-    made = tables(records, shapes)
+    """The lines of TABLES: those of `kept` of other tables and other shapes, and the new ones."""
+    made, titles = tables(records, shapes), {shape.title for shape in shapes.values()}
     lines = [line for line in kept if line["table"] not in made]
     for table, rows in made.items():
         step = "export" if table.endswith("-export") else "run"
@@ -357,6 +357,8 @@ def result_lines(kept: list[dict[str, Any]], records: Records, shapes: dict[str,
         versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
         about = f"Random weights, int4. {machine['cpu']}; {versions}"
         lines.append({"table": table, "columns": rows[0], "align": ["---"] * len(rows[0]), "caption": about})
+        others = titles - {row[0] for row in rows[1:]}
+        lines += [line for line in kept if line["table"] == table and line.get("row", [""])[0] in others]
         lines += [{"table": table, "row": row} for row in rows[1:]]
     return lines
 

@@ -44,6 +44,14 @@ SMALLER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "lightonocr-1b": (HEADS | {"num_hidden_layers": 4, "head_dim": 16},
                       {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 280}),
     "glm-ocr": (HEADS | {"num_hidden_layers": 4}, {"depth": 2, "num_heads": 2, "out_hidden_size": 64}),
+    "qwen3.5-35b-a3b": (
+        HEADS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                 "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
+                 "shared_expert_intermediate_size": 32, "num_experts": 16},
+        {"depth": 2, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "ministral3-3b": (HEADS | {"num_hidden_layers": 4, "head_dim": 16},
+                      {"num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 280}),
 }  # fmt: skip
 
 
@@ -122,11 +130,12 @@ def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -
     records.add("make", name, parameters=10**9)
     records.add("export", name, k=10, bundle=10**9, peak_rss=10**9, memory="1 GB", predicted="1 GB")
     other = {"table": "shapes-export", "row": ["another"]}
-    old = {"table": "pages-export", "row": ["old"]}
-    lines = shapes.result_lines([other, old], records, {**SHAPES, **PAGE_SHAPES})
-    assert [line["table"] for line in lines] == ["shapes-export", "pages-export", "pages-export"]
+    old = [{"table": "pages-export", "row": [title]} for title in ("LightOnOCR 1B", "GLM-OCR 0.9B", "nobody knows")]
+    lines = shapes.result_lines([other, *old], records, {**SHAPES, **PAGE_SHAPES})
+    assert [line["table"] for line in lines] == ["shapes-export", *["pages-export"] * 3]
     assert lines[0] == other
-    assert lines[2]["row"][0] == "LightOnOCR 1B"
+    assert lines[2] == old[1]
+    assert lines[3]["row"][:2] == ["LightOnOCR 1B", "1.00 billion"]
 
 
 @pytest.mark.parametrize("name", [*PAGE_SHAPES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ def in_float64() -> Iterator[None]:
 
 
 class ExactReference:
-    """A checkpoint's reference whose weights, tables, norms and softmax are float64."""
+    """A checkpoint's reference whose weights, tables, norms and softmax are float64, loaded when it is first asked."""
 
     def __init__(self, folder: Path) -> None:
-        with in_float64():
-            self._reference = Reference(folder, torch.float64)
+        self._folder = folder
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return Reference(self._folder, torch.float64)
 
     def greedy(self, inputs: Inputs, k: int | None, n: int) -> Greedy:
         """As `Reference.greedy`, with logits in float64."""

@@ -135,8 +135,7 @@ def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statemen
     images = [random_image(seed + number, size) for number, size in enumerate(sizes)]
     specs, worst, sure = tuple(map(word, methods)), 0.0, 0
     folder = export(checkpoint, tmp_path / "bundle", ks, reductions=specs, dialects=ORT).folder
-    exact: ExactReference | None = None
-    over, theirs = 0.0, 0.0
+    exact, over, theirs = ExactReference(checkpoint), 0.0, 0.0
     with load(folder, device="cpu", threads=1) as model:
         for pictures in (images[:1], images):
             messages = prompt_messages(QUESTION, len(pictures))
@@ -155,7 +154,6 @@ def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statemen
                     references.append(logits.numpy())
                 apart = max(float(np.abs(found.logits - each).max()) for each in references)
                 if apart >= TOLERANCE:  # a model may be that sensitive to rounding, the reference's too
-                    exact = exact or ExactReference(checkpoint)
                     own, *others = from_exact(exact.greedy(inputs, k, STEPS), wanted, found.logits, *references)
                     allowed = max(TOLERANCE, ROUNDING * max(others))
                     assert own < allowed, f"K = {k}: {own:.1e} from float64, transformers {max(others):.1e}"
@@ -169,7 +167,7 @@ def test_a_random_configuration_answers_as_transformers_and_at_k_as_the_statemen
         if methods or tiny.family == "paligemma":  # chats would use what was exported, or there are none
             return
         assert_later_equal_fresh(model, images[:1], draw.choice([None, *ks]), tolerance=tolerance)
-        assert_chat_as_reference(model, judge, images, draw.choice([None, *ks]), tolerance)
+        assert_chat_as_reference(model, judge, images, draw.choice([None, *ks]), tolerance, exact)
     beside = f" ({over:.1e} from float64 where transformers is {theirs:.1e} from it)" if over else ""
     print(f"{family.__name__} {seed}: largest difference {worst:.1e}{beside}, {sure} of {2 * len(ks) + 2} answers sure")
 
