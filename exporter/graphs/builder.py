@@ -25,6 +25,12 @@ ELEMENT_TYPES = {
     "I8": ir.DataType.INT8,
     "I4": ir.DataType.INT4,
 }
+# onnx_ir tells an attribute's type slowly, by protocols.
+ATTRIBUTES: Mapping[type, Callable[[str, Any], ir.Attr]] = {
+    int: ir.AttrInt64,
+    float: ir.AttrFloat32,
+    str: ir.AttrString,
+}
 Shape = Sequence[int | str]
 
 
@@ -72,7 +78,8 @@ class Builder:
     def ops(
         self, kind: str, *inputs: ir.Value | None, outputs: int, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        node = ir.node(kind, list(inputs), attributes or None, domain=domain, num_outputs=outputs)
+        known = {n: ATTRIBUTES[type(value)](n, value) for n, value in attributes.items() if type(value) in ATTRIBUTES}
+        node = ir.node(kind, list(inputs), {**attributes, **known} or None, domain=domain, num_outputs=outputs)
         node.name = f"{kind}_{self._count}"
         self._count = self._count + 1
         for number, value in enumerate(node.outputs):

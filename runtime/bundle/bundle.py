@@ -126,7 +126,8 @@ class Bundle:
             for file in files:
                 if file not in self._checked:
                     self.check_file(file, whole=self.key is not None)
-                self._open(file, same=True).close()
+                if not self._is_checked(file):  # says what is wrong
+                    self._open(file, same=True).close()
             if not yielded:
                 yield self.folder / name
 
@@ -154,6 +155,15 @@ class Bundle:
             file.close()
             raise BundleError(problem)
         return file
+
+    def _is_checked(self, name: str) -> bool:
+        """True if the name leads to the very file that was checked, and no link to it; found without opening it."""
+        path = self.folder / name
+        try:
+            same = Identity.of(os.lstat(path)) == self._checked[name]
+        except OSError:
+            return False
+        return same and not any((self.folder / part).is_symlink() for part in Path(name).parents[:-1])
 
     def check_file(self, name: str, *, whole: bool, progress: Callable[[int], None] = lambda _: None) -> None:
         record = self.manifest.files[name]

@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import CodeType
 from typing import Any
 
 from jinja2 import nodes
@@ -46,7 +47,9 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise LimitError(f"the chat template has {len(source):,} characters, the limit is {MAX_SOURCE:,}; {CURE}")
         try:
-            self._compiled = _Environment(now).from_string(source)
+            environment = _Environment(now)
+            names = environment.make_globals(None)
+            self._compiled = environment.template_class.from_code(environment, _code(source), names)
         except Exception as error:
             raise TemplateError(f"the chat template cannot be compiled: {_one_line(error)}; {CURE}") from error
 
@@ -188,6 +191,12 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+@lru_cache(16)
+def _code(source: str) -> CodeType:
+    """A template compiled, which takes as long as all else of it: whoever loads a model twice need not wait twice."""
+    return _Environment(datetime.now).compile(source)
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from vtx.runtime.backends.allocation import returning_memory
 from vtx.runtime.backends.backend import NOTHING, DeviceState
 from vtx.runtime.backends.failures import cache_failure
 from vtx.runtime.backends.host_graphs import HostBackend
@@ -59,7 +61,8 @@ class OrtBackend(HostBackend):
         loads.append(partial(loader.load, files.head, graphs.head(m, self.dialect)))
         # The head may be as large as many layers.
         sizes = [*(spec.layers for spec in m.stages), m.model.tower.layers, m.model.layers]
-        *stages, self._towers[files.vision], self._head = load_each(loads, self.threads if roomy else 1, sizes)
+        with returning_memory(at_once=False) if roomy else nullcontext():  # once, after the last of them
+            *stages, self._towers[files.vision], self._head = load_each(loads, self.threads if roomy else 1, sizes)
         self._gates = {k: light.load(file, graphs.gate(m)) for k, file in m.gate_files(self.dialect).items()}
         self._score = score = loader.load(files.score, graphs.score(m, self.dialect)) if files.score else None
         tables = read_rope(bundle)

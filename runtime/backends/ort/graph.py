@@ -23,7 +23,7 @@ ENGINE = "onnxruntime"
 class OrtLoader:
     """Loads graphs of a bundle with the same options on the same providers.
 
-    `roomy`: memory freed while packing is returned after each graph and not at once, which takes less time.
+    `roomy`: memory freed while packing is returned after each graph, or after all, and not at once: it takes less time.
     """
 
     ort: Any

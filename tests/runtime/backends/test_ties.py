@@ -70,6 +70,7 @@ def test_the_part_of_the_image_is_the_one_whose_experts_are_the_farthest_apart(t
     assert max(check.difference for check in logits) < NOISE
 
 
+@pytest.mark.slow
 def test_a_tie_within_an_engines_rounding_is_judged_by_one_that_rounds_less(tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     _, bundle = export(QWEN35_EXPERTS, tmp_path, "int4", 1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -182,6 +183,11 @@ def test_loops_end_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert len(errors) == 1
+
+
+def test_each_template_of_one_text_has_its_own_date() -> None:
+    dated = [ChatTemplate("{{ strftime_now('%Y') }}", lambda year=year: datetime(year, 1, 1)) for year in (2001, 2002)]
+    assert [template.render((), {}, add_generation_prompt=True) for template in dated] == ["2001", "2002"]
 
 
 def test_a_template_that_failed_works_the_next_time() -> None:

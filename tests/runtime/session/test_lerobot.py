@@ -83,6 +83,7 @@ def test_openvino_gives_the_same_actions(model: Model, smolvla: Path) -> None:
             assert_near(found[0], found[1], TOLERANCE)
 
 
+@pytest.mark.slow
 def test_openvino_gives_the_same_actions_of_adaptive_norms(tmp_path: Path, tiny_pi: None) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     wanted = recorded()["pi05"]

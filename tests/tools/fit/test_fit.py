@@ -95,16 +95,19 @@ def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: B
     # the share of changed answers, counted anew on the questions held out
     held_out = asking.split(asking.Questions.of(asking_data(questions)), 0)[1]
     with load(bundle.folder, device="cpu", threads=1) as model:
-        for evidence in report["evidence"]:
-            how = evidence["configuration"]
-            changed = 0
+
+        def texts(k: int | None, reduce: str, rest: int | None) -> list[str]:
+            found = list[str]()
             for n in held_out:
                 with model.open(questions.parent / f"{n}.png") as image:
-                    texts = [
-                        plain(image.ask(f"red {n}?", k, reduce=reduce, rest=rest, max_new_tokens=int(TOKENS)).text)
-                        for k, reduce, rest in ((None, "none", None), (how["k"], how["reduce"], how.get("rest")))
-                    ]
-                changed += texts[0] != texts[1]
+                    said = image.ask(f"red {n}?", k, reduce=reduce, rest=rest, max_new_tokens=int(TOKENS))
+                    found.append(plain(said.text))
+            return found
+
+        whole = texts(None, "none", None)
+        for evidence in report["evidence"]:
+            how = evidence["configuration"]
+            changed = sum(map(str.__ne__, whole, texts(how["k"], how["reduce"], how.get("rest"))))
             assert evidence["changed"] == pytest.approx(changed / len(held_out))
 
 
