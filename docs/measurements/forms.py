@@ -48,10 +48,10 @@ def _point(top: int, cell: Mapping[str, str]) -> list[str]:
     y = top + _down(kl)
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
     below = 0 if colour == OURS else 18  # so that neighbours do not hide each other
-    form, _, aware = cell["form"].partition(" activation-")
-    if aware:  # beside the same form without
-        return [dot, TEXT.format(x - 7, y + 14, f'text-anchor="end" style="fill:{colour}"', f"{form} {aware}")]
-    return [dot, TEXT.format(x + 7, y - 4 + below, f'style="fill:{colour}"', form)]
+    name = cell["form"].replace("int4-32@", "@").replace(" activation-", " ")
+    if name.startswith("nncf") or (name.startswith("@") and " " not in name):  # others are right of it
+        return [dot, TEXT.format(x - 7, y + 14, f'text-anchor="end" style="fill:{colour}"', name)]
+    return [dot, TEXT.format(x + 7, y - 4 + below, f'style="fill:{colour}"', name)]
 
 
 def _axes(top: int) -> list[str]:
