@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache, Run
+from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache, SlidingRun
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import (
     BEGINS,
@@ -67,10 +67,7 @@ class OpenvinoStageBatch:
             rest = tokens.part(rows, len(tokens)), positions[rows:], counts[half:]
             return np.concatenate([first, self.append_each(caches[half:], *rest)])
         out = np.empty_like(tokens.hidden)
-        places = _blocks(caches, counts)
-        inputs = self._inputs(tokens, positions, window) | places
-        if self._context.model.sliding is not None:
-            inputs |= {SLIDING + name: places[name] for name in PLACES}
+        inputs = self._inputs(tokens, positions, window) | self._blocks(caches, counts)
         inputs[names.HIDDEN_OUT] = out
         states = [cache.states for cache in caches if cache.states is not None]
         ends = np.ones(1, np.int64)
@@ -119,7 +116,7 @@ class OpenvinoStageBatch:
         """The slots that all of the tokens see in layers that slide; 0: all; None: they cannot go in one run."""
         if self._context.model.sliding is None:
             return 0
-        runs = list[tuple[int, Run]]()
+        runs = list[tuple[int, SlidingRun]]()
         first = 0
         for cache, count in zip(caches, counts, strict=True):
             end = first + count
@@ -130,20 +127,22 @@ class OpenvinoStageBatch:
         fits = all(run.window == window or (not run.window and filled <= window) for filled, run in runs)
         return window if fits and len(runs) == len(caches) and not any(run.first for _, run in runs) else None
 
-
-def _blocks(caches: Sequence[OpenvinoStageCache], counts: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """Have the slots of `counts[n]` new tokens in the n-th cache; inputs that tell a run where all slots are."""
-    past = np.array([cache.length for cache in caches], np.int32)
-    blocks = list[NDArray[np.int32]]()  # of each cache: the numbers in the pool, up to that of its last slot
-    for cache, count in zip(caches, counts, strict=True):
-        assert cache.lane is not None, "it is in no pool"
-        assert cache.length + count <= cache.capacity, "it is full"
-        cache.hold(cache.length, cache.length + count)
-        blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
-    return {
-        PAST: past,
-        BEGINS: np.cumsum([0, *counts], dtype=np.int32),
-        BLOCKS: np.concatenate(blocks),
-        BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
-        FILLED: np.array((past + counts).max(), np.int32),
-    }
+    def _blocks(self, caches: Sequence[OpenvinoStageCache], counts: Sequence[int]) -> dict[str, NDArray[np.int32]]:
+        """Have the slots of `counts[n]` new tokens in the n-th cache; inputs that tell a run where all slots are."""
+        past = np.array([cache.length for cache in caches], np.int32)
+        blocks = list[NDArray[np.int32]]()  # of each cache: the numbers in the pool, up to that of its last slot
+        for cache, count in zip(caches, counts, strict=True):
+            assert cache.lane is not None, "it is in no pool"
+            assert cache.length + count <= cache.capacity, "it is full"
+            cache.hold(cache.length, cache.length + count)
+            blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
+        inputs = {
+            PAST: past,
+            BEGINS: np.cumsum([0, *counts], dtype=np.int32),
+            BLOCKS: np.concatenate(blocks),
+            BLOCK_BEGINS: np.cumsum([0, *map(len, blocks)], dtype=np.int32),
+            FILLED: np.array((past + counts).max(), np.int32),
+        }
+        if self._context.model.sliding is not None:
+            inputs |= {SLIDING + name: inputs[name] for name in PLACES}
+        return inputs

@@ -38,6 +38,7 @@ from vtx.runtime.vision.tokens import HiddenStates, Ids, Scores, TokenStates
 KV_ARRAYS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "u8": np.uint8}
 FEW = 8  # tokens at most that run over the narrow weights if there is a form for many
 ROW_SCALE_BYTES = 8  # both in float32, computed when the slot is written
+Bind = Callable[[str, NDArray[Any]], None]  # gives an input of a request an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,8 @@ class OpenvinoCacheContext:
         return self.shared(array)
 
 
-class Run(NamedTuple):
-    """Tokens up to `end`, which see so many slots in layers that slide, or all from slot `first` on.
-
-    A `window` of 0 is all slots.
-    """
+class SlidingRun(NamedTuple):
+    """Tokens up to `end`, which see `window` slots in layers that slide, or, if it is 0, all from slot `first` on."""
 
     end: int
     window: int = 0
@@ -93,27 +91,30 @@ class Run(NamedTuple):
 class RunSlots:
     """The inputs of attention that say which blocks have a run's slots: those before it, filled, and its own."""
 
-    def __init__(self, bind: Callable[[str, NDArray[Any]], None], prefix: str = "") -> None:
-        self._bind, self._blocks = bind, prefix + BLOCKS
+    def __init__(self, prefix: str = "") -> None:
         self._past = np.zeros(1, np.int32)
         self._filled = np.array(0, np.int32)
         self._begins = np.zeros(2, np.int32)
         self._first = 0
-        for name, array in ((PAST, self._past), (FILLED, self._filled), (BLOCK_BEGINS, self._begins)):
-            bind(prefix + name, array)
+        self.bound_once = {
+            prefix + PAST: self._past,
+            prefix + FILLED: self._filled,
+            prefix + BLOCK_BEGINS: self._begins,
+        }
+        self._blocks = prefix + BLOCKS
 
-    def place(self, before: int, count: int, numbers: NDArray[np.int32], first: int = 0) -> None:
+    def place(self, bind: Bind, before: int, count: int, numbers: NDArray[np.int32], first: int = 0) -> None:
         """Have `count` new slots behind `before` others, in the blocks of these numbers from the `first` on."""
         self._past[0], self._filled[...] = before, before + count
         blocks = blocks_of(before + count)  # the attention's buffers fit those in use: more overflow them
         if blocks != self._begins[1] or first != self._first:
             self._begins[1] = 0  # until they are set
-            self._bind(self._blocks, numbers[first : first + blocks])
+            bind(self._blocks, numbers[first : first + blocks])
             self._begins[1], self._first = blocks, first
 
 
 def blocks_of(slots: int) -> int:
-    """The number of blocks that have so many slots."""
+    """The number of blocks that have this number of slots."""
     return -(-slots // BLOCK)
 
 
@@ -168,15 +169,15 @@ class OpenvinoStageCache(SlotCounter):
             self._set(names.past_key(layer), context.blocks(keys))
             self._set(names.past_value(layer), context.blocks(values))
         self._begins = np.zeros(2, np.int32)
-        self._slots = RunSlots(self._bind_array)
+        self._slots = RunSlots()
         self._window = np.array(0, np.int32)
-        self._run_now = Run(0)
-        bound_once = {**context.rope, BEGINS: self._begins}
+        self._run_now = SlidingRun(0)
+        bound_once = {**context.rope, BEGINS: self._begins, **self._slots.bound_once}
         self._slots_of_sliding: RunSlots | None = None
         self._sliding: list[NDArray[Any]] = []  # of `kv`
         if sliding is not None:
-            bound_once[WINDOW] = self._window
-            self._slots_of_sliding = RunSlots(self._bind_array, SLIDING)
+            self._slots_of_sliding = RunSlots(SLIDING)
+            bound_once |= {WINDOW: self._window, **self._slots_of_sliding.bound_once}
             self._sliding = [kv for layer, kv in zip(spec.cached, self.kv, strict=True) if layer in sliding.layers]
         for name, array in bound_once.items():
             self._bind_array(name, array)
@@ -207,7 +208,7 @@ class OpenvinoStageCache(SlotCounter):
         if self.positions is None and len(tokens) <= (self._context.most_rows or len(tokens)):
             return super().append(tokens, positions, query=query, outputs=outputs)
         most = self._context.most_rows
-        runs = list[Run]()
+        runs = list[SlidingRun]()
         first = 0
         for run in self.runs(tokens, positions):
             runs += [run._replace(end=end) for end in run_ends(tokens, first, run.end, most)]
@@ -228,7 +229,7 @@ class OpenvinoStageCache(SlotCounter):
             self._query = np.concatenate(queries)
         return np.concatenate(hidden)
 
-    def runs(self, tokens: TokenStates, positions: Ids) -> list[Run]:
+    def runs(self, tokens: TokenStates, positions: Ids) -> list[SlidingRun]:
         """As few runs of these tokens as the engine allows, whose layers that slide see one number of slots in a run.
 
         Where tokens see all from one slot on instead, as behind an image that was withdrawn, these slots are copied
@@ -237,21 +238,21 @@ class OpenvinoStageCache(SlotCounter):
         """
         count = len(positions)
         if self.positions is None:
-            return [Run(count)]
+            return [SlidingRun(count)]
         self.place(positions)
         numbers = self.length + np.arange(count)
         firsts = self.first_slots(positions, self.length + count)
         windows = np.where(firsts > 0, numbers - firsts + 1, 0)
         ends_of_window, ends_of_first = run_ends_of_equal(windows), run_ends_of_equal(firsts)
-        runs = list[Run]()
+        runs = list[SlidingRun]()
         while not runs or runs[-1].end < count:
             at = runs[-1].end if runs else 0
             end = int(ends_of_window[at])
             if not windows[at] and end < count and numbers[end - 1] < windows[end]:  # these see fewer than the next
                 end = int(ends_of_window[end])
-            from_first = Run(int(ends_of_first[at]), first=int(firsts[at]))
+            from_first = SlidingRun(int(ends_of_first[at]), first=int(firsts[at]))
             copied = from_first.first and from_first.end > end and self._has_room_for(from_first)
-            runs.append(from_first if copied else Run(end, window=int(windows[end - 1])))
+            runs.append(from_first if copied else SlidingRun(end, window=int(windows[end - 1])))
         if any(begin_of_group(tokens, run.end) != run.end for run in runs):
             raise RequestError(
                 "OpenVINO runs an image at once, and its tokens see different numbers of slots in layers that slide, "
@@ -259,8 +260,8 @@ class OpenvinoStageCache(SlotCounter):
             )
         return runs
 
-    def _has_room_for(self, run: Run) -> bool:
-        """Whether the slots that a run's tokens see fit behind its own."""
+    def _has_room_for(self, run: SlidingRun) -> bool:
+        """True if the slots that a run's tokens see fit behind its own."""
         filled = self.length + run.end
         return blocks_of(filled) + blocks_of(filled - run.first) <= len(self.table.numbers)
 
@@ -269,7 +270,7 @@ class OpenvinoStageCache(SlotCounter):
         filled, first = self.length + count, self._run_now.first
         self.hold(self.length, filled)
         self._begins[1] = count
-        self._slots.place(self.length, count, self.table.numbers)
+        self._slots.place(self._bind_array, self.length, count, self.table.numbers)
         if self._slots_of_sliding is None:
             return
         self._window[...] = self._run_now.window
@@ -277,7 +278,7 @@ class OpenvinoStageCache(SlotCounter):
         if first:
             self.hold(block * BLOCK, block * BLOCK + filled - first)
             self._copy_sliding(np.arange(first, self.length), block * BLOCK - first)
-        self._slots_of_sliding.place(self.length - first, count, self.table.numbers, block)
+        self._slots_of_sliding.place(self._bind_array, self.length - first, count, self.table.numbers, block)
 
     def _take_copies(self, count: int) -> None:
         """Have the slots of a run's tokens, which layers that slide filled in other blocks."""
