@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtx.runtime.backends.failures import run_failures
-from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache, SlidingRun
+from vtx.runtime.backends.openvino.cache import FEW, OpenvinoCacheContext, OpenvinoStageCache, SlidingRun, blocks_of
 from vtx.runtime.backends.openvino.graph import ENGINE, StageGraph, run_request
 from vtx.runtime.backends.openvino.paged import (
     BEGINS,
-    BLOCK,
     BLOCK_BEGINS,
     BLOCKS,
     FILLED,
@@ -135,7 +134,7 @@ class OpenvinoStageBatch:
             assert cache.lane is not None, "it is in no pool"
             assert cache.length + count <= cache.capacity, "it is full"
             cache.hold(cache.length, cache.length + count)
-            blocks.append(cache.table.numbers[: -(-(cache.length + count) // BLOCK)])
+            blocks.append(cache.table.numbers[: blocks_of(cache.length + count)])
         inputs = {
             PAST: past,
             BEGINS: np.cumsum([0, *counts], dtype=np.int32),
