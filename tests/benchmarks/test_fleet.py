@@ -83,6 +83,7 @@ def test_traffic_has_its_rate_and_its_popularity() -> None:
     assert set(Counter(question.picture for question in filmed).values()) == {4}
 
 
+@pytest.mark.slow
 def test_times_are_measured_on_a_bundle(tmp_path: Path, tiny_checkpoint: Checkpoints) -> None:
     times = measured(export(tiny_checkpoint(Tiny()), tmp_path / "tiny", (), "fp32").folder, 4)
     assert min(times.miss, times.hit, times.token) > 0

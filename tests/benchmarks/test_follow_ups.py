@@ -26,6 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoint
         yield served
 
 
+@pytest.mark.slow
 def test_each_chat_has_a_picture_that_its_later_questions_find_in_the_caches(served: Served) -> None:
     sides = {"whole": Side(("a",), PLAIN), "once": Side(("a",), PLAIN, once=True)}
     rows = [*one_round(sides, {("a",): served.port}, [1, 2], 1, 2)]

@@ -66,7 +66,7 @@ def smaller(name: str) -> Shape:
     return replace(shape, config=config, k=3, picture=280 if shape.torch else 192 if name == "gemma4-e2b" else 256)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*SMALLER])
 def test_transformers_reads_every_tensor_and_repeats_the_last_token(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -138,6 +138,7 @@ def test_the_tables_of_other_shapes_stay_when_some_are_written(tmp_path: Path) -
     assert lines[3]["row"][:2] == ["LightOnOCR 1B", "1.00 billion"]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", [*PAGE_SHAPES])
 def test_the_published_sizes_of_a_page_shape_are_read_and_have_a_head_where_transformers_does(
     name: str, tmp_path: Path

@@ -68,6 +68,7 @@ def test_a_rest_begins_anew_and_each_turn_chooses_it(bundle: Path, images: list[
     assert "with a rest of 7," in done.stderr
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -125,6 +126,7 @@ def test_tiles_are_refused_where_the_bundles_images_have_none(bundle: Path, comm
     assert "max_tiles has no effect here" in done.output
 
 
+@pytest.mark.slow
 def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = bundles.export(tiny_checkpoint(INTERNVL), tmp_path / "bundle").folder
     image = tmp_path / "wide.png"
@@ -137,6 +139,7 @@ def test_an_image_has_a_limit_of_tokens(tiny_checkpoint: Checkpoints, tmp_path: 
     assert f"({counts[0]} of images)" in done.stderr
 
 
+@pytest.mark.slow
 def test_thoughts_are_switched_between_turns_and_shown_apart(tmp_path: Path, images: list[str]) -> None:
     folder = calling_bundle(tmp_path, THINKING)
     with vtx.load(folder, device="cpu") as model:

@@ -80,6 +80,7 @@ def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str]
     assert not list(home.iterdir())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
     "words",
@@ -186,6 +187,7 @@ def test_a_seed_makes_a_sampled_answer_reproducible(bundle: Path, image: Path) -
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -224,6 +226,7 @@ def test_a_question_too_long_says_how_many_tokens_fit(bundle: Path, image: Path)
     assert message.endswith("the model itself has no more positions\n")
 
 
+@pytest.mark.slow
 def test_a_context_just_full_gives_one_token_and_one_more_does_not_fit(bundle: Path, image: Path) -> None:
     def prompt(count: int) -> int:
         return len(model.loaded.text.prompt([{"role": "user", "content": [
@@ -266,6 +269,7 @@ def test_an_image_that_is_none_is_one_line(bundle: Path, tmp_path: Path, name: s
 # ---- which bundle ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bundle_is_the_one_named_else_the_environment_s_else_the_last_exported(
     bundle: Path, image: Path, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +290,7 @@ def test_a_bundle_that_is_none_is_one_line(image: Path, tmp_path: Path, name: st
     assert name in fails("doctor", tmp_path / name)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("noted", [b"/nowhere/at/all", b"\xff\xfe\n", b"", b"x" * 5000, b"a\0b"])
 def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
     home: Path, bundle: Path, image: Path, monkeypatch: pytest.MonkeyPatch, noted: bytes
@@ -299,6 +304,7 @@ def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
     assert json.loads(result.stdout)["k"] == 3
 
 
+@pytest.mark.slow
 def test_where_the_last_bundle_cannot_be_noted_the_export_says_so(
     home: Path, tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -364,6 +370,7 @@ def test_ctrl_c_during_an_answer_exits_with_130(talker: Path, image: Path) -> No
     assert b"Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_an_answer_without_a_traceback(talker: Path, image: Path) -> None:
     running = talk(talker, image)
     assert running.stdout
@@ -377,6 +384,7 @@ def test_a_reader_that_goes_away_ends_an_answer_without_a_traceback(talker: Path
     assert "cpu" in stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"], ["doctor"]])
 def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: list[str]) -> None:
     read, write = os.pipe()
@@ -389,6 +397,7 @@ def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: li
     assert b"Exception ignored" not in stderr
 
 
+@pytest.mark.slow
 def test_a_command_of_another_package_is_found_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

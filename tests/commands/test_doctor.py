@@ -62,6 +62,7 @@ def test_this_machine_is_described_with_every_device() -> None:
         assert unsupported not in result.stdout
 
 
+@pytest.mark.slow
 def test_json_has_the_same(machine: Callable[..., None]) -> None:
     machine({"onnxruntime"}, CARD, profile="rtx-4090")
     found = read()
@@ -74,6 +75,7 @@ def test_json_has_the_same(machine: Callable[..., None]) -> None:
     assert [entry["place"] for entry in found["fits"]] == [CARD.name, "this CPU with --device cpu"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"])
 def test_one_engine_is_enough(engine: str, machine: Callable[..., None]) -> None:
     machine({engine, "cuda"}, CARD)
@@ -111,6 +113,7 @@ def test_tensorrt_without_a_gpu_is_installed_and_cannot_answer(machine: Callable
     assert entry["detail"] == "TensorRT-RTX 1.0; no NVIDIA GPU was detected, so it cannot answer here"
 
 
+@pytest.mark.slow
 def test_memory_is_counted_for_the_engine_that_answers(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_sound_bundle_is_certified(bundle: Path) -> None:
     assert "FAILED" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_sound_bundle_says_its_arithmetic_and_the_time_of_a_question(bundle: Path) -> None:
     result = invoke(bundle, "--device", "cpu")
     assert "cpu in f32: asked for; processor: " in result.stdout
@@ -199,6 +203,7 @@ def test_every_altered_file_is_named(bundle: Path, tmp_path: Path) -> None:
     assert len(read(folder, code=1)["altered"]) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["golden.safetensors", SHARD])
 def test_checksums_that_were_made_to_match_do_not_deceive_it(bundle: Path, tmp_path: Path, name: str) -> None:
     folder = bundles.copy(bundle, tmp_path / "b")

@@ -37,6 +37,7 @@ def test_no_demo_is_exported_for_a_k_that_it_will_not_have(
     assert not list(home.iterdir())
 
 
+@pytest.mark.slow
 def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +62,7 @@ def test_an_export_says_what_it_predicts_and_measures_and_nothing_on_stdout(
     assert "quoted text" not in " ".join(plain.stderr.split())
 
 
+@pytest.mark.slow
 def test_an_export_gives_as_json_what_inspect_gives(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     out = tmp_path / "b"
     result = invoke("export", "--model", tiny_checkpoint(), "--k", "3", "--precision", "fp32", "--out", out, "--json")
@@ -146,6 +148,7 @@ def test_inspect_shows_stages_variants_and_kv_bytes(bundle: Path) -> None:
         assert word in shown
 
 
+@pytest.mark.slow
 def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +160,7 @@ def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
     assert "float16 with TensorRT" in invoke("inspect", out).stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "seen"),
     [

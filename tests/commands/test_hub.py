@@ -90,6 +90,7 @@ def fake(bundles: Path, name: str, size: int, used: float) -> Path:
 # ---- one command to a model ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_and_exported_once_and_then_found_without_the_hub(
     hub: Hub, bundles: Path, image: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_model_is_fetched_and_exported_once_and_then_found_without_the_hub(
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_the_second_run_imports_no_exporter_and_reaches_for_no_network(
     hub: Hub, bundles: Path, image: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_models_of_every_layout_of_files_are_fetched_and_answer(
     assert answered(ask(image, model="org/other"))["token_ids"] == first["token_ids"]
 
 
+@pytest.mark.slow
 def test_vtx_chat_takes_a_model_of_the_hub(hub: Hub, bundles: Path, image: Path) -> None:
     words = ["--model", MODEL, "--precision", "fp32", "--max-new-tokens", "1", str(image)]
     done = CliRunner().invoke(cli.chat, words, input="what is it?\n", catch_exceptions=False)
@@ -223,6 +226,7 @@ def test_a_download_interrupted_three_times_is_resumed_where_it_stopped(
     assert starts[-1] > size * 3 // 4
 
 
+@pytest.mark.slow
 def test_weights_with_a_wrong_hash_are_refused_removed_and_fetched_again(
     hub: Hub, bundles: Path, image: Path, tmp_path: Path
 ) -> None:
@@ -411,6 +415,7 @@ def test_a_file_system_without_locks_removes_nothing_and_still_answers(
     assert not cache.remove(bundles / "one")
 
 
+@pytest.mark.slow
 def test_the_commit_is_in_the_bundle(hub: Hub, bundles: Path, image: Path) -> None:
     answered(ask(image))
     assert COMMIT in (bundles / NAME / "vtx.json").read_text(encoding="utf-8")

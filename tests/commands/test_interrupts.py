@@ -35,7 +35,7 @@ def interrupted(argv: list[str], module: str, sent: str = "SIGINT", **more: str)
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | more, timeout=120)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("module", ["vtx.cli", "click", "vtx.runtime.terminal.console"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_command_ends_with_one_line_while_it_is_imported(name: str, module: str) -> None:
@@ -43,7 +43,7 @@ def test_every_command_ends_with_one_line_while_it_is_imported(name: str, module
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("argv", "module"),
     [

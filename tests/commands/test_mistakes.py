@@ -94,6 +94,7 @@ def test_a_name_that_is_no_id_of_the_hub_is_told_without_the_hub(model: str, ima
     assert f"{model!r}: no such directory, and not a hub id (org/name" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_judged_before_pytorch_is_imported(image: Path) -> None:
     asked = (
         "import sys; from vtx.cli import main; sys.argv = ['vtx', *sys.argv[1:]]\n"

@@ -75,6 +75,7 @@ def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) ->
         assert process.wait() in (0, 130, -end)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_it_speaks_https_with_a_certificate(bundle: Path, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -276,6 +277,7 @@ def test_only_a_configured_proxy_names_clients(bundle: Path, trusted: list[str],
         assert process.stdout.readline().split()[1] == client
 
 
+@pytest.mark.slow
 def test_too_few_files_are_an_error_at_the_start(bundle: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); from vtx.cli import serve; serve()"
     words = [sys.executable, "-c", code, "--bundle", str(bundle), "--port", "0"]

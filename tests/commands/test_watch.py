@@ -63,6 +63,7 @@ def test_a_check_asks_nothing_and_names_the_source_without_frames(bundle: Path, 
     assert "source s, question a: " in done.output
 
 
+@pytest.mark.slow
 def test_events_come_as_frames_do_a_reload_is_taken_over_and_sigterm_ends_it(bundle: Path, tmp_path: Path) -> None:
     config, frames = tmp_path / "watch.toml", tmp_path / "frames"
     write(config, "a")
@@ -100,6 +101,7 @@ def test_events_come_as_frames_do_a_reload_is_taken_over_and_sigterm_ends_it(bun
             running.kill()
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it(bundle: Path, tmp_path: Path) -> None:
     config = tmp_path / "watch.toml"
     write(config, "a", more="status = 0.1\n")
@@ -115,6 +117,7 @@ def test_a_reader_that_leaves_ends_it(bundle: Path, tmp_path: Path) -> None:
             running.kill()
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_pictures_of_a_run_and_other_machines_need_a_key(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.fixtures import Checkpoints
 from vtx.runtime.errors import RequestError
 
 
+@pytest.mark.slow
 def test_paths_and_numbers_of_numpy_are_taken(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     numbers: Any = {"k": [np.int64(3)], "max_context": np.int32(128), "reduce": None}
     made = vtx.export(tiny_checkpoint(), tmp_path / "b", precision="fp32", **numbers)

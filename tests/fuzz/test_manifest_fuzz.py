@@ -63,6 +63,7 @@ def test_damaged_text(data: st.DataObject, folder: Path, sound: bytes) -> None:
     attack(data.draw(damaged(sound)), folder)
 
 
+@pytest.mark.slow
 @fuzz
 @given(data=st.data(), removed=st.booleans(), value=VALUES)
 def test_a_value_replaced_or_removed(

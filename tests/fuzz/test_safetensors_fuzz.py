@@ -104,6 +104,7 @@ def of_header(header: object, data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
+@pytest.mark.slow
 @fuzz
 @given(
     header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]) | st.text(max_size=8), ENTRIES | VALUES),

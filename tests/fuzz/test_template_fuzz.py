@@ -85,6 +85,7 @@ def test_what_was_found_before(case: Any) -> None:
     attack([case.read_text(encoding="utf-8")], [[{"role": "user", "content": "x"}]])
 
 
+@pytest.mark.slow
 @settings(fuzz, max_examples=max(1, fuzz.max_examples // BATCH))
 @given(st.lists(templates(), min_size=BATCH, max_size=BATCH), st.lists(CHATS, min_size=8, max_size=8))
 def test_templates_are_rendered_or_refused(sources: list[str], chats: list[Any]) -> None:

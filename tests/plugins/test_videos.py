@@ -38,6 +38,7 @@ def clip(tmp_path: Path) -> str:
     return str(write_video(tmp_path / "clip.mp4"))
 
 
+@pytest.mark.slow
 def test_a_task_of_lmms_eval_that_shows_a_video(monkeypatch: pytest.MonkeyPatch, models: Models, clip: str) -> None:
     results = {"GenerationResult": lambda text, counts: text, "TokenCounts": SimpleNamespace, "Instance": object}
     plugin = stand_in(
@@ -57,6 +58,7 @@ def test_a_task_of_lmms_eval_that_shows_a_video(monkeypatch: pytest.MonkeyPatch,
         asked.generate_until([request])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiny", [NEXT_VIDEO, Tiny()], ids=["videos", "images alone"])
 def test_vlmevalkit_shows_videos_to_models_that_take_them(
     monkeypatch: pytest.MonkeyPatch, models: Models, clip: str, tiny: Tiny

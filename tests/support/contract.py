@@ -295,9 +295,7 @@ FAMILIES = {
 # Of one image, of tiles, of any resolution and with states: what `make test` asks.
 REPRESENTATIVES = {
     "llava": "openvino",
-    "llava_next": "cpu",
     "qwen3_vl": "cpu",
-    "lfm2_vl": "cpu",
     "qwen3_5": "cpu",
 }
 

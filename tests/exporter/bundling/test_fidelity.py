@@ -210,6 +210,7 @@ def test_products_of_integers_are_not_named_as_a_default_of_int4(tiny_checkpoint
         assert line.endswith(f"used by default: {default}")
 
 
+@pytest.mark.slow
 def test_arithmetic_that_adds_too_much_is_refused_as_soon_as_that_is_certain(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +330,7 @@ def test_questions_that_cannot_be_asked_and_logits_that_are_no_numbers(
         measure(made.folder, plan, "cpu", (), ALWAYS, IGNORE)
 
 
+@pytest.mark.slow
 def test_one_engine_is_in_memory_at_a_time_and_one_that_fails_is_recorded(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

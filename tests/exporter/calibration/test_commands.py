@@ -40,6 +40,7 @@ def vtx(*words: str) -> Result:
     return CliRunner().invoke(cli.main, words)
 
 
+@pytest.mark.slow
 def test_calibrating_writes_report_table_and_plots(tiny_checkpoint: Checkpoints, workplace: Path) -> None:
     model = str(tiny_checkpoint(GQA))
     with (workplace / "questions.jsonl").open("a") as file:

@@ -30,7 +30,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [GQA, QWEN3], ids=["gqa", "three-part positions and maps"])
 def test_every_k_is_measured_with_its_rest_as_plain_pytorch_states_it(
     tiny_checkpoint: Checkpoints, reference: References, tmp_path: Path, tiny: Tiny

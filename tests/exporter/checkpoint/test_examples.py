@@ -86,6 +86,7 @@ def check(template: str, chats: list[list[Message]], reply: bool) -> None:
         hold(template, chat, reply)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(templates(), st.lists(LONG_CHATS, min_size=6, max_size=6), st.booleans())
 def test_prompts_of_any_template_are_those_of_transformers(
@@ -103,6 +104,7 @@ def test_prompts_of_many_templates_are_those_of_transformers(
     check(template, chats, reply)
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("template", [*REGULAR.values(), *FAMILIES.values(), *IRREGULAR.values()])
 def test_examples_are_the_template_s_prompts_and_survive_the_manifest(template: str) -> None:
     made = with_examples(SETTINGS, template)

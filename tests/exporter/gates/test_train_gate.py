@@ -277,6 +277,7 @@ def test_items_without_an_answer_are_skipped_where_it_labels(source: OpenedModel
 # ---- fitting ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gate_learns_what_can_be_learnt_and_the_same_way_every_time() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((400, 8)).astype(np.float32)

@@ -110,6 +110,7 @@ print(json.dumps(peak() - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
 def test_the_factor_is_in_memory_once() -> None:
     """With the inputs twice; numpy's factorisation takes seven times the matrix."""

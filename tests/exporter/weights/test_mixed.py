@@ -56,6 +56,7 @@ def bits_of(stored: dict[str, StoredTensor]) -> float:
     return 8 * sum(part.nbytes for part in parts) / sum(prod(tensor.shape) for tensor in matrices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "compute"), [("cpu", "f32"), ("openvino", "f32"), ("openvino", "int8")])
 def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
     tiny_checkpoint: Checkpoints, tmp_path: Path, device: str, compute: str

@@ -57,7 +57,7 @@ def assert_equal_weights(made: Bundle, plan: Plan, plain: Path) -> None:
         np.testing.assert_array_equal(stored.read(name).numpy(), source.read(name).numpy(), name)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -89,6 +89,7 @@ def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
         assert_near(answer.logits, withdrawn.logits, TOLERANCE)
 
 
+@pytest.mark.sampled(3)
 @cpp.needs_cpp
 @pytest.mark.parametrize("name", ["awq-32", "gptq-int8-zeros", "gptq-rows"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=cpp.needs_openvino)])

@@ -235,6 +235,7 @@ def test_a_system_prompt_stands_before_every_question(model: Model) -> None:
     assert turn.stats.reused_image
 
 
+@pytest.mark.slow
 def test_a_template_without_a_place_for_a_system_prompt_is_named(tiny_checkpoint: Any, tmp_path: Path) -> None:
     template = (
         "{% for m in messages if m['role'] == 'user' %}{% for part in m['content'] %}"
@@ -345,6 +346,7 @@ def test_threads_of_a_batch_are_checked_before_it_begins(model: Model, threads: 
 # --- an export, a load, and what they print -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_export_from_python_is_loaded_and_closed(
     tiny_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

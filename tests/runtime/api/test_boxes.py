@@ -96,7 +96,7 @@ def seen(model: Model, image: PreparedImage) -> tuple[float, float, float, float
     return shares[0], shares[2], shares[1], shares[3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FORMS)
 def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(models: Models, name: str) -> None:
     tiny, write = FORMS[name]
@@ -128,6 +128,7 @@ def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(mode
             assert box.label == ("" if name == "qwen2" else "square")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tiny", [Tiny(), GEMMA3, LFM2], ids=lambda tiny: tiny.family)
 def test_models_without_a_stated_form_refuse_by_name(models: Models, tiny: Tiny) -> None:
     model = models(tiny, (3,))
@@ -143,6 +144,7 @@ def test_boxes_are_of_one_picture(models: Models) -> None:
         assert conversation.ask("red?", max_new_tokens=1).boxes is None
 
 
+@pytest.mark.slow
 def test_an_answer_has_its_boxes_everywhere(models: Models, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
     model, picture = models(QWEN3, (3,)), random_image(1, (200, 100))
@@ -166,6 +168,7 @@ def test_an_answer_has_its_boxes_everywhere(models: Models, tmp_path: Path) -> N
     assert [*changed.min(0), *changed.max(0)] == [20, 20, 80, 100]
 
 
+@pytest.mark.slow
 @needs_cpp
 def test_libvtx_reads_the_same_boxes(models: Models, tmp_path: Path) -> None:
     draw, lines, wanted = random.Random(1), list[str](), list[list[Any]]()

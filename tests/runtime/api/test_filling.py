@@ -160,6 +160,7 @@ def test_the_schema_in_the_prompt_is_part_of_the_question(model: Model, image: C
     assert told.stats.prompt_tokens > image.ask(QUESTION, schema=COUNT, max_new_tokens=8).stats.prompt_tokens
 
 
+@pytest.mark.slow
 def test_commands_and_the_server_fill_in_forms(model: Model, image: Conversation, tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     random_image(1).save(picture)

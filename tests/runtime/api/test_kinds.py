@@ -58,6 +58,7 @@ def test_the_largest_k_and_rest_of_its_kinds_are_taken_and_what_was_not_measured
     assert card_depth(depths, Guide(**form) if form else None, model) == expected
 
 
+@pytest.mark.slow
 def test_a_k_at_which_no_rest_can_be_chosen_is_not_joined_with_one(models: Models) -> None:
     model = models(QWEN35, tuple(range(2, QWEN35.layers + 1))).manifest.model
     blind = max(k for k in range(2, QWEN35.layers + 1) if unscored(model, k - 1))

@@ -112,6 +112,7 @@ def test_thoughts_are_refused_where_there_are_none(models: Models, model: Model)
                 conversation.ask("red?", **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_model_that_begins_its_thoughts_itself_is_held_to_no_form_with_them(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield model
 
 
+@pytest.mark.sampled(2)
 def test_every_call_has_a_known_name_and_arguments_that_the_schema_allows(model: Model) -> None:
     complete, many = 0, 0
     for seed in range(12):
@@ -76,6 +77,7 @@ def test_the_prompt_has_the_tools_the_calls_and_their_results(model: Model) -> N
     assert '"description": "<image></s>"' in prompt, "special tokens in tools and results are text"
 
 
+@pytest.mark.slow
 def test_templates_without_a_known_form_refuse_tools_by_name(tmp_path: Path, models: Models) -> None:
     tiny_model = models()
     with pytest.raises(RequestError, match="knows no tools"):
@@ -137,6 +139,7 @@ def test_hostile_schemas_of_tools_are_refused(model: Model, parameters: Any) -> 
         model.generate([QUESTION], tools=Tools([tool("a", parameters)], "required"), max_new_tokens=5, reduce="none")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("added", [True, False], ids=["markers are tokens", "markers are text"])
 def test_an_answer_is_text_then_calls_however_the_tokenizer_splits_the_markers(added: bool) -> None:
     tokenizer = make_tokenizer("bytes")

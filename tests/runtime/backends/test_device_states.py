@@ -137,6 +137,7 @@ def pool(gpu: Gpu) -> StatesPool:
     return StatesPool(cuda, WIDTH, MemoryPool(cuda))
 
 
+@pytest.mark.slow
 def test_states_of_a_device_behave_as_arrays(pool: StatesPool) -> None:
     array = np.random.default_rng(0).standard_normal((70, WIDTH)).astype(np.float32)
     states: Any = pool.joined([array[:50], array[50:]])
@@ -185,6 +186,7 @@ def test_memory_that_is_dropped_while_work_is_queued_is_freed_after_that_work(op
     assert address not in device.device
 
 
+@pytest.mark.slow
 def test_what_was_released_while_work_was_queued_is_freed_for_new_memory_and_at_the_end(gpu: Gpu) -> None:
     gpu.total = 4000
     cuda = Cuda(gpu)

@@ -14,6 +14,7 @@ from vtx.runtime.errors import DeviceError
 from vtx.runtime.report import gpu
 
 
+@pytest.mark.slow
 def test_every_step_on_a_gpu_is_in_one_file(
     with_engines: Path, device: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def said(node: Any, key: str) -> str:
     return str(told[key].value) if key in told else ""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("graph", ["embed", "stage", "head"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_matrices_stay_narrow(bundles: Callable[[str], Bundle], precision: str, graph: str) -> None:
@@ -179,6 +180,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_table_of_which_a_graph_reads_one_row_is_not_widened(tmp_path: Path) -> None:
     file = tmp_path / "table"

@@ -49,6 +49,7 @@ def margin_of(reference: Reference, sample: Sample) -> float:
     return min(found)
 
 
+@pytest.mark.slow
 def test_the_part_of_the_image_is_the_one_whose_experts_are_the_farthest_apart(tmp_path: Path) -> None:
     options, bundle = export(QWEN3_EXPERTS, tmp_path, "fp16", CLOSE)
     plan = plan_export(options)
@@ -92,6 +93,7 @@ def test_a_tie_within_an_engines_rounding_is_judged_by_one_that_rounds_less(tmp_
     assert {*check_bundle(str(bundle.folder), "cpu", None).failed} >= {check.name for check in judged}
 
 
+@pytest.mark.slow
 def test_a_bundle_without_graphs_for_that_engine_keeps_its_difference(tmp_path: Path) -> None:
     checkpoint = make(tmp_path / "checkpoint", QWEN35_EXPERTS, 1)
     options = ExportOptions(str(checkpoint), (3,), "int4", dialects=("ort",), allow_changed_answers=True)

@@ -47,11 +47,13 @@ def test_every_file_of_the_bundle_is_in_the_manifest(whole: Path) -> None:
     assert set(FILES) <= found
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_bundle_answers_as_the_bundle_does(whole: Path, folder: Path) -> None:
     assert ask(folder).token_ids == ask(whole).token_ids
     assert all(problem is None for _, problem in Bundle.open(folder).verify())
 
 
+@pytest.mark.slow
 def test_a_bundle_is_found_by_a_relative_path_and_through_a_link(
     whole: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_checksum_table_with_an_impossible_name_is_refused(folder: Path) -> No
 # ---- forged files, with checksums to match ---------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\x08\x0a" * 2000], ids=["empty", "text", "protobuf"])
 def test_a_forged_graph_is_a_bundle_error(folder: Path, name: str, content: bytes) -> None:
@@ -218,6 +221,7 @@ def _edit_external(path: Path, key: str, value: str) -> None:
     path.write_bytes(model.SerializeToString())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", ["vision.ort.onnx", "embed.ort.onnx", "stage-03-04.ort.onnx"])
 @pytest.mark.parametrize(
     ("key", "value"),
@@ -238,6 +242,7 @@ def test_a_graph_cannot_reach_for_weights_elsewhere(folder: Path, name: str, key
     refused(folder)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["short", "long", "half", "float16", "renamed", "garbage", "empty"])
 def test_forged_rope_tables_are_refused(folder: Path, kind: str) -> None:
     path = folder / "rope.safetensors"
@@ -258,6 +263,7 @@ def test_forged_rope_tables_are_refused(folder: Path, kind: str) -> None:
     assert "rope.safetensors" in refused(folder, loads=VtxError)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("content", [b"", b"{}", b"garbage", b"\xff\xfe", b"[" * 100_000])
 def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(content)
@@ -265,6 +271,7 @@ def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> N
     assert "tokenizer" in refused(folder)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "template",
     [
@@ -308,6 +315,7 @@ FOREIGN = [
 """A manifest's statements that its graphs, which nobody forged, contradict."""
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("part", "key", "value"), FOREIGN)
 def test_a_manifest_that_lies_about_its_graphs_is_refused(folder: Path, part: str, key: str | None, value: Any) -> None:
     lying = bundles.manifest(folder)

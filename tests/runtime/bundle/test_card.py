@@ -77,6 +77,7 @@ def test_a_card_for_another_engine_is_ignored_with_a_message(
     assert reason in caplog.text
 
 
+@pytest.mark.slow
 def test_run_says_it_in_one_line_and_doctor_prints_it(bundle: Bundle, tmp_path: Path) -> None:
     write_card(bundle.folder, card_of(bundle, 5, FASTV))
     random_image(0).save(tmp_path / "a.png")
@@ -111,6 +112,7 @@ def test_an_altered_card_is_refused(bundle: Bundle) -> None:
         read_card(bundle)
 
 
+@pytest.mark.slow
 def test_a_card_of_a_signed_bundle_must_be_signed_by_the_same_key(
     tiny_checkpoint: Checkpoints, tmp_path: Path, keys: tuple[Path, Path]
 ) -> None:

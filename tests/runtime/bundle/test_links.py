@@ -117,6 +117,7 @@ def test_a_link_swapped_in_after_the_check_is_not_followed(
         vtx.load(folder, threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("openvino") is None, reason="OpenVINO is not installed")
 def test_a_graph_that_is_loaded_with_the_first_image_is_not_read_through_a_link(folder: Path) -> None:
     model = vtx.load(folder, threads=1, device="openvino")

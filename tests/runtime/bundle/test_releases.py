@@ -55,6 +55,7 @@ def answers(folder: Path, key: Path) -> None:
         assert model.open().ask("red?", max_new_tokens=2, ignore_eos=True).token_ids
 
 
+@pytest.mark.slow
 def test_an_older_release_is_refused_once_a_newer_one_has_answered(
     exported: Path, released: Callable[..., Path], keys: tuple[Path, Path], state: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_an_older_release_is_refused_once_a_newer_one_has_answered(
     assert [file.name for file in state.glob("releases/*/*/*")] in (["10", "1"], ["1", "10"])
 
 
+@pytest.mark.slow
 def test_a_bundle_without_a_number_is_refused_once_its_key_has_numbered_ones(
     released: Callable[..., Path], keys: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def changed(value: Any, path: tuple[str | int, ...], item: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_single_value_of_the_manifest_is_refused_wherever_it_is(folder: Path) -> None:
     value = bundles.manifest(folder)
     trials = list(edits(value))

@@ -52,6 +52,7 @@ def of_choices(choices: tuple[str, ...]) -> dict[str, bytes]:
     return {"guide_kind": b"choices", "guide": json.dumps(list(choices)).encode()}
 
 
+@pytest.mark.slow
 def test_every_runtime_decides_alike(folder: Path) -> None:
     decisions = set[bool]()
     with (

@@ -56,6 +56,7 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
     return np.random.default_rng(seed).standard_normal((tiny.horizon, tiny.width), np.float32)
 
 
+@pytest.mark.sampled(2)
 @DEVICES
 @pytest.mark.parametrize("cameras", [1, 3])
 def test_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str, cameras: int) -> None:
@@ -119,6 +120,7 @@ def test_a_seed_draws_the_noise_that_it_draws_in_python(opened: Libraries, pytho
     assert np.abs(first - other).max() > 0.01
 
 
+@pytest.mark.slow
 def test_normals_are_those_of_python() -> None:
     for seed in (1, 2):
         found = np.frombuffer(output("probe", "normals", str(seed), "200000"), np.float32)
@@ -180,6 +182,7 @@ def test_words_and_actions_are_not_asked_of_the_wrong_model(
     assert b"outputs actions, not text; use act, or vtx-run --act" in done.stderr
 
 
+@pytest.mark.slow
 def test_cameras_have_names_and_a_bundle_may_lack_statistics(opened: Libraries, tmp_path: Path) -> None:
     checkpoint = make_pi0(tmp_path / "checkpoint", replace(TINY, statistics=False, hub_names=False))
     options = ExportOptions(str(checkpoint), (3,), "fp32", dialects=ORT, cameras=("base", "wrist"))

@@ -111,7 +111,7 @@ def altered_by(value: Any, changes: Any, image: int) -> Any:
     return value
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(("tiny", "changes", "named"), ALTERED, ids=lambda value: getattr(value, "family", None))
 def test_altered_manifests_are_refused_by_both_runtimes(
     models: Models, tmp_path: Path, tiny: Tiny, changes: dict[str, Any], named: str

@@ -45,6 +45,7 @@ def test_every_key_that_a_manifest_may_have_is_known_in_cpp() -> None:
     assert {name for name in keys(Manifest) if f'"{name}"' not in known} == statistics, "they are put together there"
 
 
+@pytest.mark.slow
 def test_the_unicode_tables_of_cpp_are_those_of_python() -> None:
     tables = script("cpp_unicode")
     written = tables.FILE.read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "a.png"
 
 
+@pytest.mark.sampled(2)
 @needs_abi
 @DEVICES
 @pytest.mark.parametrize("case", CASES)

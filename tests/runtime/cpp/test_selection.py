@@ -155,7 +155,7 @@ def stated(rows: Floats, raw: torch.Tensor | None, keep: int) -> list[int]:
     return cdpruner(torch.tensor(rows), raw, keep)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("text", ["embedding", "tower", "none"])
 @pytest.mark.parametrize("seed", range(4))

@@ -68,6 +68,7 @@ def hold(template: str, chats: Sequence[Sequence[Message]], *, exact: bool = Tru
             assert found["error"].isprintable()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(sorted(KNOWN)), CASES)
 def test_templates_in_use_give_python_s_prompts(name: str, chats: list[list[Message]]) -> None:
@@ -89,6 +90,7 @@ def test_rare_parts_of_templates_give_python_s_prompts_or_none(snippet: str, cha
     hold(inside(snippet), chats, exact=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(templates() | EXPRESSIONS.map(lambda e: inside("{{ " + e + " }}")), CASES)
 def test_any_template_gives_python_s_prompts_or_none(template: str, chats: list[list[Message]]) -> None:
@@ -126,7 +128,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_templates_that_cost_too_much_end_in_one_line(name: str) -> None:
     template, message = HOSTILE[name]

@@ -147,6 +147,7 @@ def test_cameras_have_no_names_and_late_actions_are_not_given(opened: Libraries,
     assert library.act(PICTURES[:1], WORDS, [], deadline_ms=1e9)[0] == OK
 
 
+@pytest.mark.slow
 def test_several_data_sets_need_a_name(opened: Libraries, tmp_path: Path) -> None:
     tiny = TinyOpenVLA(norm_stats={"bridge_orig": BRIDGE, "fractal": OTHER})
     patch = with_towers(tiny)

@@ -23,6 +23,7 @@ def watching(model: Model, mode: str, frames: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_frames_of_changing_size_and_format_are_answered_as_alone_and_damaged_ones_are_told(model: Model) -> None:
     found = watching(model, "steady", 1000)
     damaged = 1000 // 25

@@ -26,6 +26,7 @@ def run(kind: str, limits: ChildLimits = SMALL) -> object:
     return confine(ChildTask("tests.support.failing:fail", kind, limits), Subject("the file of a stranger"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -46,6 +47,7 @@ def test_each_limit_ends_as_one_line_that_names_it(kind: str, message: str) -> N
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_lower_limit_of_the_shell_holds_and_is_named_beside_the_cure() -> None:
     lower = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20)); "
     code = f"{lower}from {__name__} import LARGE, run; print(run('fine', LARGE), flush=True); run('file', LARGE)"
@@ -95,6 +97,7 @@ def test_a_child_whose_result_nobody_wants_any_more_is_ended() -> None:
         confine(ChildTask("tests.support.failing:fail", "sleep"), Subject("it"), stopped=stopping.is_set)
 
 
+@pytest.mark.slow
 def test_threads_have_children_side_by_side() -> None:
     with ThreadPoolExecutor(4) as threads:
         found = [

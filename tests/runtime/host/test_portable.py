@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.bundles import export
 from tests.support.fixtures import Checkpoints
 from tests.support.tiny import Tiny, random_image
@@ -51,10 +53,12 @@ def run(code: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_module_of_the_runtime_is_imported_without_posix() -> None:
     run(IMPORTS)
 
 
+@pytest.mark.slow
 def test_commands_of_a_device_show_their_help_without_posix() -> None:
     for command in ("run", "chat", "inspect", "doctor"):
         assert "Usage" in run(f"import vtx.cli\nsys.argv = ['vtx-{command}', '--help']\nvtx.cli.{command}()")

@@ -75,6 +75,7 @@ def every(tmp_path: Path) -> Iterator[str]:
     del base.registered["every"], sys.modules["every"]
 
 
+@pytest.mark.slow
 def test_the_policy_that_contributing_shows_runs_from_export_to_answer(
     every: str, tmp_path: Path, tiny_checkpoint: Checkpoints
 ) -> None:

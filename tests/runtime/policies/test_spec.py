@@ -164,6 +164,7 @@ def test_a_spec_that_makes_no_sense_is_refused_by_name(text: str, said: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60) | st.from_regex(r"(mustdrop|fastv|lsm|cls):[a-z=,0-9./+-]{0,40}", fullmatch=True))
 def test_nothing_but_a_request_error_comes_of_random_specs(text: str) -> None:
     try:

@@ -158,6 +158,7 @@ def test_what_cannot_guide_an_answer_is_refused_by_name(grammars: Grammars, name
         grammars.start(Guide(**given))
 
 
+@pytest.mark.sampled(4)
 def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text: Text) -> None:
     answer = grammars.start(Guide(schema={"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}))
 
@@ -169,7 +170,7 @@ def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text:
         write()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", EXPLODING)
 def test_forms_that_explode_are_cut_or_end_in_an_error(grammars: Grammars, text: Text, name: str) -> None:
     """None of them takes minutes, which a test run would show."""

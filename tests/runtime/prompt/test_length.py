@@ -70,6 +70,7 @@ def test_there_is_no_bound_where_characters_vanish_or_share_a_token() -> None:
     assert bound_of(typed) is None
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"words"}))
 def test_long_text_is_refused_without_tokenising_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
@@ -87,6 +88,7 @@ SHREDS = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(TOKENIZERS)), st.lists(SHREDS, max_size=60).map("".join))
 @settings(max_examples=200, deadline=None)
 def test_what_fits_is_never_refused(name: str, question: str) -> None:

@@ -156,7 +156,7 @@ def render_confined(source: str, limits: ChildLimits = CHILD) -> Any:
     )
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", sorted(HOSTILE.keys() - HARMLESS))
 def test_hostile_templates_end_as_an_error_soon(name: str) -> None:
     with pytest.raises(VtxError, match="--chat-template FILE"):
@@ -170,6 +170,7 @@ def test_what_the_sandbox_lets_through_reveals_nothing(name: str) -> None:
     assert not any(word in text for word in ("class", "object", "function", "module", "root:"))
 
 
+@pytest.mark.slow
 def test_loops_end_in_another_thread() -> None:
     errors: list[Exception] = []
 
@@ -212,6 +213,7 @@ def test_a_megabyte_of_text_is_rendered() -> None:
     assert render(source, [{"role": "user", "content": text}]) == f"<user>{text.strip()}\n"
 
 
+@pytest.mark.slow
 @given(EXPRESSIONS)
 @settings(max_examples=100, deadline=None)
 def test_only_template_errors_come_out(expression: str) -> None:

@@ -65,6 +65,7 @@ def test_biases_and_penalties_act_on_the_logits(served: Served) -> None:
     assert ids(min_p=1, temperature=2, seed=1) == usual, "only the most likely token is left in"
 
 
+@pytest.mark.slow
 def test_more_tokens_than_there_is_room_for_are_clamped_and_the_reply_says_so(served: Served, local: Model) -> None:
     for asked in (501, 10_000_000):
         done = served.chat(asking(QUESTION, **NONE, max_tokens=asked)).json
@@ -147,6 +148,7 @@ def reaches(path: Path) -> bool:
         return at.connect_ex(str(path)) == 0
 
 
+@pytest.mark.slow
 def test_the_command_listens_at_a_unix_socket_with_keys_of_a_file(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# two\nfirst\n\nsecond\n")
     words = ["--bundle", f"tiny={tiny_bundle}", "--unix-socket", tmp_path / "at", "--api-keys", tmp_path / "keys"]

@@ -86,6 +86,7 @@ def test_a_request_waits_while_its_memory_would_exceed_the_limit_next_to_those_i
         assert reply["usage"]["vtx"]["token_ids"] == wanted
 
 
+@pytest.mark.slow
 def test_a_request_for_which_there_is_no_memory_is_refused_in_openais_form(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

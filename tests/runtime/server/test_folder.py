@@ -71,6 +71,7 @@ def test_a_server_begins_without_bundles_and_serves_those_that_come(followed: Fo
     assert followed.look() == []
 
 
+@pytest.mark.slow
 def test_a_changed_bundle_takes_the_place_of_the_old_one_whose_answers_end(
     followed: Followed, tiny_bundle: Path, later: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_changed_bundle_takes_the_place_of_the_old_one_whose_answers_end(
     assert old.model.loaded.conversations.closed
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: Followed, tiny_bundle: Path) -> None:
     put(tiny_bundle, followed.path / "tiny")
     put(tiny_bundle, followed.path / "other")
@@ -113,6 +115,7 @@ def test_a_bundle_that_is_gone_is_served_no_more_but_its_answer_ends(followed: F
     assert followed.names == ["other"]
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_written_in_part_is_not_served(followed: Followed, tiny_bundle: Path) -> None:
     """Files come one after the other, the manifest first; one has its whole size before its content."""
     target = followed.path / "tiny"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.bundles import copy
 from tests.support.serving import asking, serving, user
@@ -53,6 +54,7 @@ def test_each_count_of_an_answer_is_added_to_its_own_total() -> None:
     assert 0.5 < memory / psutil.Process().memory_info().rss < 2
 
 
+@pytest.mark.slow
 def test_counts_never_fall_while_bundles_are_closed_and_replaced(tiny_bundle: Path, tmp_path: Path) -> None:
     bundles = {name: copy(tiny_bundle, tmp_path / name) for name in ("tiny", "other")}
     needed = needed_memory(Bundle.open(tiny_bundle))

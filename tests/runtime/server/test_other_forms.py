@@ -115,6 +115,7 @@ def test_a_stop_sequence_is_named(served: Served) -> None:
     assert stop not in reply["content"][0]["text"]
 
 
+@pytest.mark.slow
 def test_calls_are_blocks_whole_and_streamed_and_their_results_continue_the_chat(calling: Served) -> None:
     asked = {**CALLING, "messages": [{"role": "user", "content": "red?"}], "tools": CALLABLE}
     chat = calling.chat(

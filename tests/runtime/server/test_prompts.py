@@ -47,6 +47,7 @@ def post(served: Served, path: str, body: Any, **headers: str) -> Response:
     return served.request("POST", path, json.dumps(body).encode(), content_type="application/json", **headers)
 
 
+@pytest.mark.slow
 def test_each_prompt_of_a_list_has_the_answers_that_it_has_alone(client: Any) -> None:
     asked = {"model": "tiny", "max_tokens": 8, "n": 2, "seed": 4, "temperature": 1.0, "extra_body": PLAIN}
     alone = [client.completions.create(prompt=prompt, **asked) for prompt in PROMPTS]
@@ -171,6 +172,7 @@ def test_aliases_have_a_form(specs: tuple[str, ...]) -> None:
         aliases_of(specs)
 
 
+@pytest.mark.slow
 def test_a_key_asks_for_no_priority_above_its_own(tiny_bundle: Path) -> None:
     keys = Keys(read_keys("low k1 priority=0\nsome k2 priority=3\nany k3\n", "keys"))
     with serving({"tiny": tiny_bundle}, api_keys=keys) as served:

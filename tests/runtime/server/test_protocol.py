@@ -200,6 +200,7 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
     serve(test)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("addresses", "most"),
     [
@@ -254,6 +255,7 @@ def test_requests_that_a_busy_machine_reads_late_are_answered() -> None:
     serve(test)
 
 
+@pytest.mark.slow
 def test_requests_of_many_clients_behind_one_address_at_once_are_all_read() -> None:
     async def test(server: Server) -> None:
         peers = [server.peer("192.0.2.1") for _ in range(200)]

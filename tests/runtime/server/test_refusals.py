@@ -35,6 +35,7 @@ def part(url: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": url}, {"type": "text", "text": "red?"}]}
 
 
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize(
     ("change", "status", "param", "said"),
     [
@@ -95,6 +96,7 @@ def test_what_is_wrong_is_named_in_openais_form(
     assert served.chat({**GOOD, "stream": True, **change}).status == status, "before any event"
 
 
+@pytest.mark.slow
 def test_what_is_at_a_limit_is_answered(served: Served) -> None:
     images = [random_image(seed, (20, 20)) for seed in range(LIMITS.images)]
     for message in (user("red?", *images), user("red?", random_image(1, (100, 100)))):
@@ -151,6 +153,7 @@ def test_other_addresses_and_methods_are_told_what_there_is(served: Served) -> N
     assert "POST /v1/chat/completions" in served.request("GET", "/v1/nothing").json["error"]["message"]
 
 
+@pytest.mark.slow
 def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: Served) -> None:
     expected = served.chat(GOOD).json["choices"][0]["message"]["content"]
     draw = random.Random(0)
@@ -173,6 +176,7 @@ def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: 
     assert served.chat(GOOD).json["choices"][0]["message"]["content"] == expected
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("value", [None, True, 0, -1, 1.5, "", "x", [], {}, [None], {"a": None}, 10**400])
 def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, value: Any) -> None:
     names = ["model", "messages", "k", "reduce", "gate_threshold", "temperature", "top_p", "top_k", "seed", "stop",
@@ -277,6 +281,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
     assert begun[1] == 1e-3, "and none is left"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -> None:
     with serving({"tiny": tiny_bundle}) as served:

@@ -85,6 +85,7 @@ def test_ids_of_no_event_are_refused(served: Served, change: str) -> None:
     assert (refused.status, refused.json["error"]["code"]) == (404, "stream_not_found")
 
 
+@pytest.mark.slow
 def test_what_is_no_stream_of_events_has_no_ids_and_ends_with_its_connection(served: Served) -> None:
     whole = served.chat({**QUESTION, "stream": False}, **ASKED)
     assert (whole.status, b"id: " in whole.body) == (200, False)
@@ -99,6 +100,7 @@ def test_what_is_no_stream_of_events_has_no_ids_and_ends_with_its_connection(ser
     until(lambda: served.engines.loaded[0].scheduler.active == 0, "it ends with its connection")
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_takes_up_again_ends(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, Limits(resume_seconds=0.2, new_tokens=500)) as served:
         scheduler = None

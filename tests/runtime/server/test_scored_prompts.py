@@ -35,6 +35,7 @@ def completion(served: Served, **body: Any) -> Any:
     return reply.json
 
 
+@pytest.mark.slow
 def test_echoed_tokens_have_the_log_probabilities_of_the_same_tokens_as_answers(served: Served, local: Model) -> None:
     """Each token of the prompt is asked for as the next one after those before it."""
     ids = post(served, "/tokenize", prompt=PROMPT).json["tokens"]

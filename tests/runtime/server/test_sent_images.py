@@ -28,6 +28,7 @@ def ask(served: Served, key: str, *messages: dict[str, Any]) -> Response:
     return served.chat(asking(*messages, k="none", reduce="none"), authorization=f"Bearer key-of-{key}")
 
 
+@pytest.mark.slow
 def test_a_chat_sends_its_picture_once_and_no_other_key_has_it(tiny_bundle: Path) -> None:
     with serving({"tiny": tiny_bundle}, api_keys=Keys(read_keys(KEYS, "keys"))) as served:
         first = ask(served, "bob", named("red?", "a", URL))

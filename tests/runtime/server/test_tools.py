@@ -48,6 +48,7 @@ def without_ids(calls: Any) -> list[Any]:
     return [call["function"] for call in calls or ()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "erase"}}])
 def test_calls_parse_and_a_stream_gives_the_same(served: Served, choice: Any) -> None:
     ends = set()
@@ -137,6 +138,7 @@ def test_clients_that_leave_amid_calls_harm_nobody(served: Served) -> None:
     )
 
 
+@pytest.mark.slow
 def test_openai_s_client_of_responses_parses_text_calls_and_forms(served: Served) -> None:
     openai = pytest.importorskip("openai", reason="needs the openai package, of the extra dev")
     with openai.OpenAI(base_url=served.url, api_key="none", max_retries=0) as client:

@@ -71,6 +71,7 @@ def test_a_request_has_spans_of_its_parts_under_the_client_s_span(tiny_bundle: P
     assert not any("red?" in value for value in told), "nothing of what was asked"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("parent", ["", "00-0-0-01", "\u00ff" * 400, f"00-{'0' * 32}-{PARENT}-01"])
 def test_a_malformed_parent_counts_as_none_and_a_refused_request_has_one_span(tiny_bundle: Path, parent: str) -> None:
     with traced(tiny_bundle) as (served, exporter):
@@ -82,6 +83,7 @@ def test_a_malformed_parent_counts_as_none_and_a_refused_request_has_one_span(ti
     assert [span.parent for span in spans] == [None, None]
 
 
+@pytest.mark.slow
 def test_spans_are_sent_to_a_collector_and_answers_come_without_one(tiny_bundle: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the [otel] extra is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

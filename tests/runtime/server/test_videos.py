@@ -46,6 +46,7 @@ def part(content: bytes, kind: str = "video/mp4", **more: Any) -> dict[str, Any]
     return {"type": "video_url", "video_url": {"url": url, **more}}
 
 
+@pytest.mark.slow
 def test_a_conversation_about_a_video_and_an_image_is_answered_as_in_python(
     served: Served, bundles: dict[str, Path], clip: Path
 ) -> None:

@@ -113,6 +113,7 @@ def compare(model: Model, judge: Judge, ks: tuple[int, ...], images: list[Any], 
     return answers
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tower", TOWERS)
 def test_each_tower_alone_is_that_of_the_statement(checkpoint: Path, judge: Judge, tower: str) -> None:
     opened, pixels = open_checkpoint(str(checkpoint)), judge.pixels(PICTURES)
@@ -237,6 +238,7 @@ def test_methods_that_work_on_tokens_are_exported(checkpoint: Path, tmp_path: Pa
         assert len(answer.token_ids) == STEPS
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("count", "out", "how"),
     [
@@ -268,6 +270,7 @@ def broken(checkpoint: Path, place: Path, change: Callable[[dict[str, torch.Tens
     return str(place)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("tower", "tensor", "named"),
     [
@@ -301,6 +304,7 @@ def test_a_missing_or_odd_tensor_is_refused_by_name(
             plan_export(ExportOptions(place, (3,), "fp32", dialects=ORT))
 
 
+@pytest.mark.slow
 def test_a_tower_of_the_published_width_without_its_last_layers_is_refused(tmp_path: Path) -> None:
     tiny = replace(TINY, clip=(1, 1024, 16))
     with pytest.raises(CheckpointError, match="the tower clip has 1 layers, and Eagle-X5's of that width has 24"):
@@ -336,6 +340,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(
         plan_export(ExportOptions(str(place), (3,), "fp32", dialects=ORT))
 
 
+@pytest.mark.slow
 def test_a_setting_of_any_kind_is_read_or_refused() -> None:
     refused = 0
     for name in config_of(TINY):
@@ -347,6 +352,7 @@ def test_a_setting_of_any_kind_is_read_or_refused() -> None:
     assert refused > 50
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("tower", "tensor", "shape", "message"),
     [
@@ -457,6 +463,7 @@ def _has_openvino() -> bool:
     return find_spec("openvino") is not None
 
 
+@pytest.mark.slow
 def test_clip_sees_more_pixels_if_the_declared_side_is_another(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def export_policy(folder: Path, policy: str, ks: tuple[int, ...] = KS) -> Path:
     return export_with(ExportOptions(str(checkpoint), ks, "fp32", dialects=(*ORT, "plain")), folder / "bundle").folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_actions_withdrawal_and_chunks_are_those_of_lerobot(policy: str, tmp_path: Path, tiny_pi: None) -> None:
     bundle = export_policy(tmp_path, policy)
@@ -75,6 +76,7 @@ def model(smolvla: Path) -> Iterator[Model]:
         yield loaded
 
 
+@pytest.mark.slow
 def test_openvino_gives_the_same_actions(model: Model, smolvla: Path) -> None:
     pytest.importorskip("openvino", reason="the [openvino] extra is not installed")
     with load(smolvla, device="openvino", threads=1) as other:
@@ -186,6 +188,7 @@ TABLES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", TABLES)
 def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
     tmp_path: Path, policy: str, tiny_pi: None
@@ -204,6 +207,7 @@ def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
     assert alone == f"{model}.lm_head.weight"
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     ("file", "change", "error", "message"),
     [

@@ -31,6 +31,7 @@ def judge(tiny_checkpoint: Checkpoints) -> Callable[[Tiny], Judge]:
     return lambda tiny: Judge(tiny_checkpoint(counterpart(tiny)), tiny_checkpoint(tiny), tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [LISA, pytest.param(MULTI_HEAD, marks=pytest.mark.slow)], ids=["grouped", "multi"])
 def test_ids_logits_and_the_states_of_segments_equal_transformers(
     models: Models, judge: Callable[[Tiny], Judge], tiny: Tiny

@@ -111,6 +111,7 @@ def test_images_and_videos_in_one_prompt_are_numbered_each_by_themselves(models:
     assert forms[1].text("v", 1) == "<image_id>1</image_id>" + "<image>v</image>" * 5
 
 
+@pytest.mark.slow
 def test_frames_are_those_that_transformers_samples() -> None:
     from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
     from transformers.video_utils import VideoMetadata

@@ -187,6 +187,7 @@ def test_normalised_actions_are_the_middles_of_bins(model: Model, judge: Judge) 
     assert_near(found[0], judge.actions(ids, None), 1e-6)
 
 
+@pytest.mark.slow
 def test_several_data_sets_need_a_name(tmp_path: Path) -> None:
     checkpoint = make_openvla(tmp_path / "checkpoint", TINY, norm_stats={"bridge_orig": BRIDGE, "fractal": OTHER})
     bundle, judge = export(checkpoint, tmp_path / "bundle", (3,), dialects=ORT), Judge(checkpoint, TINY)
@@ -301,6 +302,7 @@ def parts(value: Any) -> Iterator[tuple[Any, ...]]:
         yield from ((key, *way) for way in parts(item))
 
 
+@pytest.mark.slow
 def test_a_setting_of_any_kind_is_read_or_refused() -> None:
     refused = 0
     for file, written in (("config", config_of(TINY)), ("processor", processor_of(TINY))):

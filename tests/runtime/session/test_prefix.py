@@ -24,6 +24,7 @@ def test_prefixes_agree_up_to_the_first_token_that_differs(tokens: tuple[float, 
     assert prefix(1, 2, 3).agreement(prefix(*tokens)) == prefix(*tokens).agreement(prefix(1, 2, 3)) == agreed
 
 
+@pytest.mark.slow
 def test_two_prefixes_are_compared_once_and_neither_keeps_the_other() -> None:
     here, there = prefix(1, 2, 3), prefix(1, 2, 9)
     assert here.agreement(there) == 2

@@ -282,6 +282,7 @@ def test_layers_for_drafts_in_the_checkpoint_are_left_out(tiny_checkpoint: Expor
     assert not any(name.startswith("mtp") for name in plan.weights.stored)
 
 
+@pytest.mark.slow
 def test_without_kinds_of_layers_each_fourth_has_attention(tmp_path: Path) -> None:
     place = make(tmp_path / "checkpoint", replace(QWEN35, attending=(3, 7), names="saved"))
     settings = read_json(place / "config.json")

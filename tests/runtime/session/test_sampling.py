@@ -77,6 +77,7 @@ def penalised(logits: Logits, used: list[int], penalty: float) -> Any:
     return RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([used]), torch.from_numpy(logits.copy())[None])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),

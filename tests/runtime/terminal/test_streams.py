@@ -29,6 +29,7 @@ def shell(code: str, redirection: str, *words: str, **environment: str) -> subpr
     return subprocess.run(command, capture_output=True, check=False, env=os.environ | environment)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "utf-8"])
 def test_what_stdout_cannot_represent_is_escaped_and_json_stays_json(encoding: str) -> None:
     text = "caf\u00e9 \u6f22\u5b57 \U0001f600 \u0081"
@@ -43,6 +44,7 @@ def test_what_stdout_cannot_represent_is_escaped_and_json_stays_json(encoding: s
         assert plain.stdout.decode(encoding) == "caf\u00e9 \\u6f22\\u5b57 \\ud83d\\ude00 \\u0081\n"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("redirection", ["2>&-", "<&-", "<&- 2>&-"])
 def test_a_command_answers_without_stderr_or_stdin(redirection: str) -> None:
     done = shell(SAY.format(text="5"), redirection)
@@ -56,6 +58,7 @@ def test_without_stdout_the_answer_is_an_error_and_not_lost(redirection: str) ->
     assert b": cannot write the output (Bad file descriptor)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_without_any_stream_keeps_its_exit_code(tmp_path: Path) -> None:
     done = shell(VTX, ">&- 2>&- <&-", "inspect", str(tmp_path / "none"))
     assert done.returncode == 1

@@ -302,6 +302,7 @@ def declaring(samples: int, tracks: int) -> bytes:
     return bytes(made)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits are Linux's")
 @pytest.mark.parametrize("samples", [100_000, 60_000_000, 2_000_000_000])
 @pytest.mark.parametrize("tracks", [1, 2])

@@ -214,6 +214,7 @@ def test_the_same_names_in_another_directory_are_asked_about(model: Model, folde
     check(fresh, results)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "part"),
     [

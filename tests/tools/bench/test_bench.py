@@ -332,6 +332,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", KINDS, ids=Kind.in_words)
 def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(
     kind: Kind, needs_arithmetic: Callable[[str], None]
@@ -368,6 +369,7 @@ def test_kinds_tell_apart_what_computes_otherwise_and_only_that() -> None:
     assert Kind.of("cpu", "f32", "int8") != Kind.of("cpu", "f32", "int4")
 
 
+@pytest.mark.slow
 def test_ceilings_are_rates_of_products_and_of_memory() -> None:
     ceilings = Ceilings({"gemm": Kind("cpu", "f32", "float")}, 1, 8, 8, THREADS)
     ceilings.measure()

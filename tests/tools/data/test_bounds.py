@@ -38,6 +38,7 @@ def test_the_exact_bound_is_wrong_in_at_most_one_of_twenty_samples(share: float,
     assert wrong(changed.astype(float), share, single=True) <= RISK + SLACK
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("share", "images"), [(0.02, 60), (0.05, 200), (0.2, 40)])
 @pytest.mark.parametrize("together", [0.05, 1.0, 50.0])
 def test_betting_holds_however_much_the_questions_of_an_image_change_together(

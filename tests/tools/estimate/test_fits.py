@@ -37,6 +37,7 @@ def peak(model: str, precision: str, k: int | None) -> int:
     return plan.depths[0].precisions[precision].peak_bytes
 
 
+@pytest.mark.slow
 def test_seven_billion_weights_fit_in_every_precision_on_the_largest_orin_and_only_in_int4_on_the_smallest() -> None:
     small, large = LLAVAS
     assert [str(fit) for fit in what_fits(ORIN, models=LLAVAS)[small]] == ["yes"] * len(SHOWN)
@@ -127,6 +128,7 @@ def test_a_cpu_counts_floats_as_its_engine_keeps_them() -> None:
     ].fits
 
 
+@pytest.mark.slow
 def test_a_machine_is_told_of_its_gpu_and_of_its_cpu() -> None:
     card, unknown = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30, (13, 0)), Gpu("X", (8, 9), 10 << 30, (13, 0))
     gpu, cpu = fits_here(Device(None, (card,), "rtx-4090"), "openvino")

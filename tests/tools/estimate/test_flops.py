@@ -174,6 +174,7 @@ def decoders(draw: st.DrawFn) -> Decoder:
 texts, visions = st.integers(1, 200), st.integers(0, 3000)
 
 
+@pytest.mark.slow
 @given(size=decoders(), text=texts, vision=visions, data=st.data())
 def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
     size: Decoder, text: int, vision: int, data: st.DataObject
@@ -184,6 +185,7 @@ def test_withdrawal_is_the_schedule_that_keeps_all_and_then_nothing(
     assert make_schedule(kept, text=text) == withdrawal_schedule(size.layers, k, text=text, vision=vision)
 
 
+@pytest.mark.slow
 @given(size=decoders(), text=texts)
 def test_without_vision_tokens_k_changes_nothing(size: Decoder, text: int) -> None:
     rows = {withdrawal_schedule(size.layers, k, text=text, vision=0) for k in [None, *range(2, size.layers + 1)]}
@@ -219,6 +221,7 @@ def size_of(checkpoint: Path) -> Any:
     return config_size(read_json(checkpoint / "config.json"), "tiny")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(tiny: Tiny, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
@@ -281,7 +284,7 @@ def decoder_macs(bundle: Bundle, size: Decoder, folder: Path, rows: tuple[int, .
     return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"tokens": 1})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
@@ -292,7 +295,7 @@ def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any],
     assert total_flops(size, rows) == without_head
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported

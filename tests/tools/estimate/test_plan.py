@@ -251,7 +251,7 @@ def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_no
     assert read_config(config | {"tie_word_embeddings": not tied}).text.tied is not tied
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_bundle_gives_the_sizes_of_its_checkpoint(
@@ -269,6 +269,7 @@ def test_a_bundle_gives_the_sizes_of_its_checkpoint(
     assert found.parameters == config.parameters
 
 
+@pytest.mark.slow
 def test_kv_bytes_are_those_that_inspect_shows(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(), tmp_path / "bundle", precision="fp16")
     size = bundle_size(bundle)
@@ -343,6 +344,7 @@ def written_bytes(options: ExportOptions) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("tied", "forms"),
     [
@@ -469,6 +471,7 @@ def test_a_text_prompt_costs_no_vision_time() -> None:
     assert found["depths"][0]["precisions"]["fp16"]["latency_ms"]["vision"] == 0
 
 
+@pytest.mark.slow
 def test_planning_a_known_model_loads_no_exporting_library() -> None:
     import subprocess
 

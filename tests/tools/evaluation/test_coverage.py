@@ -46,6 +46,7 @@ def test_points_are_plain_counts() -> None:
     assert [point.threshold for point in answers.points()] == list(THRESHOLDS)
 
 
+@pytest.mark.slow
 def test_a_threshold_is_wrong_in_at_most_one_of_twenty_searches() -> None:
     """Of these answers the accuracy above a threshold is known: the mean of probabilities above it."""
     target, wrong, given = 0.9, 0, 0
@@ -77,6 +78,7 @@ def test_without_evidence_there_is_no_threshold() -> None:
             check_target(target)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_threshold_into_the_card(models: Models, tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="needs vtx-edge[guided]")
     folder = bundles.copy(models(ks=(2,)).bundle.folder, tmp_path / "bundle")

@@ -67,6 +67,7 @@ def test_an_answer_of_pope_that_is_neither_counts_against_accuracy_alone() -> No
     assert figures["recall"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_protocol(
     tmp_path: Path, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

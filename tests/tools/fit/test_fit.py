@@ -76,6 +76,7 @@ def run(bundle: Bundle, questions: Path, *words: str, keep: str = "80%") -> Resu
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_card_holds_what_was_measured_and_the_bundle_answers_by_it(bundle: Bundle, questions: Path) -> None:
     done = run(bundle, questions, "--json")
     assert done.exit_code == 0, done.output

@@ -79,6 +79,7 @@ def run(bundle: Bundle, **changes: Any) -> list[str]:
 # --- float16's range ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_values_beyond_float16_are_recorded_and_no_engine_is_built_that_would_overflow(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -282,6 +283,7 @@ def test_graphs_that_keep_the_state_of_one_conversation_are_refused_for_several(
     assert plan_engines(bundle, ADA, RTX_17, "1.7.1", "trt", batch=1).jobs
 
 
+@pytest.mark.slow
 def test_int8_weights_are_counted_as_the_plan_counts_them(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """By TensorRT proper as float16, whatever it holds them in."""
     made = export_all(tiny_checkpoint(Tiny(layers=3)), tmp_path / "int8", (2,), "int8")

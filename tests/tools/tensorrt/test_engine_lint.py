@@ -110,6 +110,7 @@ def test_a_loop_is_found_and_what_stands_in_it_too() -> None:
     assert {("loop", "it"), ("operator", "inner")} <= found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("release", [JETPACK_7, ELEVEN, RTX_17], ids=lambda r: r.name)
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 def test_a_stage_with_caches_in_place_is_clean_from_10_15_on(release: Release, precision: str) -> None:
@@ -191,6 +192,7 @@ def test_the_rules_say_what_the_parser_of_tensorrt_rtx_says() -> None:
     assert judged == {name for name in standard if parser.supports_operator(name)}
 
 
+@pytest.mark.slow
 def test_a_bundle_of_onnxruntimes_dialect_is_named_as_such(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     bundle = export_all(tiny_checkpoint(Tiny(layers=2)), tmp_path / "bundle", (2,))
     found = lint_bundle(bundle, "ort", JETPACK_7)

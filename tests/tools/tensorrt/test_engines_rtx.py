@@ -242,7 +242,7 @@ def test_five_towers_become_an_engine(dialect: str, precision: str, tmp_path: Pa
     assert_tower_and_stages_built(bundle, dialect)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)
@@ -292,6 +292,7 @@ def test_narrow_weights_stay_narrow_in_the_engine(tmp_path: Path) -> None:
     assert sizes["int4"] < 0.40 * sizes["fp16"]
 
 
+@pytest.mark.slow
 def test_a_graph_that_tensorrt_cannot_build_is_one_error(bundle: Bundle, tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"\x08\x07 no graph")

@@ -33,6 +33,7 @@ print(json.dumps([states, newest.told, source.corrupt]))
 """
 
 
+@pytest.mark.slow
 def test_a_camera_that_changes_its_size_while_it_streams_is_opened_again_and_no_frame_is_read_wrongly(
     tmp_path: Path,
 ) -> None:

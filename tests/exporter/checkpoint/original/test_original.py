@@ -238,6 +238,7 @@ def many_scripts(seed: int, words: int) -> str:
     return "".join(parts)
 
 
+@pytest.mark.slow
 def test_a_converted_tokenizer_gives_sentencepieces_ids_in_many_scripts(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece", reason="the [export] extra is not installed in full")
     corpus = tmp_path / "corpus"

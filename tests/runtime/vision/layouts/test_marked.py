@@ -78,6 +78,7 @@ def test_text_stands_among_the_tokens() -> None:
     assert small.text("*") == "<fake_token_around_image><global-img>*<fake_token_around_image>"
 
 
+@pytest.mark.slow
 def test_the_published_counts() -> None:
     sizes = [(width, height) for width in range(20, 4000, 97) for height in range(20, 4000, 89)]
     counts = {PUBLISHED.count(*size) for size in sizes}
@@ -95,6 +96,7 @@ def test_tiles_that_are_none_are_refused(values: tuple[int, int, int, int]) -> N
         MarkedTiles(*values)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
