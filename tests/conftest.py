@@ -85,7 +85,7 @@ def pytest_collection() -> Generator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that `covering` does not need and those with a model that repeat the values of others.
 
-    Slow are all but each n-th case of a `sampled(n)` test, and tests of which `tests.support.quick` says so. `LONG`
+    Slow are all but each n-th case of a `sampled(n)` test, all but the first of a `sampled` one, and tests of which `tests.support.quick` says so. `LONG`
     files are the first.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("sampled"):
             test = item.nodeid.partition("[")[0]
-            if seen[test] % marker.args[0]:
+            if seen[test] % (marker.args[0] if marker.args else len(items)):
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
     for item in left_out(items):

@@ -57,7 +57,7 @@ def test_a_float32_bundle_loses_nothing_and_fewer_bits_lose_more(
     assert rows_of(rows)[-1] == int8, "kept logits give the same row"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [TINY, GEMMA3], ids=["qwen2", "gemma3"])
 def test_a_shuffled_decoder_computes_the_same(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny

@@ -68,7 +68,7 @@ def test_a_rest_begins_anew_and_each_turn_chooses_it(bundle: Path, images: list[
     assert "with a rest of 7," in done.stderr
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("line", "message"),
     [

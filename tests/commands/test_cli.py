@@ -80,7 +80,7 @@ def test_a_wrong_argument_is_told_before_a_bundle_is_looked_for(words: list[str]
     assert not list(home.iterdir())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(
     "words",
@@ -187,7 +187,7 @@ def test_a_seed_makes_a_sampled_answer_reproducible(bundle: Path, image: Path) -
     assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -290,7 +290,7 @@ def test_a_bundle_that_is_none_is_one_line(image: Path, tmp_path: Path, name: st
     assert name in fails("doctor", tmp_path / name)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("noted", [b"/nowhere/at/all", b"\xff\xfe\n", b"", b"x" * 5000, b"a\0b"])
 def test_a_note_of_the_last_bundle_that_leads_nowhere_gives_the_demo(
     home: Path, bundle: Path, image: Path, monkeypatch: pytest.MonkeyPatch, noted: bytes
@@ -384,7 +384,7 @@ def test_a_reader_that_goes_away_ends_an_answer_without_a_traceback(talker: Path
     assert "cpu" in stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"], ["doctor"]])
 def test_a_closed_pipe_ends_a_report_without_a_traceback(bundle: Path, words: list[str]) -> None:
     read, write = os.pipe()

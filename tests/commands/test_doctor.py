@@ -75,7 +75,7 @@ def test_json_has_the_same(machine: Callable[..., None]) -> None:
     assert [entry["place"] for entry in found["fits"]] == [CARD.name, "this CPU with --device cpu"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"])
 def test_one_engine_is_enough(engine: str, machine: Callable[..., None]) -> None:
     machine({engine, "cuda"}, CARD)
@@ -203,7 +203,7 @@ def test_every_altered_file_is_named(bundle: Path, tmp_path: Path) -> None:
     assert len(read(folder, code=1)["altered"]) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["golden.safetensors", SHARD])
 def test_checksums_that_were_made_to_match_do_not_deceive_it(bundle: Path, tmp_path: Path, name: str) -> None:
     folder = bundles.copy(bundle, tmp_path / "b")

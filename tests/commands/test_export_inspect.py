@@ -160,7 +160,7 @@ def test_export_and_inspect_say_which_backends_keep_k_and_v_in_8_bits(
     assert "float16 with TensorRT" in invoke("inspect", out).stdout
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "seen"),
     [

@@ -43,7 +43,7 @@ def test_every_command_ends_with_one_line_while_it_is_imported(name: str, module
     assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{name}: interrupted\n")
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("argv", "module"),
     [

@@ -163,7 +163,7 @@ def test_a_question_outside_its_world_gets_an_answer_too(models: dict[str, Model
             assert re.fullmatch(r"[^\ufffd]*", answer.text)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", [("--text-only", "hello"), (str(ROOT / "examples/scene-1.jpg"), "Who is that?")])
 def test_whoever_asks_the_demo_is_told_what_it_knows(models: dict[str, Model], words: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli.run, [*words, "--bundle", str(models["fp16"].bundle.folder)])

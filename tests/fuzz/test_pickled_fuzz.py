@@ -90,7 +90,7 @@ def test_any_opcodes(parts: list[bytes], path: Path) -> None:
     attack(with_pickle(b"\x80\x02" + b"".join(parts)), path)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "deep",
     [b"(" * 10**5, b"N" + b"\x85" * 10**5, b"]" * 10**5 + b"a" * (10**5 - 1), b"})" + b"\x85" * 10**5 + b"Ns"],

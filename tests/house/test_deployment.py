@@ -72,6 +72,7 @@ def test_systemd_finds_no_fault_with_the_unit(unit: Path, tmp_path: Path) -> Non
     assert (found.returncode, [line for line in found.stderr.splitlines() if unit.name in line]) == (0, [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="systemd is Linux's")
 def test_the_commands_of_the_unit_start_reload_and_stop_a_server(
     service: dict[str, str], tiny_checkpoint: Checkpoints, tmp_path: Path

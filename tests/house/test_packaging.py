@@ -40,6 +40,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_linked_folders_and_nothing_else(wheel: Path) -> None:
     expected = {"vtx/__init__.py", "vtx/cli.py", "vtx/py.typed", "vtx/start.py"}
     for name in ("commands", "exporter", "profiles", "runtime", "tools"):

@@ -62,7 +62,7 @@ def run_tests(folder: Path, source: str, *options: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HANGS)
 def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path: Path, how: str) -> None:
     source = f"def test_hangs():\n    {HANGS[how]}\n\n\ndef test_works():\n    pass\n"
@@ -91,6 +91,7 @@ def test_big(drawn):
 """
 
 
+@pytest.mark.slow
 def test_a_counter_example_with_a_large_argument_is_shown(tmp_path: Path) -> None:
     done = run_tests(tmp_path, BIG, "--capture=no")
     assert done.returncode == 1

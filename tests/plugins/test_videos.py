@@ -58,7 +58,7 @@ def test_a_task_of_lmms_eval_that_shows_a_video(monkeypatch: pytest.MonkeyPatch,
         asked.generate_until([request])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [NEXT_VIDEO, Tiny()], ids=["videos", "images alone"])
 def test_vlmevalkit_shows_videos_to_models_that_take_them(
     monkeypatch: pytest.MonkeyPatch, models: Models, clip: str, tiny: Tiny

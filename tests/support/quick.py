@@ -74,13 +74,26 @@ SHOWN_ELSEWHERE = {
 }  # fmt: skip
 SHOWN_ELSEWHERE = {f"runtime/session/test_{name}": shown for name, shown in SHOWN_ELSEWHERE.items()}
 SHOWN_ELSEWHERE |= {
+    "exporter/calibration/test_commands": "exporter/calibration/test_calibrate",
+    "exporter/calibration/test_fresh_answers": "exporter/calibration/test_calibrate",
+    "exporter/calibration/test_rests": "exporter/calibration/test_calibrate",
+    "runtime/backends/test_device_history": "runtime/backends/test_tensorrt",
+    "runtime/backends/test_shared_blocks": "runtime/backends/test_batches",
     "runtime/backends/test_tensorrt_videos": "runtime/backends/test_tensorrt",
     "runtime/backends/test_tensorrt_windows": "runtime/backends/test_tensorrt",
+    "runtime/cpp/test_accepting": "runtime/cpp/test_card",
     "runtime/cpp/test_budgets": "runtime/cpp/test_selection",
     "runtime/cpp/test_joined": "runtime/cpp/test_contract",
     "runtime/cpp/test_slices": "runtime/cpp/test_contract",
     "runtime/cpp/test_token_inputs": "runtime/cpp/test_contract",
     "runtime/cpp/test_traces": "runtime/cpp/test_contract",
+    "runtime/report/test_traces": "runtime/cpp/test_contract",
+    "runtime/session/test_lfm3_videos": "runtime/session/test_qwen_videos",
+    "runtime/session/test_lisa": "runtime/session/test_contract",
+    "runtime/session/test_reduce_parity": "runtime/session/test_contract",
+    "runtime/session/test_selection_parity": "runtime/session/test_contract",
+    "runtime/session/test_text_tower_parity": "runtime/session/test_contract",
+    "tools/fit/test_fit": "tools/fit/test_retain",
 }
 
 

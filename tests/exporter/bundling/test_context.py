@@ -19,7 +19,7 @@ ONEVISION = Tiny(
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [ONEVISION, replace(SMOLVLM, context=8192)], ids=lambda tiny: tiny.family)
 def test_the_largest_image_a_question_and_an_answer_fit(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tiny: Tiny

@@ -41,7 +41,7 @@ def counts(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, in
     return disk.counts
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
 @pytest.mark.parametrize(("operation", "share"), POINTS)
 def test_an_export_that_the_disk_ends_leaves_nothing_but_what_was_there(

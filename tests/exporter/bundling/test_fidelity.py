@@ -278,6 +278,7 @@ def test_a_model_whose_channels_are_too_large_for_one_scale_a_token_is_refused_i
     assert default_compute(manifest, "openvino") != "int8"
 
 
+@pytest.mark.slow
 def test_time_memory_and_instructions_that_are_short_leave_it_out(
     tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from vtx.runtime.errors import ExportError
 # ---- two exports at once ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("force", [False, True])
 def test_of_two_exports_to_one_place_the_result_is_one_whole_bundle(
     tiny_checkpoint: Checkpoints, tmp_path: Path, force: bool

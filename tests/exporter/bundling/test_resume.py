@@ -30,7 +30,7 @@ from vtx.runtime.errors import BundleError, ExportError
 
 
 @pytest.mark.covering(2)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 @pytest.mark.parametrize("phase", ["weights", "reference", "checksums"])

@@ -327,7 +327,7 @@ def test_a_folder_of_links_into_the_cache_is_refused_with_the_command_that_makes
         open_checkpoint(str(links))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "size", "limit"), [("config.json", 1 << 20, "1,048,576"), ("tokenizer_config.json", 64 << 20, "8,388,608")]
 )

@@ -295,7 +295,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", SIZES, ids=".".join)
 def test_a_size_that_is_none_is_refused(configs: Any, way: tuple[str, str]) -> None:
     for text in TEXTS:
@@ -308,7 +308,7 @@ def test_zero_is_no_size(configs: Any, way: tuple[str, str]) -> None:
     refused(changed(configs(), *way, to=0))
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", SIZES, ids=".".join)
 def test_an_absurd_size_is_refused_at_once(configs: Any, way: tuple[str, str]) -> None:
     for text in TEXTS:
@@ -363,7 +363,7 @@ def test_values_that_lie_are_named(configs: Any, way: tuple[str, ...], value: An
     assert named in refused(changed(configs(), *way, to=value))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("way", "value", "named"),
     [

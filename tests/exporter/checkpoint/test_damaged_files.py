@@ -67,7 +67,7 @@ def assert_refused(checkpoint: Path, folder: Path, message: str) -> None:
     assert not (folder / "out").exists()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_leaves_nothing(
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_named_and_leaves_nothing(
     assert_refused(checkpoint, tmp_path, f"{name} .*{message}")
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "change", "message"), VALUES)
 def test_a_value_of_another_type_is_named_and_leaves_nothing(
     tiny_checkpoint: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str

@@ -104,7 +104,7 @@ def test_prompts_of_many_templates_are_those_of_transformers(
     check(template, chats, reply)
 
 
-@pytest.mark.sampled(29)
+@pytest.mark.sampled
 @pytest.mark.parametrize("template", [*REGULAR.values(), *FAMILIES.values(), *IRREGULAR.values()])
 def test_examples_are_the_template_s_prompts_and_survive_the_manifest(template: str) -> None:
     made = with_examples(SETTINGS, template)

@@ -36,7 +36,7 @@ def declared(config: ModelConfig, spec: ModelSpec) -> Any:
     return SimpleNamespace(model=spec, layout=layout, text=text, action=config.action, bins=config.bins)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", VARIANTS, ids=lambda tiny: str(tiny.family))
 def test_a_configuration_comes_back_from_the_manifest_as_it_was(tiny: Tiny, tmp_path: Path) -> None:
     config = configured(tmp_path, tiny)

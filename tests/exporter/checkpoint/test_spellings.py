@@ -33,7 +33,7 @@ IGNORED: list[tuple[Tiny, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tiny", "part", "values"), IGNORED, ids=lambda value: getattr(value, "family", str(value)))
 def test_a_value_that_transformers_ignores_changes_nothing(
     tiny_checkpoint: Checkpoints, tiny: Tiny, part: str, values: dict[str, Any]

@@ -20,7 +20,7 @@ EQUAL = Tiny(layers=LAYERS, kv_heads=Tiny().heads)
 DIALECTS = ("ort", "ort-cuda", "trt", "trt10", "plain")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tiny", "precision", "joined"),
     [(GROUPED, "int4", 4), (GROUPED, "int8", 4), (EQUAL, "int4", 4), (EQUAL, "int8", 6)],

@@ -72,7 +72,7 @@ def thresholds(values: list[float]) -> list[float]:
     return [-1.0, 2.0, *((a + b) / 2 for a, b in pairwise(order) if b - a > 1e-4)]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("tiny", TOWERS.values(), ids=list(TOWERS))
 def test_merged_rows_equal_the_statement(

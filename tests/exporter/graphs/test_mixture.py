@@ -103,7 +103,7 @@ def test_onnxruntime_computes_experts_by_its_own_operator(
     assert np.abs(found - wanted).max() < (1e-5 if exact else INT8_INPUTS * np.abs(wanted).max())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 def test_openvino_computes_the_chosen_experts_alone(exported: tuple[Plan, Path], inputs: NDArray[np.float32]) -> None:
     openvino = pytest.importorskip("openvino")
     plan, folder = exported
@@ -116,7 +116,7 @@ def test_openvino_computes_the_chosen_experts_alone(exported: tuple[Plan, Path],
     assert kinds["GatherMatmul"] == 3, "gate, up and down"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 def test_standard_operators_compute_the_same(exported: tuple[Plan, Path], inputs: NDArray[np.float32]) -> None:
     plan, folder = exported
     session = ort.InferenceSession(graph(plan, folder, "plain"), providers=["CPUExecutionProvider"])
@@ -135,7 +135,7 @@ def test_the_router_is_never_rounded(exported: tuple[Plan, Path]) -> None:
     assert all(tensor.scales is None for tensor in routers.values())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [QWEN3_EXPERTS, QWEN35_EXPERTS], ids=lambda tiny: tiny.family)
 def test_every_layout_of_a_file_gives_the_same_matrices(tmp_path: Path, tiny: Tiny) -> None:
     layouts = [
@@ -173,7 +173,7 @@ def test_experts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 FORMS = {"fp8": fp8((16, 16)), "awq": awq(16), "nf4": bitsandbytes("nf4", nested=False)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_experts_are_refused_where_the_settings_state_them(tmp_path: Path, form: str) -> None:
     checkpoint = make(tmp_path / "checkpoint", replace(QWEN3_EXPERTS, apart=True))

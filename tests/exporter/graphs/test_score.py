@@ -36,7 +36,7 @@ def full_attention(query: np.ndarray, key: np.ndarray, total: int, scale: float 
     return torch.softmax(scores, -1).mean(0)[total - len(query) :]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("kv_type", KV)
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -22,7 +22,7 @@ ROWS, WIDTH, WEIGHT = 32, 384, "matrix.weight"
 FILE = "weights.safetensors"
 
 
-@pytest.mark.sampled(65)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(
     ("bits", "block", "zero_bits"),

@@ -39,7 +39,7 @@ def open_reference(folder: Path) -> streamed.Reference:
     return streamed.Reference(checkpoint, read_config(checkpoint.config))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled
 @pytest.mark.parametrize("images", [1, 2])
 def test_it_agrees_with_transformers_at_every_depth(
     tiny_checkpoint: Checkpoints, reference: References, tiny: Tiny, images: int

@@ -89,7 +89,7 @@ def test_a_bundle_answers_as_the_weights_that_its_checkpoint_stands_for(
         assert_near(answer.logits, withdrawn.logits, TOLERANCE)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @cpp.needs_cpp
 @pytest.mark.parametrize("name", ["awq-32", "gptq-int8-zeros", "gptq-rows"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("openvino", marks=cpp.needs_openvino)])

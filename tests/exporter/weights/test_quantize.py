@@ -133,7 +133,7 @@ def test_a_row_that_no_block_divides_is_left_alone(
 FAMILIES = [Tiny(), Tiny(text="qwen2"), Tiny(attention_bias=True, mlp_bias=True), Tiny(tied=True), Tiny(ffn=100)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tiny", FAMILIES, ids=["llama", "qwen2", "biases", "tied", "odd"])
 def test_a_bundle_computes_what_its_stored_weights_say(

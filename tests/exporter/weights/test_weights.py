@@ -55,7 +55,7 @@ def written(folder: Path, target: Path, precision: str) -> dict[str, np.ndarray]
 # ---- conversions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("shards", [1, 3])

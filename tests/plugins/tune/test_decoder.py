@@ -59,7 +59,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "tiny", [GQA, MHA, QWEN2, QWEN3, VL25, VL3], ids=["gqa", "mha", "qwen2", "qwen3", "qwen2.5-vl", "qwen3-vl"]
 )

@@ -96,7 +96,7 @@ def seen(model: Model, image: PreparedImage) -> tuple[float, float, float, float
     return shares[0], shares[2], shares[1], shares[3]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(models: Models, name: str) -> None:
     tiny, write = FORMS[name]
@@ -128,7 +128,7 @@ def test_boxes_that_the_model_sees_come_back_within_a_pixel_at_twenty_sizes(mode
             assert box.label == ("" if name == "qwen2" else "square")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [Tiny(), GEMMA3, LFM2], ids=lambda tiny: tiny.family)
 def test_models_without_a_stated_form_refuse_by_name(models: Models, tiny: Tiny) -> None:
     model = models(tiny, (3,))

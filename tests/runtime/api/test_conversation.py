@@ -91,7 +91,7 @@ def test_later_questions_reuse_the_image_and_equal_fresh_runs(
             assert np.array_equal(recorder.take(), logits)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", DEPTHS)
 def test_one_image_and_two_in_turn_answer_as_the_reference(model: Model, reference: References, k: int | None) -> None:
     judge = reference(Tiny())
@@ -143,7 +143,7 @@ def test_streamed_pieces_make_up_the_text(model: Model, fresh: dict[Any, Any]) -
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokenizer", ["metaspace", "bytes"])
 @pytest.mark.parametrize("k", DEPTHS)
 def test_turns_equal_one_prompt_with_the_whole_history(

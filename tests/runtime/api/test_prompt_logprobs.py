@@ -75,7 +75,7 @@ def test_a_chat_s_later_turns_are_scored_where_the_question_does_not_choose_imag
     assert sum(score is not None for score in later.prompt_logprobs) > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [PALIGEMMA, FAMILIES["gemma4"].variants[0]])
 def test_models_whose_prompts_have_no_log_probabilities_are_refused(models: Models, tiny: Tiny) -> None:
     with models(tiny, (3,)).open(random_image(1)) as conversation:

@@ -196,7 +196,7 @@ def test_hundreds_of_questions_leave_memory_flat(model: Model, tau: float) -> No
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("word", "lacks"),
     [

@@ -53,7 +53,7 @@ def same(answer: Answer, expected: Answer) -> None:
     assert answer.stats.kv_slots == expected.stats.kv_slots
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("k", "reduce"), [(None, "none"), (3, "none"), (5, "none"), (None, "fastv:k=3,ratio=0.5")])
 def test_a_chat_sent_whole_each_time_gives_the_ids_of_fresh_runs(model: Model, k: int | None, reduce: str) -> None:
     conversation, texts = model.open(IMAGE), ["red?"]

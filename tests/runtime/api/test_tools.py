@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_every_call_has_a_known_name_and_arguments_that_the_schema_allows(model: Model) -> None:
     complete, many = 0, 0
     for seed in range(12):
@@ -139,7 +139,7 @@ def test_hostile_schemas_of_tools_are_refused(model: Model, parameters: Any) -> 
         model.generate([QUESTION], tools=Tools([tool("a", parameters)], "required"), max_new_tokens=5, reduce="none")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("added", [True, False], ids=["markers are tokens", "markers are text"])
 def test_an_answer_is_text_then_calls_however_the_tokenizer_splits_the_markers(added: bool) -> None:
     tokenizer = make_tokenizer("bytes")

@@ -16,7 +16,7 @@ from vtx.runtime.errors import BundleError, DeviceError
 pytestmark = pytest.mark.dialects("ort", "plain")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("graph", "rows", "tokens"), [("embed", 1, r"\d+"), ("head", 0, "1")])
 def test_a_graph_that_gives_fewer_outputs_than_tokens_is_refused(

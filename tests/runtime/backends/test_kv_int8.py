@@ -161,7 +161,7 @@ def test_the_operator_rounds_and_attends_as_stated(tmp_path: Path, heads: int, k
         assert_near(y[0], wanted.transpose(1, 0, 2).reshape(end - start, -1), 1e-5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", VARIANTS.values(), ids=list(VARIANTS))
 def test_onnxruntime_answers_as_the_statement_of_the_same_rounding(
     made: Callable[..., Made], tiny: Tiny, reference: References

@@ -59,7 +59,7 @@ def test_a_cache_filled_in_part_is_resident_in_part() -> None:
     assert not cache[..., 64:, :].any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("device", ["cpu", "openvino"])
 @pytest.mark.parametrize("k", [None, 2])

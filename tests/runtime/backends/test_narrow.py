@@ -68,7 +68,7 @@ def said(node: Any, key: str) -> str:
     return str(told[key].value) if key in told else ""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["embed", "stage", "head"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_matrices_stay_narrow(bundles: Callable[[str], Bundle], precision: str, graph: str) -> None:

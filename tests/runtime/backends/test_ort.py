@@ -129,7 +129,7 @@ count.main([], standalone_mode=False) if sys.argv[2] == "application" else count
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 @pytest.mark.parametrize(("process", "owned_and_threads"), [("command", "True 0"), ("application", "False 2")])
 def test_sessions_share_a_pool_in_a_command_and_have_their_own_elsewhere(

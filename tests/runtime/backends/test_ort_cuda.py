@@ -71,7 +71,7 @@ def opened(folder: Path) -> Model:
     return Model(bundle, OrtCudaBackend(bundle, THREADS), 0.0, "")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", WEIGHTS)
 @pytest.mark.parametrize("k", [None, 2])
 def test_answers_are_those_of_the_cpu(k: int | None, precision: str, folders: Folders, machine: Ort) -> None:

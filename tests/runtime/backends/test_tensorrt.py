@@ -56,7 +56,7 @@ def engines_of(jetpack: int | None, folder: Path, place: Path, patch: pytest.Mon
 JETPACKS = pytest.mark.parametrize("jetpack", [None, 6])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @JETPACKS
 @pytest.mark.parametrize("k", [None, 2, 3])
 def test_answers_are_those_of_onnxruntime(

@@ -48,7 +48,7 @@ def streams(model: Model, count: int) -> list[AnswerStream]:
     return started
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("jetpack", [None, 6])
 def test_the_work_of_a_token_is_that_of_one_client_whatever_the_number(
     jetpack: int | None,

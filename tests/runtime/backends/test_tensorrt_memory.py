@@ -162,7 +162,7 @@ class Ledger(Gpu):
     def queue(self, work: Any) -> None: ...
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("k", "slots"), [(None, 32 * 768), (17, 16 * 768 + 16 * 256), (9, 8 * 768 + 24 * 256)])
 def test_tokens_that_have_left_take_no_memory_behind_the_cut(k: int | None, slots: int) -> None:
     """LLaVA-1.5-7B in float16: 576 image tokens, 65 of text, an answer of 64, in steps of 256 slots."""

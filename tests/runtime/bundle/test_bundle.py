@@ -193,7 +193,7 @@ def test_a_checksum_table_with_an_impossible_name_is_refused(folder: Path) -> No
 # ---- forged files, with checksums to match ---------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"\x08\x0a" * 2000], ids=["empty", "text", "protobuf"])
 def test_a_forged_graph_is_a_bundle_error(folder: Path, name: str, content: bytes) -> None:
@@ -221,7 +221,7 @@ def _edit_external(path: Path, key: str, value: str) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["vision.ort.onnx", "embed.ort.onnx", "stage-03-04.ort.onnx"])
 @pytest.mark.parametrize(
     ("key", "value"),
@@ -242,7 +242,7 @@ def test_a_graph_cannot_reach_for_weights_elsewhere(folder: Path, name: str, key
     refused(folder)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["short", "long", "half", "float16", "renamed", "garbage", "empty"])
 def test_forged_rope_tables_are_refused(folder: Path, kind: str) -> None:
     path = folder / "rope.safetensors"
@@ -263,7 +263,7 @@ def test_forged_rope_tables_are_refused(folder: Path, kind: str) -> None:
     assert "rope.safetensors" in refused(folder, loads=VtxError)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", [b"", b"{}", b"garbage", b"\xff\xfe", b"[" * 100_000])
 def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> None:
     (folder / "tokenizer.json").write_bytes(content)
@@ -271,7 +271,7 @@ def test_a_forged_tokenizer_is_a_bundle_error(folder: Path, content: bytes) -> N
     assert "tokenizer" in refused(folder)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "template",
     [
@@ -315,7 +315,7 @@ FOREIGN = [
 """A manifest's statements that its graphs, which nobody forged, contradict."""
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("part", "key", "value"), FOREIGN)
 def test_a_manifest_that_lies_about_its_graphs_is_refused(folder: Path, part: str, key: str | None, value: Any) -> None:
     lying = bundles.manifest(folder)

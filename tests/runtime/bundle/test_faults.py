@@ -29,7 +29,7 @@ def use(folder: Path, disk: Disk) -> bool:
         return all(check.passed for check in check_golden(model))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("once", [False, True], ids=["for good", "once"])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
 def test_a_bundle_that_cannot_be_read_gives_no_answer(folder: Path, share: float, once: bool) -> None:

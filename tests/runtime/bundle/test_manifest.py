@@ -284,7 +284,7 @@ def test_stages_must_cut_the_layers_at_the_variants(sound: dict[str, Any]) -> No
     refuse(put(sound, ("model", "layers"), 9))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [0, -1, 1 << 31, 10**400])
 def test_sizes_that_no_model_has_are_refused(sound: dict[str, Any], size: int) -> None:
     for way in ways(sound["model"]):

@@ -56,7 +56,7 @@ def noise(seed: int, tiny: TinyPi0 = TINY) -> Any:
     return np.random.default_rng(seed).standard_normal((tiny.horizon, tiny.width), np.float32)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @DEVICES
 @pytest.mark.parametrize("cameras", [1, 3])
 def test_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str, cameras: int) -> None:

@@ -38,7 +38,7 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "a.png"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("k", "reduce"), [(5, FASTV), (None, "none"), (3, "none")])
 def test_a_card_has_the_defaults_and_every_option_overrides_them(
     bundle: Bundle, picture: Path, k: int | None, reduce: str

@@ -74,7 +74,7 @@ def both(
         return found, image.ask(QUESTION, **settings)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize(
     ("kind", "value"),

@@ -45,7 +45,7 @@ def guide_of(form: dict[str, Any]) -> dict[str, bytes]:
     return {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @needs_abi
 @pytest.mark.parametrize("card", CARDS)
 def test_every_form_of_request_has_pythons_k_and_rest(folder: Path, card: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ SPECS = (
 )
 
 
-@pytest.mark.sampled(54)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_resized_pictures_are_pillow_s(name: str, sizes: tuple[int, int, int, int]) -> None:

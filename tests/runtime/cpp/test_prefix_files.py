@@ -61,7 +61,7 @@ def in_python(model: Model, file: Path | None, seed: int, k: int | None) -> dict
         return dict(conversation.ask(QUESTION, k, max_new_tokens=4, ignore_eos=True).to_dict())
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled
 @DEVICES
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize(

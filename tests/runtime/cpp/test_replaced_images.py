@@ -83,7 +83,7 @@ def test_images_and_text_before_the_one_that_changes_are_not_run_again(models: M
         assert prompt / 2 - 10 < reused < prompt
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @DEVICES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_sequence_of_frames_is_answered_as_by_python(models: Models, family: str, device: str) -> None:

@@ -42,7 +42,7 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "a.png"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @needs_abi
 @DEVICES
 @pytest.mark.parametrize("case", CASES)

@@ -62,7 +62,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [*paths, folder / "1.jpg"]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", ["none", "3", "5"])
 @pytest.mark.parametrize("reduce", ["none", *REDUCTIONS])
 def test_answers_are_those_of_python(model: Model, pictures: list[Path], k: str, reduce: str) -> None:

@@ -36,7 +36,7 @@ def damaged(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFacto
     raise AssertionError("this bundle has no head")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}])
 def test_both_runtimes_refuse_them(damaged: Path, tmp_path: Path, settings: dict[str, float]) -> None:
     [picture] = write_pictures(tmp_path, [(60, 60)])

@@ -128,7 +128,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HOSTILE)
 def test_templates_that_cost_too_much_end_in_one_line(name: str) -> None:
     template, message = HOSTILE[name]

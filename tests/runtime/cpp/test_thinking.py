@@ -56,7 +56,7 @@ def test_prompts_with_and_without_thoughts_are_python_s(name: str) -> None:
     assert len(prompts) == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [1, 7, 0])
 def test_thoughts_and_answers_are_python_s(model: Model, opened: Libraries, picture: Path, limit: int) -> None:
     cpp = opened(model.bundle.folder)

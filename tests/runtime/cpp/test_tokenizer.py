@@ -163,7 +163,7 @@ def gemma(source: Path, path: Path, *, marked: bool) -> Path:
 KINDS = "demo", "qwen2", "qwen3_5", "metaspace", "bytes", "llama", "gemma", "spaces"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_text_are_those_of_the_library(kind: str, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     if kind == "demo":

@@ -143,7 +143,7 @@ def test_a_video_of_one_frame_and_two_videos_have_the_ids_and_logits_of_python(
     assert_as_python(model, "cpu", tmp_path / "two", both, None)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "spec"),
     [

@@ -26,7 +26,7 @@ def run(kind: str, limits: ChildLimits = SMALL) -> object:
     return confine(ChildTask("tests.support.failing:fail", kind, limits), Subject("the file of a stranger"))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -30,7 +30,7 @@ def tried(name: str, request: Any = None, **task: Any) -> str:
     return str(confine(ChildTask("tests.support.attempts:attempt", given, SMALL, **task), Subject("it")))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["socket", "unix socket", "exec", "fork", "spawn", "signal", "limits of the parent", "thread"]
 )
@@ -41,7 +41,7 @@ def test_the_child_has_no_network_and_no_other_process(held: list[str], name: st
     assert tried(name, os.getpid()) == ("done" if name == "thread" else "PermissionError")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["write", "append", "truncate", "create", "directory", "remove", "rename", "mode"])
 def test_the_child_changes_no_file(held: list[str], tmp_path: Path, name: str) -> None:
     if not {*held} & {"seccomp", "landlock"}:

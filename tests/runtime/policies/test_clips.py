@@ -19,7 +19,7 @@ from vtx.runtime.vision.tokens import ImageTokens
 STATEMENTS = {"evs": evs, "vidcom2": vidcom2}
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", STATEMENTS)
 @pytest.mark.parametrize("number", CASES)
 def test_a_clip_keeps_the_tokens_of_the_released_code(number: int, name: str) -> None:
@@ -45,7 +45,7 @@ def test_evs_in_windows_of_any_sizes_keeps_what_it_keeps_of_the_whole_clip(numbe
         assert max(map(len, kept)) <= max(clip.shape[1], keep * clip[..., 0].size), "never more than the budget"
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", CASES)
 def test_vidcom2_in_windows_keeps_of_each_what_the_released_code_keeps_of_a_clip(number: int) -> None:
     clip, newline = drawn(number)

@@ -69,7 +69,7 @@ def test_random_keeps_the_tokens_that_the_seed_and_the_image_say(number: int) ->
         assert select(f"random:keep={keep},seed={seed}", case.image) == random_tokens(case, count, seed)
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", ["none", "embedding", "tower"])
 @pytest.mark.parametrize("number", [n for n in CASES if n % 4 in (0, 2)])
 def test_cdpruner_keeps_the_tokens_of_the_released_code_in_each_view(number: int, text: str) -> None:
@@ -97,7 +97,7 @@ def test_a_budget_beyond_a_view_keeps_all_of_it_and_beyond_all_views_the_whole_i
     assert CDPruner(1, "none").select(image) is None
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", CASES)
 def test_hiprune_keeps_the_tokens_of_the_released_code_in_each_view(number: int) -> None:
     case = drawn(number)

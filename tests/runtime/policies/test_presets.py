@@ -88,7 +88,7 @@ def cdpruner(tokens: Tensor, patches: Tensor, texts: Tensor, count: int) -> list
     return sorted(chosen)
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", COUNTS)
 def test_cdpruner(draw: Draw, count: int) -> None:
     tokens, patches, texts = draw(V, 512), draw(V, 64), draw(number(draw, 1, 3), 64)
@@ -130,7 +130,7 @@ def mustdrop(attention: Sequence[Tensor], by_class: Tensor, gamma: float, alpha:
     return kept
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled
 @pytest.mark.parametrize("preset", THRESHOLDS)
 def test_mustdrop(draw: Draw, preset: str) -> None:
     policy = Policy(parse(f"mustdrop:{preset}"))

@@ -158,7 +158,7 @@ def test_what_cannot_guide_an_answer_is_refused_by_name(grammars: Grammars, name
         grammars.start(Guide(**given))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 def test_a_form_that_becomes_too_large_ends_its_answer(grammars: Grammars, text: Text) -> None:
     answer = grammars.start(Guide(schema={"type": "object", "properties": {f"p{n}": {} for n in range(1500)}}))
 

@@ -70,7 +70,7 @@ def test_there_is_no_bound_where_characters_vanish_or_share_a_token() -> None:
     assert bound_of(typed) is None
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"words"}))
 def test_long_text_is_refused_without_tokenising_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:

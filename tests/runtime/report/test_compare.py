@@ -50,7 +50,7 @@ def perturb(folder: Path, graph: str, weight: str) -> None:
     bundles.reseal(folder, graph)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("other", ["plain", "trt", "openvino"])
 def test_sources_of_a_sound_bundle_agree(other: str, whole: Path) -> None:
     if other == "openvino":

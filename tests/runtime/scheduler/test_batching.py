@@ -131,7 +131,7 @@ def alone(model: Model) -> list[Answer]:
     return [start(model, case).read() for case in CASES]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_conversations_of_any_k_and_reduction_that_join_and_leave_answer_as_alone(
     model: Model, batching: Batching, alone: list[Answer]
 ) -> None:
@@ -271,7 +271,7 @@ def test_passes_that_fail_now_and_then_do_not_end_decoding_together(
     assert (batching.obstacle, batching.passes) == (None, calls[0] // 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 def test_a_server_decodes_its_clients_together_and_says_so(model: Model) -> None:
     pytest.importorskip("uvicorn", reason="needs vtx-edge[serve]", exc_type=ModuleNotFoundError)
     with (
@@ -304,7 +304,7 @@ def test_a_model_that_cannot_says_why() -> None:
 SETTINGS = [(None, "none"), (3, "none"), (5, "fastv:k=3"), (None, DUAL), (3, "random:keep=5")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("second", SETTINGS)
@@ -339,7 +339,7 @@ def test_questions_about_a_picture_in_use_share_its_prefix(
         assert answers[1].stats.reused_layers == answers[2].stats.reused_layers > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [SETTINGS[:2], SETTINGS[1::-1], SETTINGS[2:4], SETTINGS[:1] + SETTINGS[4:]])
 def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
     settings: list[tuple[int | None, str]], model: Model
@@ -360,7 +360,7 @@ def test_a_prefix_that_is_held_in_two_ways_is_shared_in_both(
             same(shared.ask(words, k, options, reduce=reduce), alone.ask(words, k, options, reduce=reduce))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("settings", [(None, "none"), (3, "none"), (3, "random:keep=5"), (None, "fastv:k=3")])
 @pytest.mark.parametrize("fails", [False, True])

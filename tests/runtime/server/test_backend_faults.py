@@ -77,7 +77,7 @@ def ids(response: Response) -> list[int]:
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [DeviceError("out of luck"), MemoryError(), RuntimeError("a bug")], ids=repr)
 def test_a_backend_that_raises_ends_at_most_one_answer(
@@ -105,7 +105,7 @@ def test_a_backend_that_raises_ends_at_most_one_answer(
         assert [ids(response) for response in at_once(served)] == wanted
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backend_that_hangs_is_told_and_what_waits_is_answered_when_it_returns(
     tiny_bundle: Path, wanted: list[list[int]], place: str
@@ -133,7 +133,7 @@ def test_a_backend_that_hangs_is_told_and_what_waits_is_answered_when_it_returns
         until(lambda: health(served) == [200, 200], "it computes again")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backend_that_ends_the_thread_fails_all_that_wait_at_once(tiny_bundle: Path, place: str) -> None:

@@ -84,7 +84,7 @@ def test_a_stream_has_usage_only_where_it_is_asked_for(served: Served) -> None:
     assert all("usage" not in event for event in served.chat(asking(user("red?"), **NONE, stream=True)).events)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("seed", "k", "reduce"), [(7, "none", "none"), (8, 3, "none"), (9, "none", "fastv:k=3,ratio=0.5")]
 )
@@ -145,7 +145,7 @@ def test_sampling_follows_its_seed(served: Served, local: Model) -> None:
     assert facts(greedy)["token_ids"] != facts(completion)["token_ids"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [False, True])
 def test_why_an_answer_ended_is_told(served: Served, stream: bool) -> None:
     """A full context and a limit of tokens are both a length to OpenAI's clients, and not the same."""

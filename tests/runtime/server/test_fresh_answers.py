@@ -58,7 +58,7 @@ def test_the_answers_of_these_tests_can_be_told_apart(fresh: FreshAnswers) -> No
     assert fresh.differ(*((["one"], QUESTIONS[0], setting) for setting in SETTINGS))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(9))
 def test_requests_side_by_side_get_fresh_answers(served: Served, fresh: FreshAnswers, seed: int) -> None:
     def client(number: int) -> list[tuple[Asked, dict[str, Any]]]:

@@ -200,7 +200,7 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
     serve(test)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("addresses", "most"),
     [

@@ -35,7 +35,7 @@ def part(url: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": url}, {"type": "text", "text": "red?"}]}
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "status", "param", "said"),
     [
@@ -176,7 +176,7 @@ def test_mutilated_bodies_end_in_an_answer_or_a_refusal_and_harm_nobody(served: 
     assert served.chat(GOOD).json["choices"][0]["message"]["content"] == expected
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [None, True, 0, -1, 1.5, "", "x", [], {}, [None], {"a": None}, 10**400])
 def test_no_value_of_any_field_ends_in_an_error_of_the_server(served: Served, value: Any) -> None:
     names = ["model", "messages", "k", "reduce", "gate_threshold", "temperature", "top_p", "top_k", "seed", "stop",
@@ -281,7 +281,7 @@ def test_the_time_that_a_request_waited_counts(tiny_bundle: Path, local: Model) 
     assert begun[1] == 1e-3, "and none is left"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_answer(tiny_bundle: Path, stream: bool) -> None:
     with serving({"tiny": tiny_bundle}) as served:

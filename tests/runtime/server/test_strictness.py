@@ -144,7 +144,7 @@ def test_a_byte_order_mark_before_a_body_does_not_matter() -> None:
     assert read_request(body.encode("utf-8-sig"), Limits()) == read_request(body.encode(), Limits())
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_server_ignores_what_changes_the_prompt_or_the_form(kind: str) -> None:
     body, translate = KINDS[kind]

@@ -71,7 +71,7 @@ def test_a_request_has_spans_of_its_parts_under_the_client_s_span(tiny_bundle: P
     assert not any("red?" in value for value in told), "nothing of what was asked"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("parent", ["", "00-0-0-01", "\u00ff" * 400, f"00-{'0' * 32}-{PARENT}-01"])
 def test_a_malformed_parent_counts_as_none_and_a_refused_request_has_one_span(tiny_bundle: Path, parent: str) -> None:
     with traced(tiny_bundle) as (served, exporter):

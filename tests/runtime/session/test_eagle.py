@@ -113,7 +113,7 @@ def compare(model: Model, judge: Judge, ks: tuple[int, ...], images: list[Any], 
     return answers
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tower", TOWERS)
 def test_each_tower_alone_is_that_of_the_statement(checkpoint: Path, judge: Judge, tower: str) -> None:
     opened, pixels = open_checkpoint(str(checkpoint)), judge.pixels(PICTURES)
@@ -238,7 +238,7 @@ def test_methods_that_work_on_tokens_are_exported(checkpoint: Path, tmp_path: Pa
         assert len(answer.token_ids) == STEPS
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("count", "out", "how"),
     [
@@ -270,7 +270,7 @@ def broken(checkpoint: Path, place: Path, change: Callable[[dict[str, torch.Tens
     return str(place)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tower", "tensor", "named"),
     [
@@ -352,7 +352,7 @@ def test_a_setting_of_any_kind_is_read_or_refused() -> None:
     assert refused > 50
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tower", "tensor", "shape", "message"),
     [

@@ -43,7 +43,7 @@ def export_policy(folder: Path, policy: str, ks: tuple[int, ...] = KS) -> Path:
     return export_with(ExportOptions(str(checkpoint), ks, "fp32", dialects=(*ORT, "plain")), folder / "bundle").folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", POLICIES)
 def test_actions_withdrawal_and_chunks_are_those_of_lerobot(policy: str, tmp_path: Path, tiny_pi: None) -> None:
     bundle = export_policy(tmp_path, policy)
@@ -188,7 +188,7 @@ TABLES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", TABLES)
 def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
     tmp_path: Path, policy: str, tiny_pi: None
@@ -207,7 +207,7 @@ def test_a_table_that_is_an_output_matrix_is_read_as_lerobot_reads_it(
     assert alone == f"{model}.lm_head.weight"
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("file", "change", "error", "message"),
     [

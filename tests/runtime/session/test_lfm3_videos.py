@@ -40,7 +40,7 @@ def as_given(model: Model, clip: Any) -> tuple[torch.Tensor, Any]:
     return torch.from_numpy(np.stack([*prepared.views])), prepared.arrange.keywords["clip"]  # type: ignore[attr-defined]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("pictures", [[CLIP], [random_image(1, (90, 70)), SMALL]], ids=["video", "image and video"])
 def test_videos_are_answered_as_by_transformers_and_at_k_by_the_withdrawal(
     model: Model, reference: References, pictures: list[Any]

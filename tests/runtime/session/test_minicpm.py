@@ -134,7 +134,7 @@ def test_pixels_are_those_of_transformers_processor_on_pillow(
     assert at == pixels.shape[-1]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["16x", "4x"])
 @pytest.mark.parametrize("most", [1, 2, 5, 9, 64])
 def test_sizes_slices_and_tokens_are_those_of_transformers_functions(mode: str, most: int) -> None:
@@ -178,7 +178,7 @@ def test_fewer_slices_are_as_transformers_has_them_with_fewer(model: Model) -> N
         layout.within(4096)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize("side", [1, 2, 3, 5, 27, 32, 70, 72])
 def test_places_in_the_table_of_positions_are_those_of_transformers(tmp_path: Path, side: int) -> None:
     """Also at exact fractions, which its float32 edges of 27 and 72 entries miss by a last digit."""

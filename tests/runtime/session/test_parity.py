@@ -110,7 +110,7 @@ def test_narrow_checkpoints_are_exported_at_either_precision(
         assert_near(found.logits, wanted.logits, tolerance)
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_every_activation_equals_transformers(name: str, dialect: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def ask(model: Model, file: Path | None, seed: int, k: int | None = None, **more
         return conversation.ask(QUESTION, k, max_new_tokens=4, ignore_eos=True, **more)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tiny", "k"),
     [(Tiny(context=512), None), (Tiny(context=512), 3), (SMOLVLM, None), (SMOLVLM, 3), (GEMMA4, 3), (GEMMA3, 3)],

@@ -46,7 +46,7 @@ def asked(model: Model, way: dict[str, Any], **options: Any) -> list[Any]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_it_at_the_first_second_and_third_question(model: Model, way: str) -> None:
     plain, drafted = asked(model, WAYS[way]), asked(model, WAYS[way], prompt_lookup=8)

@@ -71,7 +71,7 @@ def case(request: pytest.FixtureRequest, cases: Cases) -> Case:
 # ---- each method -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", ["raster", "merged-first"])
 @pytest.mark.parametrize("positions", ["keep", "renumber"])
 @pytest.mark.parametrize("share", SHARES.values(), ids=list(SHARES))

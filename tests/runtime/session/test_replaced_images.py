@@ -20,7 +20,7 @@ from vtx.runtime.errors import RequestError
 TILED = {"internvl": INTERNVL, "smolvlm": SMOLVLM}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [None, 3])
 @pytest.mark.parametrize("family", TILED)
 def test_tiles_before_the_first_changed_one_are_not_run_again(models: Models, family: str, k: int | None) -> None:

@@ -65,7 +65,7 @@ def one_shot(backend: Backend, session: Session, asked: Prompt, k: int | None) -
     return backend.head(rows[-1:])[0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", DEPTHS)
 def test_a_question_behind_its_image_equals_all_at_once(model: Model, prompts: list[Prompt], k: int | None) -> None:
     for asked in prompts:

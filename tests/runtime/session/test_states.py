@@ -40,7 +40,7 @@ def model(drawn: tuple[Family, str], models: Models) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("right", [0, 2, MAX_DRAFT])
 @pytest.mark.parametrize("k", [None, 3])
 def test_rejected_tokens_of_a_draft_leave_the_states_as_they_were(

@@ -59,7 +59,7 @@ WIDE, HIGH = random_video(0, size=(90, 60)), random_video(1, 12, (50, 70))
 slow = pytest.mark.slow
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tiny", "images", "videos"),
     [

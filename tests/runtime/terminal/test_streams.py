@@ -29,7 +29,7 @@ def shell(code: str, redirection: str, *words: str, **environment: str) -> subpr
     return subprocess.run(command, capture_output=True, check=False, env=os.environ | environment)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "utf-8"])
 def test_what_stdout_cannot_represent_is_escaped_and_json_stays_json(encoding: str) -> None:
     text = "caf\u00e9 \u6f22\u5b57 \U0001f600 \u0081"
@@ -44,7 +44,7 @@ def test_what_stdout_cannot_represent_is_escaped_and_json_stays_json(encoding: s
         assert plain.stdout.decode(encoding) == "caf\u00e9 \\u6f22\\u5b57 \\ud83d\\ude00 \\u0081\n"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("redirection", ["2>&-", "<&-", "<&- 2>&-"])
 def test_a_command_answers_without_stderr_or_stdin(redirection: str) -> None:
     done = shell(SAY.format(text="5"), redirection)

@@ -332,7 +332,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS, ids=Kind.in_words)
 def test_a_product_is_a_sound_graph_and_computes_what_onnx_says_of_it(
     kind: Kind, needs_arithmetic: Callable[[str], None]

@@ -39,7 +39,7 @@ def bundle(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactor
     return export_with(options, tmp_path_factory.mktemp("methods") / "bundle").folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dialect", ["plain", "trt"])
 def test_rows_of_merged_windows_that_a_graph_computes_all_the_same_are_counted(bundle: Path, dialect: str) -> None:
     backend, calls = timed(DialectBackend(Bundle.open(bundle), dialect))

@@ -16,7 +16,7 @@ def line(figure: Any) -> None:
     figure.subplots().plot([1, 2], [3, 4])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a", b"\x89PNG")])
 def test_a_picture_has_the_format_of_its_ending_and_nothing_else_is_left(
     tmp_path: Path, name: str, start: bytes

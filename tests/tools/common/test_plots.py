@@ -84,7 +84,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         yield make
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_plot_has_a_title_a_source_labels_and_a_legend(drawn: Callable[[str], list[Figure]], name: str) -> None:
     figures = drawn(name)

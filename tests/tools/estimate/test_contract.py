@@ -49,7 +49,7 @@ def more_bytes(tiny: Tiny, plan: Plan, tensors: Mapping[str, TensorInfo]) -> int
     return 2 * left_out(tiny) + sum(tensor.nbytes // 2 for tensor in shifted)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_plan_has_graphs_for_every_engine_and_its_size_is_the_estimated_one(
     tiny_checkpoint: Checkpoints, name: str

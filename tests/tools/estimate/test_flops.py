@@ -221,7 +221,7 @@ def size_of(checkpoint: Path) -> Any:
     return config_size(read_json(checkpoint / "config.json"), "tiny")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 def test_the_tensors_of_a_decoder_are_those_that_transformers_saves(tiny: Tiny, tiny_checkpoint: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(tiny_checkpoint(tiny)))
@@ -284,7 +284,7 @@ def decoder_macs(bundle: Bundle, size: Decoder, folder: Path, rows: tuple[int, .
     return found + executed_macs(bundle, bundle.manifest.dialects["ort"].head, folder, {"tokens": 1})
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported
@@ -295,7 +295,7 @@ def test_prefill_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any],
     assert total_flops(size, rows) == without_head
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [None, 3, 6])
 def test_decode_flops_are_what_the_graphs_execute(exported: tuple[Bundle, Any], tmp_path: Path, k: int | None) -> None:
     bundle, model = exported

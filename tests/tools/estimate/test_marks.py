@@ -26,7 +26,7 @@ TINIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", TINIES, ids=lambda tiny: str(tiny.family))
 def test_a_plan_counts_the_tokens_of_an_image_with_their_marks(
     tiny_checkpoint: Callable[..., Path], tiny: Tiny

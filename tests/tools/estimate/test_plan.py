@@ -251,7 +251,7 @@ def test_internvl_s_head_is_as_its_text_model_says_where_the_whole_model_says_no
     assert read_config(config | {"tie_word_embeddings": not tied}).text.tied is not tied
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", TINIES.values(), ids=TINIES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_bundle_gives_the_sizes_of_its_checkpoint(
@@ -344,7 +344,7 @@ def written_bytes(options: ExportOptions) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tied", "forms"),
     [

@@ -152,7 +152,7 @@ def test_peak_memory_on_a_cpu_is_within_15_percent_of_measurements(
     assert found["depths"][0]["precisions"]["int4"]["peak_bytes"] == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3], ids=lambda tiny: tiny.family)
 def test_the_pixels_that_are_counted_are_those_that_tensorrt_takes_memory_for(
     tiny: Tiny, tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

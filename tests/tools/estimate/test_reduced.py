@@ -29,7 +29,7 @@ def counts(spec: str, model: ModelSize = SEVEN, vision: int = 576) -> tuple[int,
     return reduce_counts(parse(spec), model, vision).vision_tokens
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", ANSWERED)
 def test_answers_have_the_tokens_that_the_plan_counts(models: Models, spec: str) -> None:
     model = models(Tiny(), (5,), "fp32", ANSWERED)

@@ -19,7 +19,7 @@ GEMMA = TokenBudget(16, 3, 280)
 LARGE, WIDE, SMALL = (1280, 960), (1600, 400), (300, 300)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("layout", "sizes", "tokens"),
     [

@@ -110,7 +110,7 @@ def test_a_loop_is_found_and_what_stands_in_it_too() -> None:
     assert {("loop", "it"), ("operator", "inner")} <= found
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled
 @pytest.mark.parametrize("release", [JETPACK_7, ELEVEN, RTX_17], ids=lambda r: r.name)
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
 def test_a_stage_with_caches_in_place_is_clean_from_10_15_on(release: Release, precision: str) -> None:

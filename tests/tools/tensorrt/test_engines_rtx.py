@@ -242,7 +242,7 @@ def test_five_towers_become_an_engine(dialect: str, precision: str, tmp_path: Pa
     assert_tower_and_stages_built(bundle, dialect)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_network_that_is_built_keeps_types_and_caches(precision: str, bundles: Callable[[str], Bundle]) -> None:
     bundle = bundles(precision)

@@ -111,7 +111,7 @@ def test_what_onevision_does_not_have_is_refused_by_name(
         read_config(config)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "points",
     [

@@ -78,7 +78,7 @@ def patches_of(view: np.ndarray[Any, Any], side: int, family: str) -> np.ndarray
     return squares.reshape(rows * columns, 3, 1, side**2).repeat(2, 2).reshape(rows * columns, -1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tiny", TINIES, ids=lambda tiny: tiny.family)
 def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tmp_path: Path) -> None:
     import transformers
@@ -106,7 +106,7 @@ def test_a_published_configuration_has_the_known_sizes(name: str) -> None:
     assert (size.decoder, size.parameters) == (KNOWN[name].decoder, KNOWN[name].parameters)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("names", ["hub", "saved"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_of_paddleocr_is_tied_where_config_json_says_so(tmp_path: Path, names: str, tied: bool) -> None:

@@ -69,7 +69,7 @@ def test_pixels_and_counts_equal_transformers(theirs: tuple[Path, Any], shape: t
     assert layout.count(*shape) == int((found["input_ids"] == processor.image_token_id).sum())
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_stand_where_transformers_puts_them(theirs: tuple[Path, Any], shape: tuple[int, int]) -> None:
     from transformers import AutoConfig, LlavaNextModel
@@ -136,7 +136,7 @@ def onevision(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Anyres, A
     return folder, layout, LlavaOnevisionImageProcessorPil.from_pretrained(folder, local_files_only=True)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_onevisions_pixels_and_tokens_equal_transformers(
     onevision: tuple[Path, Anyres, Any], shape: tuple[int, int]

@@ -96,7 +96,7 @@ def test_tiles_that_are_none_are_refused(values: tuple[int, int, int, int]) -> N
         MarkedTiles(*values)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -72,7 +72,7 @@ def test_tiles_that_are_none_are_refused(values: tuple[int, int, int, int]) -> N
         Tiles(*values)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", ["6", 0, 65, True, None])
 def test_a_number_of_tiles_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
     folder = make(tmp_path / "checkpoint", TINY)
@@ -80,7 +80,7 @@ def test_a_number_of_tiles_that_is_none_is_refused(tmp_path: Path, value: Any) -
         adjusted(folder, max_patches=value)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("part", "name", "value"),
     [
