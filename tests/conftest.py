@@ -85,8 +85,8 @@ def pytest_collection() -> Generator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that `covering` does not need and those with a model that repeat the values of others.
 
-    Slow are all but each n-th case of a `sampled(n)` test, all but the first of a `sampled` one, and tests of which `tests.support.quick` says so. `LONG`
-    files are the first.
+    Slow are all but each n-th case of a `sampled(n)` test, all but the first of a `sampled` one, and tests of which
+    `tests.support.quick` says so. `LONG` files are the first.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     tests: dict[tuple[str, int], list[pytest.Function]] = {}
