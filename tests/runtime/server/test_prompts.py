@@ -68,8 +68,8 @@ def test_a_prompt_of_token_ids_has_the_answer_of_its_text(client: Any, served: S
     assert [choice.text for choice in client.completions.create(prompt=ids, **asked).choices] == [
         choice.text for choice in texts
     ]
-    [single] = client.completions.create(prompt=ids[1], **asked).choices
-    assert (single.text, single.logprobs) == (texts[1].text, texts[1].logprobs)
+    [single], [alone] = (client.completions.create(prompt=one, **asked).choices for one in (ids[1], PROMPTS[1]))
+    assert (single.text, single.logprobs) == (alone.text, alone.logprobs)
 
 
 @pytest.mark.parametrize("stream", [False, True])
