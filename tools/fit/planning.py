@@ -40,10 +40,7 @@ class PlannedEngine:
         """
         manifest = bundle.manifest
         size = bundle_size(bundle)
-        mixed = manifest.record.get("mixed")
-        head = manifest.head_precision if mixed is None else None
-        bits = None if mixed is None else mixed["bits"]
-        parts = precisions_of(size, manifest.precision, manifest.vision_precision, head, bits=bits)
+        parts = precisions_of(size, manifest.precision, manifest.vision_precision, manifest.head_precision)
         parts = replace(parts, kv=KV_DTYPES[manifest.kv_dtype].name)
         engines = engines_on(profile, size, {manifest.precision: parts})
         candidates = [engine for engine in engines if engine.answered and engine.dialect in manifest.dialects]
