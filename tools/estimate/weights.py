@@ -50,7 +50,6 @@ def precisions_of(
         return precisions
     shapes = {group.name: group.shape for group in all_weights(model, precisions)}
     if head is None and HEAD in shapes:
-        del shapes[HEAD]
         shapes |= {name: (len(rows), table[1]) for name, rows in head_rows(table[0]).items()}
         precisions = replace(precisions, head=precisions.decoder)
     return widened(precisions, shapes.items(), bits)
