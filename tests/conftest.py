@@ -62,7 +62,12 @@ settings.load_profile("busy")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files that take minutes where slow tests are run: begun first, so that all processes end at once.
-LONG = tuple(f"tests/{name}.py" for name in ("tools/tensorrt/test_engines_rtx", "runtime/session/test_contract"))
+LONG = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "tools/tensorrt/test_engines_rtx", "runtime/session/test_contract", "runtime/session/test_contract_checkpoints",
+    )
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

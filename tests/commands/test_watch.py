@@ -112,7 +112,7 @@ def test_a_reader_that_leaves_ends_it(bundle: Path, tmp_path: Path) -> None:
             assert running.stdout is not None
             running.stdout.readline()
             running.stdout.close()
-            assert running.wait(WAIT) == 0
+            assert running.wait(WAIT) == 0, running.stderr and running.stderr.read()
         finally:
             running.kill()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import pytest
 
@@ -13,13 +11,11 @@ from tests.support.contract import (
     FAMILIES,
     NEAR,
     Family,
-    on_engines_in_turn,
     on_one_device,
     on_other_devices,
     with_rows,
 )
-from tests.support.dialects import DialectBackend
-from tests.support.exported import DEVICES, THREADS, Models, greedy, prompt
+from tests.support.exported import DEVICES, greedy, prompt
 from tests.support.fixtures import Checkpoints, References
 from tests.support.near import assert_near
 from tests.support.parity import (
@@ -27,39 +23,19 @@ from tests.support.parity import (
     assert_chat_as_reference,
     assert_every_k,
     assert_later_equal_fresh,
-    assert_near_reference,
 )
 from tests.support.reduced import QUESTIONS, Talk, word
 from tests.support.reference import Reference
 from tests.support.statement import Method, Statement
-from tests.support.tiny import Tiny, prompt_messages, random_image
+from tests.support.tiny import prompt_messages, random_image
 from vtx.exporter.bundling.options import ExportOptions
 from vtx.exporter.bundling.prepare import plan_export
-from vtx.runtime.api.load import load
 from vtx.runtime.api.model import Model
 from vtx.runtime.api.options import Options
-from vtx.runtime.bundle.spec.names import DIALECTS
 from vtx.runtime.errors import RequestError, TemplateError, UnsupportedModelError
 from vtx.runtime.report.golden import check_golden
 
 pytestmark = pytest.mark.dialects("ort", "plain")
-
-
-@pytest.fixture(scope="module")
-def loaded(models: Models) -> Callable[..., Model]:
-    """`loaded(device, *what)`: the bundle that `models` makes of the rest, on that device; the last few are kept."""
-
-    @lru_cache(4)
-    def open_bundle(device: str, *what: Any) -> Model:
-        return load(models.folder(*what), device=device, threads=THREADS)
-
-    return open_bundle
-
-
-@pytest.fixture(scope="module")
-def every_graph(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoints) -> Models:
-    """Bundles with the graphs of all dialects."""
-    return Models(tmp_path_factory.mktemp("every_graph"), tiny_checkpoint, DIALECTS)
 
 
 @pytest.fixture(scope="module", params=on_one_device())
@@ -208,46 +184,6 @@ def test_reductions_are_those_of_the_statement(
                 last = kept
             assert {layer for layer, kept in found.kept.items() if kept} <= {*wanted.kept}
             talk.ask(prompt_messages("red?", len(images)), images, Method(), 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tiny", "device"), on_engines_in_turn("variants"))
-def test_other_checkpoints_of_a_family_are_answered_as_by_transformers(
-    loaded: Callable[..., Model], reference: References, family: Family, tiny: Tiny, device: str
-) -> None:
-    images = [random_image(0, family.sizes[1]), random_image(1, family.sizes[0])]
-    judge, asked = reference(tiny), prompt_messages(QUESTIONS[0], 2)
-    tolerance = family.tolerance if device == "cpu" else NEAR
-    model = loaded(device, tiny, family.ks)
-    assert_every_k(model, judge, asked, images, family.ks, tolerance, family.alike, steps=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "precision", "device"), on_engines_in_turn("rounded"))
-def test_every_precision_is_near_transformers_or_computes_what_the_reference_does_with_the_same_weights(
-    loaded: Callable[..., Model], reference: References, family: Family, precision: str, device: str
-) -> None:
-    tiny, most = replace(family.tiny, **family.rounding), family.rounded[precision]
-    model = loaded(device, tiny, (3,), precision)
-    assert all(check.passed for check in check_golden(model))
-    if most is not None:
-        images = [random_image(0, family.sizes[0])]
-        assert_near_reference(model, reference(tiny), prompt_messages(QUESTIONS[0]), images, most)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "ort"])
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.dialects])
-def test_graphs_of_other_dialects_compute_the_same(every_graph: Models, name: str, dialect: str) -> None:
-    family = FAMILIES[name]
-    images = [random_image(n, size) for n, size in enumerate(family.sizes[:2])]
-    messages = prompt_messages(QUESTIONS[0], 2)
-    model = every_graph(family.tiny, family.ks)
-    other = Model(model.bundle, DialectBackend(model.bundle, dialect), 0)
-    for k in (None, family.ks[-1]):
-        wanted, found = (greedy(each, prompt(each, messages, images), k, STEPS) for each in (model, other))
-        assert found.ids == wanted.ids
-        assert_near(found.logits, wanted.logits, NEAR)
 
 
 @pytest.mark.parametrize(("family", "spec"), with_rows("refused"))
