@@ -19,6 +19,16 @@ def decoder_options(codec: str, pixels: int) -> dict[str, str]:
     return {"max_pixels": str(pixels), **strict}
 
 
+def conversion() -> dict[str, int]:
+    """Arguments for PyAV to convert frames in the calling thread.
+
+    From its release 17 on it would start a thread a core for each frame, and keep them until the frame is collected.
+    """
+    from av import __version__
+
+    return {"threads": 1} if int(__version__.partition(".")[0]) >= 17 else {}
+
+
 def decoded(packets: Iterable[Any], *, exact: bool = False) -> Iterator[tuple[Any, Exception | None]]:
     """Each frame of the packets, and the error if it is damaged; no frame for a packet that cannot be decoded.
 

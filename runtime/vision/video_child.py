@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from vtx.runtime.errors import DeviceError, ImageError
 from vtx.runtime.installing import install
-from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
+from vtx.runtime.vision.decoding import conversion, decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.frame_sampling import FrameSampling
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # names of their own
@@ -60,7 +60,7 @@ def all_frames(request: dict[str, Any]) -> Frames:
 
 def _lines(frame: Any) -> list[Any]:
     """The pixels of a frame, RGB, without what its lines are padded with."""
-    plane = frame.reformat(format="rgb24").planes[0]
+    plane = frame.reformat(format="rgb24", **conversion()).planes[0]
     pixels = memoryview(plane)
     line = 3 * frame.width
     if plane.line_size == line:

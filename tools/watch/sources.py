@@ -17,7 +17,7 @@ from PIL import Image
 
 from vtx.runtime.errors import DeviceError, ImageError, VtxError
 from vtx.runtime.installing import install
-from vtx.runtime.vision.decoding import decoded, decoder_options, fault, orientation
+from vtx.runtime.vision.decoding import conversion, decoded, decoder_options, fault, orientation
 from vtx.runtime.vision.image import ImageSource, load_image
 from vtx.runtime.vision.limits import MAX_FILE_BYTES, MAX_FRAME_PIXELS
 from vtx.runtime.vision.video import play
@@ -294,7 +294,7 @@ def _converted(frame: Any, converting: threading.Lock) -> ImageSource:
     """The picture of a decoded frame, for one thread at a time. Raises ImageError."""
     try:
         with converting:
-            picture: Image.Image = frame.to_image()
+            picture: Image.Image = frame.to_image(**conversion())
         mirrored, turns = orientation(frame)
         picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else picture
         return picture.rotate(90 * turns, expand=True) if turns else picture

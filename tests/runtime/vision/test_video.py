@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import subprocess
@@ -26,7 +27,7 @@ from tests.support.video_files import FRAMES, RATE, damage, moving, write_video
 from vtx import cli
 from vtx.runtime.errors import DeviceError, ImageError, RequestError
 from vtx.runtime.vision import video as reading
-from vtx.runtime.vision.decoding import decoded
+from vtx.runtime.vision.decoding import conversion, decoded
 from vtx.runtime.vision.frame_sampling import FrameSampling, SampledFrames, evenly
 from vtx.runtime.vision.limits import MAX_VIDEO_MEMORY
 from vtx.runtime.vision.video import Video, as_video, load_frames
@@ -397,6 +398,18 @@ def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(clip)], capture_output=True, text=True, check=True)
     assert done.stdout == "3 False\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_converting_frames_starts_no_threads(clip: Path) -> None:
+    """PyAV would start one a core for each frame: with 16 cores the address space of a decoder ends at 11 frames."""
+    with av.open(str(clip)) as container:
+        frames = list(container.decode(video=0))
+        before = len(os.listdir("/proc/self/task"))
+        for frame in frames:
+            frame.reformat(format="rgb24", **conversion())
+            frame.to_image(**conversion())
+        assert len(os.listdir("/proc/self/task")) == before
 
 
 def test_what_is_no_file_and_no_array_is_refused() -> None:

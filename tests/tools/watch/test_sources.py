@@ -281,7 +281,7 @@ def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -
     inside, most, all_there = list[None](), list[int](), threading.Barrier(4)
 
     class Slow(Whole):
-        def to_image(self) -> Image.Image:
+        def to_image(self, **_: int) -> Image.Image:
             inside.append(None)
             time.sleep(0.01)  # time for another thread to come in
             most.append(len(inside))
@@ -306,7 +306,7 @@ def test_a_decoded_frame_is_converted_for_one_thread_at_a_time(camera: Camera) -
 
 def test_a_frame_that_cannot_be_converted_is_an_error_of_its_own(camera: Camera) -> None:
     class Broken(Whole):
-        def to_image(self) -> Any:
+        def to_image(self, **_: int) -> Any:
             raise ValueError("no such format")
 
     with reading(camera="/dev/video0") as source:
