@@ -60,7 +60,7 @@ $(DEMO)/vtx.json: | $(READY)
 	$(BIN)/vtx-export --k 6 --precision fp16 --out $(DEMO)
 
 # Compiled sooner than what is shipped, unless there is a build already; test-all tests libvtx as it is shipped.
-test: OPTIMISE = $(if $(wildcard build/cpp/CMakeCache.txt),,-DVTX_OPTIMISE=1)
+test: OPTIMISE = $(if $(wildcard build/cpp/CMakeCache.txt),,-DVTX_OPTIMISE=g)
 test: checks pytest ## every check but the slow tests
 
 test-all: checks ## every check, slow tests included, and those of arithmetic as on lesser processors: what CI runs

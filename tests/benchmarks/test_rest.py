@@ -37,7 +37,7 @@ def prompts_of(judge: Reference) -> Prompts:
     return Prompts(torch.cat(embeddings), torch.tensor(groups), start, stop)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [0.1, 0.4])
 def test_the_statement_gives_the_ids_that_vtx_gives(
     models: Models, tiny_checkpoint: Checkpoints, reference: References, rest: float

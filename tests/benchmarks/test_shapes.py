@@ -66,7 +66,7 @@ def smaller(name: str) -> Shape:
     return replace(shape, config=config, k=3, picture=280 if shape.torch else 192 if name == "gemma4-e2b" else 256)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALLER])
 def test_transformers_reads_every_tensor_and_repeats_the_last_token(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoTokenizer

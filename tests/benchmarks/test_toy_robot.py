@@ -115,6 +115,7 @@ def test_instructions_name_the_first_shape_and_pictures_are_drawn_anew(tables: T
     assert not any(np.array_equal(seen[n][2], seen[n + 1][2]) for n in range(0, 120, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [None, 2, 3])
 def test_the_bundle_acts_as_the_forward_pass_of_training(robot: Robot, model: Model, k: int | None) -> None:
     rng = np.random.default_rng(5)

@@ -63,6 +63,7 @@ def started(bundle: Path, *words: str, program: str = SERVE, **settings: Any) ->
             process.kill()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_it_is_told_to_end(bundle: Path, end: signal.Signals) -> None:
     with started(bundle, "--fit", "squash") as (process, stderr, line, served):
@@ -151,7 +152,7 @@ serve()
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", ["60", "0.5"])
 def test_answers_end_before_the_server_does(bundle: Path, grace: str) -> None:
     """Within its grace; what is left then ends with an error in its stream."""

@@ -47,6 +47,7 @@ def run(name: str, *arguments: Any) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_camera_answers_about_its_newest_frame(bundle: Path, tmp_path: Path) -> None:
     for scene in SCENES:
         shutil.copy(scene, tmp_path)
@@ -65,6 +66,7 @@ def robot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_with(options, made / "bundle").folder
 
 
+@pytest.mark.slow
 def test_the_control_loop_acts_on_each_cameras_newest_frame(robot: Path, tmp_path: Path) -> None:
     for camera in ("base", "wrist"):
         (tmp_path / camera).mkdir()
@@ -112,6 +114,7 @@ def test_the_control_loop_drops_late_actions_and_counts_the_steps_they_took(robo
             np.testing.assert_array_equal(action, own[0])
 
 
+@pytest.mark.slow
 def test_threads_share_a_model(bundle: Path) -> None:
     lines = run("threads.py", bundle, "How many shapes are there?", *SCENES).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [scene.name for scene in SCENES]
@@ -125,6 +128,7 @@ def test_a_batch_is_a_table(bundle: Path) -> None:
     assert all(row[1] and float(row[2]) > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_the_server_answers_survives_a_client_that_leaves_and_stops_with_one_there(bundle: Path) -> None:
     command = [sys.executable, str(SAMPLES / "async_server.py"), str(bundle), str(SCENES[0]), "--port", "0"]
     server = subprocess.Popen(

@@ -50,6 +50,7 @@ def bundle(options: ExportOptions, tmp_path_factory: pytest.TempPathFactory) -> 
 # ---- what is in the bundle -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_manifest_declares_tower_graph_and_tokenizer_in_every_dialect(bundle: Path) -> None:
     manifest = Bundle.open(bundle).manifest
     tower = manifest.text_tower

@@ -92,6 +92,7 @@ def graph(plan: Plan, folder: Path, dialect: str) -> Path:
     return folder / f"experts.{dialect}.onnx"
 
 
+@pytest.mark.sampled(5)
 def test_onnxruntime_computes_experts_by_its_own_operator(
     exported: tuple[Plan, Path], inputs: NDArray[np.float32]
 ) -> None:

@@ -49,7 +49,7 @@ def dialect_models(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Ch
     return cache(lambda family, dialect: Model(bundle(family), DialectBackend(bundle(family), dialect), 0))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)

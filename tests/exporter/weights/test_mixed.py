@@ -91,6 +91,7 @@ def test_a_bundle_has_the_bits_that_were_asked_for_and_is_nearer(
     assert errors[0] > errors[1] > errors[2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_s_parts_are_its_rows_in_order(tiny_checkpoint: Checkpoints, tmp_path: Path, tied: bool) -> None:
     folder = tiny_checkpoint(replace(WIDE, tied=tied))

@@ -50,6 +50,7 @@ def backend(request: pytest.FixtureRequest, folder: Path) -> Backend:
     return load(folder, device=request.param, threads=THREADS).backend
 
 
+@pytest.mark.sampled
 def test_a_run_that_fails_names_its_graph_and_the_fix(backend: Backend) -> None:
     narrow = np.zeros((2, 7), np.float32)
     with pytest.raises(DeviceError, match=r"failed in head\.\w+\.onnx: .*; check the bundle with vtx-doctor") as caught:

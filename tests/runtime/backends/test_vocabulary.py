@@ -50,6 +50,7 @@ def wrong_ids(model: Model) -> list[int]:
     return [-1, model.manifest.model.vocab, 1 << 40]
 
 
+@pytest.mark.sampled
 def test_a_backend_embeds_the_vocabulary_and_nothing_else(model: Model) -> None:
     vocab = model.manifest.model.vocab
     assert len(model.backend.embed(np.array([0, vocab - 1]))) == 2

@@ -136,6 +136,7 @@ def test_a_format_that_is_no_whole_number_is_refused(sound: dict[str, Any], form
     assert "format" in refuse({**sound, "format": format})
 
 
+@pytest.mark.slow
 def test_an_unknown_key_at_any_level_is_refused(sound: dict[str, Any]) -> None:
     tables = strict_tables(sound)
     assert len(tables) > 10

@@ -49,6 +49,7 @@ def ask(frames: Frames, question: str, setting: tuple[str, str]) -> dict[str, An
     return frames.ask(question, k=k.encode(), reduce=reduce.encode(), max_new_tokens=4, ignore_eos=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("second", SETTINGS[:4])

@@ -32,6 +32,7 @@ SIZES = ((60, 60), (150, 60), (40, 90), (301, 97), (17, 200), (640, 33), (1, 1),
 QUESTIONS = ("red?", "How many circle shapes are there?", "red?")
 
 
+@pytest.mark.slow
 def test_several_images_of_onevision_answer_as_python_at_another_scale_of_pixel_values(
     tiny_checkpoint: Checkpoints, tmp_path: Path, pictures: list[Path]
 ) -> None:

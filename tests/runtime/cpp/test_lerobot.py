@@ -23,7 +23,7 @@ SAME = 2e-5
 CAMERAS = {"top": random_image(0, (80, 60)), "wrist": random_image(1, (40, 90))}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_actions_of_a_policy_are_those_of_python(opened: Libraries, policy: str, tmp_path: Path, tiny_pi: None) -> None:
     checkpoint = make_policy(tmp_path / "checkpoint", policy)

@@ -30,6 +30,7 @@ SIZES += ((56, 56), (90, 91))
 QUESTIONS = ("red?", "What is <global-img> <row_1_col_1> really,\nin the picture?", "red?")
 
 
+@pytest.mark.slow
 def test_turns_of_a_chat_and_fewer_tiles_are_as_in_python(models: Models, pictures: list[Path]) -> None:
     folder = models(SMOLVLM, (3, 5)).bundle.folder
     options = ("--k", "5", "--max-tiles", "4", "--max-new-tokens", "6")

@@ -69,6 +69,7 @@ def test_random_models_meet_their_traces(tiny_checkpoint: Checkpoints, tmp_path:
     assert asked > 60
 
 
+@pytest.mark.slow
 def test_fewer_pixels_and_what_does_not_fit_are_as_in_python(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = export(tiny_checkpoint(QWEN2), tmp_path / "bundle", (), max_context=80).folder
     pictures = write_pictures(tmp_path, [(160, 150), (150, 160)])

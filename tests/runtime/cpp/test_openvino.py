@@ -132,6 +132,7 @@ def test_rows_that_nobody_asks_for_fill_their_slots_alone(bundle: Path, hidden: 
     assert_near(in_cpp(bundle, hidden, *asked), whole[[*asked, ROWS]], SAME)
 
 
+@pytest.mark.slow
 def test_questions_at_one_k_after_another_reuse_and_answer_as_in_python(bundle: Path, tmp_path: Path) -> None:
     questions = ("red?", "What is it?", "Where is the circle?", "red?")
     ks = ("3", "3", "none", "3")

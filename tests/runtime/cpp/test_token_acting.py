@@ -65,6 +65,7 @@ def compare(library: Loaded, python: Model, picture: Any, words: str, k: int | N
     assert facts["actions"] == found.tolist()
 
 
+@pytest.mark.slow
 @DEVICES
 def test_ids_and_actions_are_those_of_python(opened: Libraries, python: Model, folder: Path, device: str) -> None:
     library, answers = opened(folder, device), set()

@@ -48,7 +48,7 @@ def without_ids(calls: Any) -> list[Any]:
     return [call["function"] for call in calls or ()]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "erase"}}])
 def test_calls_parse_and_a_stream_gives_the_same(served: Served, choice: Any) -> None:
     ends = set()

@@ -229,7 +229,7 @@ def test_methods_that_look_into_one_tower_are_refused_by_name(checkpoint: Path, 
         plan_export(ExportOptions(str(checkpoint), (3,), "fp32", reductions=(spec,), dialects=ORT))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["fastv:k=2,ratio=0.5", "divprune:keep=8", "cdpruner:keep=8"])
 def test_methods_that_work_on_tokens_are_exported(checkpoint: Path, tmp_path: Path, spec: str) -> None:
     bundle = export(checkpoint, tmp_path / "bundle", (3,), reductions=(spec,), dialects=ORT)

@@ -43,7 +43,7 @@ def export_policy(folder: Path, policy: str, ks: tuple[int, ...] = KS) -> Path:
     return export_with(ExportOptions(str(checkpoint), ks, "fp32", dialects=(*ORT, "plain")), folder / "bundle").folder
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_actions_withdrawal_and_chunks_are_those_of_lerobot(policy: str, tmp_path: Path, tiny_pi: None) -> None:
     bundle = export_policy(tmp_path, policy)

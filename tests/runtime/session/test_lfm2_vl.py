@@ -31,6 +31,7 @@ def folder(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactor
     return export(tiny_checkpoint(LFM2), tmp_path_factory.mktemp("lfm2") / "bundle", KS, "fp32").folder
 
 
+@pytest.mark.sampled
 def test_sizes_tiles_and_tokens_are_those_of_transformers_functions(folder: Path) -> None:
     from types import SimpleNamespace
 

@@ -23,7 +23,7 @@ SIZES = ((100, 60), (17, 19), (64, 64), (300, 200), (40, 130), (90, 91))
 FEW = replace(PIXTRAL, context=130)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [PIXTRAL, MISTRAL3], ids=["pixtral", "mistral3"])
 def test_fewer_tokens_are_a_shorter_edge_with_the_logits_of_transformers(
     models: Models, reference: References, tiny: Tiny

@@ -109,7 +109,7 @@ def test_lightonocr_keeps_its_image_tokens_without_the_user_s_word(tiny_checkpoi
         plan_export(ExportOptions(str(tiny_checkpoint(LIGHTON)), (3,)))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("release", "patterns"), [("4.50.0", 1), ("5.0.0", 0)])
 def test_words_of_mistral_3_are_split_as_in_training_whatever_release_wrote_its_tokenizer(
     tiny_checkpoint: Checkpoints, tmp_path: Path, release: str, patterns: int

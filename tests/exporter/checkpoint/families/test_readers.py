@@ -78,7 +78,7 @@ def patches_of(view: np.ndarray[Any, Any], side: int, family: str) -> np.ndarray
     return squares.reshape(rows * columns, 3, 1, side**2).repeat(2, 2).reshape(rows * columns, -1)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", TINIES, ids=lambda tiny: tiny.family)
 def test_tokens_and_pixels_are_those_of_the_processor_at_any_size(tiny: Tiny, tmp_path: Path) -> None:
     import transformers

@@ -34,7 +34,7 @@ SIZES = (
 SETTINGS = image_settings({"image_processor_type": PROCESSOR.name}, [PROCESSOR])
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("edge", [400, 500, 1024])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tokens_and_pixels_are_those_of_transformers(name: str, edge: int) -> None:
