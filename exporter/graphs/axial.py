@@ -26,24 +26,16 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     v = c.vision
     width = c.vision.hidden // c.vision.heads
     pixels = b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"])
-    centred = b.op("Sub", b.op("Mul", pixels, b.constant(np.array(2, np.float32))), b.constant(np.array(1, np.float32)))
+    centred = b.op("Sub", b.op("Mul", pixels, b.single(2)), b.single(1))
     kernel = b.reshape(b.weight(PATCHES), v.hidden, v.patch, v.patch, 3)
-    grid = b.op(
-        "Conv",
-        b.from_float32(centred),
-        b.op("Transpose", kernel, perm=[0, 3, 1, 2]),
-        kernel_shape=[v.patch] * 2,
-        strides=[v.patch] * 2,
-    )
-    sizes = [b.op("Shape", grid, start=axis, end=axis + 1) for axis in (2, 3)]  # rows, columns
+    grid = b.squares(v.patch, b.from_float32(centred), b.transpose(kernel, 0, 3, 1, 2))
+    sizes = [b.size(grid, axis) for axis in (2, 3)]  # rows, columns
     tables = b.weight(POSITIONS)
     along = []
     for number, size in enumerate(reversed(sizes)):  # columns have the first table
-        table = b.op("Gather", tables, b.constant(np.array(number, np.int64)), axis=0)
-        along.append(
-            b.op("Unsqueeze", b.op("Slice", table, b.constant([0]), size, b.constant([0])), b.constant([number]))
-        )
-    x = b.op("Add", b.op("Transpose", b.op("Squeeze", grid, b.constant([0])), perm=[1, 2, 0]), b.op("Add", *along))
+        table = b.op("Gather", tables, b.constant(number), axis=0)
+        along.append(b.unsqueeze(b.slice(table, 0, size, 0), number))
+    x = b.op("Add", b.transpose(b.squeeze(grid, 0), 1, 2, 0), b.op("Add", *along))
     x = b.reshape(x, -1, v.hidden)
     quarter = np.arange(width // 4, dtype=np.float32) / np.float32(width // 4)
     rates = (1.0 / np.float32(THETA) ** quarter).astype(np.float32)
@@ -71,12 +63,12 @@ def build_axial(b: Builder, c: ModelConfig) -> None:
     joined = b.op("Reshape", b.to_float32(x), b.op("Concat", b.constant([1]), *sizes, b.constant([v.hidden]), axis=0))
     means = b.op(
         "AveragePool",
-        b.op("Transpose", joined, perm=[0, 3, 1, 2]),
+        b.transpose(joined, 0, 3, 1, 2),
         kernel_shape=[v.shuffle] * 2,
         strides=[v.shuffle] * 2,
     )
-    tokens = b.op("Transpose", b.reshape(means, v.hidden, -1), perm=[1, 0])
-    tokens = b.op("Mul", tokens, b.constant(np.array(v.hidden**0.5, np.float32)))
+    tokens = b.transpose(b.reshape(means, v.hidden, -1), 1, 0)
+    tokens = b.op("Mul", tokens, b.single(v.hidden**0.5))
     if v.standardised:
         tokens = b.op(
             "Mul", b.op("Sub", tokens, b.weight("vision.std_bias", FLOAT)), b.weight("vision.std_scale", FLOAT)
@@ -97,9 +89,9 @@ def _linear(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> ir.Value:
 
 def rotation(b: Builder, rates: NDArray[np.float32], sizes: list[ir.Value], axis: int) -> tuple[ir.Value, ir.Value]:
     """Cos and sin [patches, 1, rates] by a patch's row (axis 0) or column, in a grid of `sizes` rows and columns."""
-    numbers = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", sizes[axis]), b.constant(np.array(1)))
-    angles = b.op("Mul", b.op("Unsqueeze", b.op("Cast", numbers, to=FLOAT.value), b.constant([1])), b.constant(rates))
-    spread = b.op("Unsqueeze", angles, b.constant([1 - axis]))
+    numbers = b.numbers(sizes[axis])
+    angles = b.op("Mul", b.unsqueeze(b.cast(numbers, FLOAT), 1), b.constant(rates))
+    spread = b.unsqueeze(angles, 1 - axis)
     every = b.op("Expand", spread, b.op("Concat", *sizes, b.constant([len(rates)]), axis=0))
     flat = b.reshape(every, -1, 1, len(rates))
     return b.from_float32(b.op("Cos", flat)), b.from_float32(b.op("Sin", flat))
@@ -111,8 +103,7 @@ def _rotated(b: Builder, x: ir.Value, turns: list[tuple[ir.Value, ir.Value]], wi
     parts = list[ir.Value]()
     for half, (cos, sin) in enumerate(turns):
         first, second = (
-            b.op("Slice", x, b.constant([start]), b.constant([start + quarter]), b.constant([2]))
-            for start in (2 * half * quarter, (2 * half + 1) * quarter)
+            b.slice(x, start, start + quarter, 2) for start in (2 * half * quarter, (2 * half + 1) * quarter)
         )
         parts.append(b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin)))
         parts.append(b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)))

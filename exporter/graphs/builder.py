@@ -17,6 +17,8 @@ from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.weights.plan import StoredTensor, adjoining
 
 FLOAT = ir.DataType.FLOAT
+INT32 = ir.DataType.INT32
+INT64 = ir.DataType.INT64
 MICROSOFT = "com.microsoft"
 ELEMENT_TYPES = {
     "F32": ir.DataType.FLOAT,
@@ -126,8 +128,8 @@ class Builder:
         x.type, x.shape = ir.TensorType(self.dialect.compute), ir.Shape(shape)
         return x
 
-    def constant(self, array: NDArray[Any] | Sequence[int]) -> ir.Value:
-        """A small constant, stored in the graph itself. A list becomes int64."""
+    def constant(self, array: NDArray[Any] | Sequence[int] | int) -> ir.Value:
+        """A small constant, stored in the graph itself. An integer or a list becomes int64."""
         data = np.asarray(array, np.int64) if not isinstance(array, np.ndarray) else array
         name = f"const_{len(self._initializers)}"
         return self._initializer(name, ir.Tensor(data, name=name))
@@ -161,7 +163,7 @@ class Builder:
         location = self._weights[name].scales
         assert location is not None, name
         scales = self._external(f"{name}.scales", location, ir.DataType.FLOAT16, shape)
-        return scales if dtype == ir.DataType.FLOAT16 else self.op("Cast", scales, to=dtype.value)
+        return scales if dtype == ir.DataType.FLOAT16 else self.cast(scales, dtype)
 
     def zeros(self, name: str, *shape: int) -> ir.Value:
         """The zero points of a quantised matrix, int8, or int4 where there are two to a byte."""
@@ -199,7 +201,7 @@ class Builder:
         if ELEMENT_TYPES[self._weights[name].dtype] == dtype:
             return self.stored(name)
         if (name, dtype) not in self._cast:
-            self._cast[name, dtype] = self.op("Cast", self.stored(name), to=dtype.value)
+            self._cast[name, dtype] = self.cast(self.stored(name), dtype)
         return self._cast[name, dtype]
 
     def linear(self, x: ir.Value, name: str, *, bias: bool) -> ir.Value:
@@ -249,7 +251,7 @@ class Builder:
         parts = [self.stored(name), self.scales(name, compute, *shape)]
         if location.zeros is not None and self.dialect.zero_points:
             kind = ELEMENT_TYPES[location.dtype]
-            parts.append(self.op("Cast", self.zeros(name, *shape), to=kind.value))
+            parts.append(self.cast(self.zeros(name, *shape), kind))
         if blocks == 1:
             return self.op("DequantizeLinear", *parts, axis=0)
         return self.op("DequantizeLinear", *parts, axis=1, block_size=location.shape[1] // blocks)
@@ -262,12 +264,12 @@ class Builder:
         kind = ELEMENT_TYPES[location.dtype]
         matrices = self._external(name, location, kind, shape)
         if location.scales is None:
-            return matrices if kind == compute else self.op("Cast", matrices, to=compute.value)
+            return matrices if kind == compute else self.cast(matrices, compute)
         blocks = location.scales.shape[1]
         parts = [matrices, self.scales(name, compute, *shape[:2], blocks)]
         if location.zeros is not None:
             zeros = self.zeros(name, *shape[:2], blocks)
-            parts.append(self.op("Cast", zeros, to=kind.value))
+            parts.append(self.cast(zeros, kind))
         return self.op("DequantizeLinear", *parts, axis=2, block_size=shape[2] // blocks)
 
     def less_zeros(self, product: ir.Value, x: ir.Value, name: str) -> ir.Value:
@@ -284,15 +286,15 @@ class Builder:
         zeros = self.op("DequantizeLinear", self.zeros(name, *shape), self.scalar(1))
         steps = self.op("Neg", self.op("Mul", zeros, self.scales(name, self.dialect.compute, *shape)))
         by_block = self.reshape(x, -1, blocks, location.shape[1] // blocks)
-        sums = self.op("ReduceSum", by_block, self.constant([-1]), keepdims=0)
+        sums = self.sum(by_block, -1)
         return self.op("Gemm", sums, self.reshape(steps, rows, blocks), product, transB=1)
 
     def from_float32(self, x: ir.Value) -> ir.Value:
         compute = self.dialect.compute
-        return x if compute == FLOAT else self.op("Cast", x, to=compute.value)
+        return x if compute == FLOAT else self.cast(x, compute)
 
     def to_float32(self, x: ir.Value) -> ir.Value:
-        return x if self.dialect.compute == FLOAT else self.op("Cast", x, to=FLOAT.value)
+        return x if self.dialect.compute == FLOAT else self.cast(x, FLOAT)
 
     def scalar(self, value: float) -> ir.Value:
         return self.constant(np.array(value, self.dialect.compute.numpy()))
@@ -301,6 +303,45 @@ class Builder:
         """Numbers of a type between -bound and bound, by tanh."""
         cap = self.constant(np.array(bound, kind.numpy()))
         return self.op("Mul", self.op("Tanh", self.op("Div", x, cap)), cap)
+
+    def single(self, value: float) -> ir.Value:
+        """A constant of type float32, whatever the arithmetic's type."""
+        return self.constant(np.array(value, np.float32))
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        return self.op("Cast", x, to=dtype.value)
+
+    def transpose(self, x: ir.Value, *order: int) -> ir.Value:
+        return self.op("Transpose", x, perm=list(order))
+
+    def unsqueeze(self, x: ir.Value, *axes: int) -> ir.Value:
+        return self.op("Unsqueeze", x, self.constant(axes))
+
+    def squeeze(self, x: ir.Value, *axes: int) -> ir.Value:
+        return self.op("Squeeze", x, self.constant(axes))
+
+    def slice(self, x: ir.Value, start: int | ir.Value, stop: int | ir.Value, axis: int | ir.Value) -> ir.Value:
+        """The part from `start` to `stop` along one axis; what the graph computes has shape [1]."""
+        bounds = [self.constant([bound]) if isinstance(bound, int) else bound for bound in (start, stop, axis)]
+        return self.op("Slice", x, *bounds)
+
+    def sum(self, x: ir.Value, *axes: int, keepdims: bool = False) -> ir.Value:
+        return self.op("ReduceSum", x, self.constant(axes), keepdims=int(keepdims))
+
+    def size(self, x: ir.Value, axis: int) -> ir.Value:
+        """The size of one axis, [1] int64."""
+        return self.op("Shape", x, start=axis, end=axis + 1)
+
+    def squares(self, side: int, x: ir.Value, *weights: ir.Value) -> ir.Value:
+        """A convolution of squares side by side: [images, channels, height, width] to [images, hidden, rows, columns].
+
+        `weights` are the kernel and maybe a bias.
+        """
+        return self.op("Conv", x, *weights, kernel_shape=[side] * 2, strides=[side] * 2)
+
+    def numbers(self, count: ir.Value) -> ir.Value:
+        """0, 1, 2, ... below `count` [1], int64."""
+        return self.op("Range", self.constant(0), self.op("Squeeze", count), self.constant(1))
 
     def reshape(self, x: ir.Value, *shape: int) -> ir.Value:
         """0 keeps an axis, -1 is inferred."""

@@ -44,7 +44,7 @@ def build_convolutional(b: Builder, v: VisionConfig, pixels: ir.Value) -> ir.Val
     gate = b.op("Relu", _conv(b, b.op("GlobalAveragePool", x), "vision.final_conv.se.fc1"))
     gate = b.op("Sigmoid", _conv(b, gate, "vision.final_conv.se.fc2"))
     x = activate(b, b.op("Mul", x, gate), v.activation)
-    return b.op("Transpose", b.reshape(x, 0, v.hidden, v.grid**2), perm=[0, 2, 1])
+    return b.transpose(b.reshape(x, 0, v.hidden, v.grid**2), 0, 2, 1)
 
 
 def _conv(b: Builder, x: ir.Value, name: str, groups: int = 1, stride: int = 1) -> ir.Value:
@@ -70,13 +70,10 @@ def _added(b: Builder, x: ir.Value, y: ir.Value, scale: str) -> ir.Value:
 def _attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, width: int, side: int) -> ir.Value:
     """Attention of the places [images, width, side, side] to all of their image."""
     heads = width // (v.stage_widths[-1] // v.heads)
-    tokens = b.op("Transpose", b.reshape(x, 0, width, side**2), perm=[0, 2, 1])
+    tokens = b.transpose(b.reshape(x, 0, width, side**2), 0, 2, 1)
     normed = b.reshape(b.dialect.layer_norm(b, tokens, f"{name}.norm", v.eps), -1, width)
     together = b.reshape(b.linear(normed, f"{name}.token_mixer.qkv", bias=False), -1, side**2, 3 * width)
-    q, k, w = (
-        b.op("Slice", together, b.constant([start]), b.constant([start + width]), b.constant([2]))
-        for start in range(0, 3 * width, width)
-    )
+    q, k, w = (b.slice(together, start, start + width, 2) for start in range(0, 3 * width, width))
     y = b.reshape(b.dialect.tower_attention(b, q, k, w, Heads(heads, width // heads)), -1, width)
     y = b.reshape(b.linear(y, f"{name}.token_mixer.proj", bias=True), -1, side**2, width)
-    return b.reshape(b.op("Transpose", y, perm=[0, 2, 1]), 0, width, side, side)
+    return b.reshape(b.transpose(y, 0, 2, 1), 0, width, side, side)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate, gated_mlp
-from vtx.exporter.graphs.builder import FLOAT, Builder, StageAttention
+from vtx.exporter.graphs.builder import FLOAT, INT32, INT64, Builder, StageAttention
 from vtx.exporter.graphs.gated_delta import mix_by_delta_rule
 from vtx.exporter.graphs.mixture import mix_experts
 from vtx.exporter.graphs.short_convolution import mix_by_convolution
@@ -27,10 +27,10 @@ from vtx.tools.model.decoder import PER_LAYER, PER_LAYER_NORM, PER_LAYER_PROJECT
 
 
 def build_embed(b: Builder, c: TextConfig) -> None:
-    ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
-    hidden = b.op("Cast", b.op("Gather", b.stored(EMBEDDING), ids), to=FLOAT.value)
+    ids = b.input(names.IDS, INT64, ["tokens"])
+    hidden = b.cast(b.op("Gather", b.stored(EMBEDDING), ids), FLOAT)
     if c.scaled_embedding:
-        hidden = b.op("Mul", hidden, b.constant(np.array(c.hidden**0.5, np.float32)))
+        hidden = b.op("Mul", hidden, b.single(c.hidden**0.5))
     if c.per_layer is not None:
         add_layer_inputs(b, c, hidden, _rows(b, PER_LAYER, ids))
     b.output(hidden, names.HIDDEN, FLOAT, ["tokens", c.hidden])
@@ -44,21 +44,19 @@ def add_layer_inputs(b: Builder, c: TextConfig, hidden: ir.Value, rows: ir.Value
     width = c.per_layer
     assert width is not None
     weight = b.weight(PER_LAYER_PROJECTION, FLOAT)
-    projection = b.op("Mul", b.op("Gemm", hidden, weight, transB=1), b.constant(np.array(c.hidden**-0.5, np.float32)))
-    square = b.op(
-        "Pow", (projection := b.reshape(projection, -1, c.layers, width)), b.constant(np.array(2, np.float32))
-    )
+    projection = b.op("Mul", b.op("Gemm", hidden, weight, transB=1), b.single(c.hidden**-0.5))
+    square = b.op("Pow", (projection := b.reshape(projection, -1, c.layers, width)), b.single(2))
     if b.dialect.opsets[""] < 18:
         mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
     else:
         mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
-    size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(c.eps, np.float32))))
+    size = b.op("Sqrt", b.op("Add", mean, b.single(c.eps)))
     normed = b.op("Mul", b.op("Div", projection, size), b.weight(PER_LAYER_NORM, FLOAT))
-    embedding = b.op("Cast", rows, to=FLOAT.value)
-    embedding = b.op("Mul", b.reshape(embedding, -1, c.layers, width), b.constant(np.array(width**0.5, np.float32)))
-    total = b.op("Mul", b.op("Add", normed, embedding), b.constant(np.array(2**-0.5, np.float32)))
+    embedding = b.cast(rows, FLOAT)
+    embedding = b.op("Mul", b.reshape(embedding, -1, c.layers, width), b.single(width**0.5))
+    total = b.op("Mul", b.op("Add", normed, embedding), b.single(2**-0.5))
     for layer in range(1, c.layers + 1):
-        layer_inputs = b.op("Gather", total, b.constant(np.array(layer - 1, np.int64)), axis=1)
+        layer_inputs = b.op("Gather", total, b.constant(layer - 1), axis=1)
         b.output(layer_inputs, names.token_input(f"layer{layer}"), FLOAT, ["tokens", width])
 
 
@@ -72,11 +70,11 @@ def _rows(b: Builder, table: str, ids: ir.Value) -> ir.Value:
     parts_of = list[ir.Value]()
     for first in range(0, rows, repeats):
         count = min(repeats, rows - first)
-        start = b.constant(np.array(first))
-        within = b.op("Max", b.op("Sub", ids, start), b.constant(np.array(0)))
-        within = b.op("Min", within, b.constant(np.array(count - 1)))
+        start = b.constant(first)
+        within = b.op("Max", b.op("Sub", ids, start), b.constant(0))
+        within = b.op("Min", within, b.constant(count - 1))
         part = b.op("Gather", b.stored_rows(table, first, count), within)
-        behind = b.op("Unsqueeze", b.op("GreaterOrEqual", ids, start), b.constant([1]))
+        behind = b.unsqueeze(b.op("GreaterOrEqual", ids, start), 1)
         parts_of.append(b.op("Where", behind, part, parts_of[-1]) if parts_of else part)
     return parts_of[-1]
 
@@ -90,7 +88,7 @@ def build_head(b: Builder, c: TextConfig) -> None:
         logits = b.bounded(logits, c.softcap)
     b.output(logits, names.LOGITS, FLOAT, ["tokens", c.vocab])
     if b.dialect.name in names.ON_GPU:
-        b.output(_best(b, logits, c.vocab), names.BEST, ir.DataType.INT32, ["tokens"])
+        b.output(_best(b, logits, c.vocab), names.BEST, INT32, ["tokens"])
 
 
 def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
@@ -102,7 +100,7 @@ def _best(b: Builder, logits: ir.Value, vocab: int) -> ir.Value:
     bounds = [b.constant(np.array(n, np.int32)) for n in (0, vocab, 1, -1)]
     largest = b.op("Equal", logits, b.op("ReduceMax", logits, last, keepdims=1))
     first = b.op("Where", largest, b.op("Range", *bounds[:3]), bounds[1])
-    finite = b.op("LessOrEqual", b.op("Abs", logits), b.constant(np.array(np.finfo(np.float32).max)))
+    finite = b.op("LessOrEqual", b.op("Abs", logits), b.single(float(np.finfo(np.float32).max)))
     return b.op("ReduceMin", b.op("Where", finite, first, bounds[3]), last, keepdims=0)
 
 
@@ -217,7 +215,7 @@ def _attention(
     if gate is not None:
         attended = b.op("Mul", attended, gate)
     if c.head_gates:
-        gates = b.op("Unsqueeze", b.op("Sigmoid", b.linear(x, f"{name}.g_proj", bias=False)), b.constant([2]))
+        gates = b.unsqueeze(b.op("Sigmoid", b.linear(x, f"{name}.g_proj", bias=False)), 2)
         attended = b.reshape(b.op("Mul", b.reshape(attended, -1, c.heads, width), gates), -1, c.heads * width)
     return b.linear(attended, f"{name}.o_proj", bias=c.o_bias), q
 
@@ -234,33 +232,33 @@ def build_score(b: Builder, c: TextConfig, kv_type: ir.DataType) -> None:
     """
     query = b.input(names.QUERY, FLOAT, ["tokens", c.heads * c.head_dim])
     key = b.input(names.KEY, kv_type, b.dialect.cache_shape(c.kv_heads, "capacity", c.head_dim))
-    total = b.op("Cast", b.input(names.TOTAL_SLOTS, ir.DataType.INT32, [1]), to=ir.DataType.INT64.value)
+    total = b.cast(b.input(names.TOTAL_SLOTS, INT32, [1]), INT64)
     key = b.dialect.filled(b, key, total)
     if kv_type != FLOAT:
-        key = b.op("Cast", key, to=FLOAT.value)
+        key = b.cast(key, FLOAT)
     if KV_DTYPES[kv_type.numpy().name].scaled:
         key = b.op("Mul", key, b.input(names.KEY_SCALE, FLOAT, [1, c.kv_heads, 1, c.head_dim]))
-    tokens = b.op("Shape", query, start=0, end=1)
-    slots = b.op("Shape", key, start=2, end=3)
+    tokens = b.size(query, 0)
+    slots = b.size(key, 2)
     # scaled products [heads, tokens, slots] of the queries with their groups' keys [kv_heads, slots, head_dim]
     scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
-    scaled = b.op("Mul", query, b.constant(np.array(scale, np.float32)))
-    grouped = b.op("Transpose", b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), perm=[1, 2, 0, 3])
-    keys = b.op("Transpose", b.op("Squeeze", key, b.constant([0])), perm=[0, 2, 1])
+    scaled = b.op("Mul", query, b.single(scale))
+    grouped = b.transpose(b.reshape(scaled, 0, c.kv_heads, -1, c.head_dim), 1, 2, 0, 3)
+    keys = b.transpose(b.squeeze(key, 0), 0, 2, 1)
     products = b.op("MatMul", b.reshape(grouped, c.kv_heads, -1, c.head_dim), keys)
     products = b.op("Reshape", products, b.op("Concat", b.constant([c.heads]), tokens, slots, axis=0))
     # a token sees the slots [tokens, slots] up to its own
-    zero = b.constant(np.array(0, np.int64))
-    one = b.constant(np.array(1, np.int64))
+    zero = b.constant(0)
+    one = b.constant(1)
     every = b.op("Range", zero, b.op("Squeeze", slots), one)
     slot = b.op("Add", b.op("Range", zero, b.op("Squeeze", tokens), one), b.op("Sub", total, tokens))
-    visible = b.op("LessOrEqual", b.op("Unsqueeze", every, b.constant([0])), b.op("Unsqueeze", slot, b.constant([1])))
+    visible = b.op("LessOrEqual", b.unsqueeze(every, 0), b.unsqueeze(slot, 1))
     weights = b.op("Softmax", b.op("Where", visible, products, b.constant(UNSEEN)), axis=-1)
-    shares = b.op("Div", weights, b.constant(np.array(c.heads, np.float32)))
-    mean = b.op("ReduceSum", shares, b.constant([0]), keepdims=0)
+    shares = b.op("Div", weights, b.single(c.heads))
+    mean = b.sum(shares, 0)
     if b.dialect.opsets[""] < 18:  # which made the axes an input
         largest = b.op("ReduceMax", mean, axes=[0], keepdims=0)
     else:
         largest = b.op("ReduceMax", mean, b.constant([0]), keepdims=0)
-    b.output(b.op("ReduceSum", mean, b.constant([0]), keepdims=0), names.ATTENTION_SUM, FLOAT, ["slots"])
+    b.output(b.sum(mean, 0), names.ATTENTION_SUM, FLOAT, ["slots"])
     b.output(largest, names.ATTENTION_MAX, FLOAT, ["slots"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder, Heads
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.model_spec import TextTowerSpec
 from vtx.tools.model.tensors import Shapes, norm_tensors
@@ -83,13 +83,13 @@ def text_tower_tensors(spec: TextTowerSpec, vision_hidden: int) -> Shapes:
 
 def build_text_tower(b: Builder, spec: TextTowerSpec) -> None:
     """Ids [tokens] to the embedding [1, width] float32 of the last one, which has seen all of them."""
-    ids = b.input(names.IDS, ir.DataType.INT64, ["tokens"])
-    tokens = b.op("Cast", b.op("Gather", b.stored(TOKENS), ids), to=b.dialect.compute.value)
-    positions = b.op("Slice", b.weight(POSITIONS), b.constant([0]), b.op("Shape", ids), b.constant([0]))
-    x = b.op("Unsqueeze", b.op("Add", tokens, positions), b.constant([0]))
+    ids = b.input(names.IDS, INT64, ["tokens"])
+    tokens = b.cast(b.op("Gather", b.stored(TOKENS), ids), b.dialect.compute)
+    positions = b.slice(b.weight(POSITIONS), 0, b.op("Shape", ids), 0)
+    x = b.unsqueeze(b.op("Add", tokens, positions), 0)
     for layer in range(spec.layers):
         x, _, _ = build_block(b, _encoder(spec), x, _block(layer), (1, -1, spec.hidden))
-    last = b.op("Slice", x, b.constant([-1]), b.constant([1 << 30]), b.constant([1]))
+    last = b.slice(x, -1, 1 << 30, 1)
     normed = b.reshape(b.dialect.layer_norm(b, last, LAST_NORM, spec.eps), 1, spec.hidden)
     out = b.to_float32(b.linear(normed, PROJECTION, bias=False))
     b.output(out, names.TEXT_EMBEDDING, FLOAT, [1, spec.width])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vtx.exporter.checkpoint.text_config import TextConfig
 from vtx.exporter.graphs.activations import activate, gated_mlp
-from vtx.exporter.graphs.builder import FLOAT, Builder, Shape
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder, Shape
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.action_spec import ActionSpec
 from vtx.tools.estimate.sizes import ActionSize
@@ -82,7 +82,7 @@ def build_expert(b: Builder, c: TextConfig, a: ActionSpec) -> None:
         y, gate = expert.normed(x, f"{p}.post_attention_layernorm")
         x = b.op("Add", x, _gated(b, gated_mlp(b, y, f"{p}.mlp", a.activation), gate, a.hidden))
     if a.state_in == "expert":
-        x = b.op("Slice", x, b.constant([1]), b.constant([END]), b.constant([0]))
+        x = b.slice(x, 1, END, 0)
     y, _ = expert.normed(x, "head.norm")
     change = b.to_float32(b.linear(y, "head.action_out_proj", bias=True))
     b.output(change, names.CHANGE, FLOAT, [a.horizon, a.width])
@@ -111,7 +111,7 @@ class _Expert:
         self._c = c
         self._a = a
         self._moment = moment
-        positions = b.input(names.POSITIONS, ir.DataType.INT64, [a.rows])
+        positions = b.input(names.POSITIONS, INT64, [a.rows])
         tables = [b.input(name, FLOAT, ["max_context", c.head_dim // 2]) for name in (names.COS, names.SIN)]
         self._turn = self._waves(tables, positions)
         crosses = a.self_every > 1  # there the first action is at position 0
@@ -135,10 +135,7 @@ class _Expert:
         modulation = b.linear(self._moment, f"{name}.dense", bias=True)
         width = self._a.hidden
         y = b.dialect.norm(b, x, width, self._a.eps)
-        scale, shift, gate = (
-            b.op("Slice", modulation, b.constant([part * width]), b.constant([(part + 1) * width]), b.constant([1]))
-            for part in range(3)
-        )
+        scale, shift, gate = (b.slice(modulation, part * width, (part + 1) * width, 1) for part in range(3))
         return b.op("Add", b.op("Mul", y, b.op("Add", scale, b.scalar(1))), shift), gate
 
     def attended(self, y: ir.Value, layer: int) -> ir.Value:
@@ -166,34 +163,34 @@ class _Expert:
                 self._heads(b.linear(self._flat(part), f"{p}.{name}_proj", bias=False), c.kv_heads)
                 for part, name in ((keys, "k"), (values, "v"))
             )
-        slots = b.op("Shape", keys, start=1, end=2)
-        every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", slots), b.constant(np.array(1)))
+        slots = b.size(keys, 1)
+        every = b.numbers(slots)
         visible = b.op("Less", every, b.op("Sub", slots, hidden))  # [rows, slots]
         mask = b.op("Where", visible, b.scalar(0), b.scalar(MASKED))
         shared = b.reshape(b.op("Mul", q, b.scalar(c.head_dim**-0.5)), c.kv_heads, -1, c.head_dim)
-        products = b.op("MatMul", shared, b.op("Transpose", keys, perm=[0, 2, 1]))
+        products = b.op("MatMul", shared, b.transpose(keys, 0, 2, 1))
         products = b.op("Reshape", products, b.op("Concat", b.constant([a.heads, a.rows]), slots, axis=0))
         weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
         weights = b.op("Reshape", weights, b.op("Concat", b.constant([c.kv_heads, -1]), slots, axis=0))
         attended = b.reshape(b.op("MatMul", weights, values), a.heads, a.rows, c.head_dim)
-        attended = b.reshape(b.op("Transpose", attended, perm=[1, 0, 2]), a.rows, a.heads * c.head_dim)
+        attended = b.reshape(b.transpose(attended, 1, 0, 2), a.rows, a.heads * c.head_dim)
         return b.linear(attended, f"{p}.o_proj", bias=False)
 
     def _heads(self, x: ir.Value, heads: int) -> ir.Value:
         """Rows [rows, heads * head_dim] as [heads, rows, head_dim]."""
         split = self._b.reshape(x, -1, heads, self._c.head_dim)
-        return self._b.op("Transpose", split, perm=[1, 0, 2])
+        return self._b.transpose(split, 1, 0, 2)
 
     def _flat(self, x: ir.Value) -> ir.Value:
         """[kv_heads, slots, head_dim] as [slots, kv_heads * head_dim]."""
-        turned = self._b.op("Transpose", x, perm=[1, 0, 2])
+        turned = self._b.transpose(x, 1, 0, 2)
         return self._b.reshape(turned, -1, self._c.kv_heads * self._c.head_dim)
 
     def _rotated(self, x: ir.Value, waves: list[ir.Value]) -> ir.Value:
         b = self._b
         cos, sin = waves
         middle = self._c.head_dim // 2
-        first = b.op("Slice", x, b.constant([0]), b.constant([middle]), b.constant([2]))
-        second = b.op("Slice", x, b.constant([middle]), b.constant([END]), b.constant([2]))
+        first = b.slice(x, 0, middle, 2)
+        second = b.slice(x, middle, END, 2)
         turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
         return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))

@@ -53,13 +53,13 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     mixed, history = states.convolve(joined, columns, f"{name}.conv1d")
     parts = b.constant([d.keys, d.keys, d.values])
     q, k, v = b.ops("Split", b.to_float32(activate(b, mixed, c.activation)), parts, outputs=3, axis=-1)
-    q = b.op("Mul", _of_heads(b, q, d.key_heads, d.key_dim, d.value_heads), _number(b, d.key_dim**-0.5))
+    q = b.op("Mul", _of_heads(b, q, d.key_heads, d.key_dim, d.value_heads), b.single(d.key_dim**-0.5))
     k = _of_heads(b, k, d.key_heads, d.key_dim, d.value_heads)
-    v = b.op("Transpose", b.reshape(v, 0, 0, d.value_heads, d.value_dim), perm=[0, 2, 1, 3])
+    v = b.transpose(b.reshape(v, 0, 0, d.value_heads, d.value_dim), 0, 2, 1, 3)
     gates = []
     for part in "ba":  # [conversations, value heads, tokens of each, 1]
         numbers = states.apart(b.to_float32(b.linear(x, f"{name}.in_proj_{part}", bias=False)), d.value_heads)
-        gates.append(b.op("Unsqueeze", b.op("Transpose", numbers, perm=[0, 2, 1]), b.constant([3])))
+        gates.append(b.unsqueeze(b.transpose(numbers, 0, 2, 1), 3))
     beta = b.op("Sigmoid", gates[0])
     steps = b.reshape(b.weight(f"{name}.dt_bias", FLOAT), -1, 1, 1)
     rate = b.op("Neg", b.op("Exp", b.reshape(b.weight(f"{name}.A_log", FLOAT), -1, 1, 1)))
@@ -67,40 +67,36 @@ def mix_by_delta_rule(b: Builder, c: TextConfig, states: States, x: ir.Value, na
     inputs = DeltaInputs(q, k, v, beta, decay)
     heads = b.op("Concat", states.conversations, b.constant([d.value_heads, d.key_dim, d.value_dim]), axis=0)
     matrices = b.op("Reshape", memory, heads)
-    count = b.op("Shape", q, start=2, end=3)
+    count = b.size(q, 2)
     ends = b.op("Sub", states.ends, b.constant([1]))
     if b.dialect.branches:
         output, new = _by_number(b, d, matrices, inputs, ends, count)
     else:
         output, new = _at_once(b, matrices, inputs, ends, count)
     states.keep(b.op("Concat", history, b.reshape(new, 0, -1, d.memory), axis=-1))
-    output = b.from_float32(b.reshape(b.op("Transpose", output, perm=[0, 2, 1, 3]), -1, d.value_heads, d.value_dim))
+    output = b.from_float32(b.reshape(b.transpose(output, 0, 2, 1, 3), -1, d.value_heads, d.value_dim))
     gate = b.reshape(b.linear(x, f"{name}.in_proj_z", bias=False), -1, d.value_heads, d.value_dim)
     normed = b.op("Mul", b.dialect.norm(b, output, f"{name}.norm.weight", c.eps), activate(b, gate, "silu"))
     return b.linear(b.reshape(normed, -1, d.values), f"{name}.out_proj", bias=False)
 
 
-def _number(b: Builder, value: float) -> ir.Value:
-    return b.constant(np.array(value, np.float32))
-
-
 def _of_heads(b: Builder, x: ir.Value, heads: int, width: int, serving: int) -> ir.Value:
     """Queries or keys of length 1 for each value head, [conversations, value heads, tokens of each, width]."""
     x = b.reshape(x, 0, 0, heads, width)
-    size = b.op("ReduceSum", b.op("Mul", x, x), b.constant([-1]), keepdims=1)
-    x = b.op("Transpose", b.op("Div", x, b.op("Sqrt", b.op("Add", size, b.constant(NORM)))), perm=[0, 2, 1, 3])
+    size = b.sum(b.op("Mul", x, x), -1, keepdims=True)
+    x = b.transpose(b.op("Div", x, b.op("Sqrt", b.op("Add", size, b.constant(NORM)))), 0, 2, 1, 3)
     if serving == heads:
         return x
     shape = b.op("Concat", b.op("Shape", x, start=0, end=2), b.constant([serving // heads]), axis=0)
     shape = b.op("Concat", shape, b.op("Shape", x, start=2, end=4), axis=0)
-    spread = b.op("Expand", b.op("Unsqueeze", x, b.constant([2])), shape)
-    joined = b.op("Concat", b.op("Shape", x, start=0, end=1), b.constant([serving, -1, width]), axis=0)
+    spread = b.op("Expand", b.unsqueeze(x, 2), shape)
+    joined = b.op("Concat", b.size(x, 0), b.constant([serving, -1, width]), axis=0)
     return b.op("Reshape", spread, joined)
 
 
 def _turned(b: Builder, x: ir.Value) -> ir.Value:
     """The last two of five axes swapped."""
-    return b.op("Transpose", x, perm=[0, 1, 2, 4, 3])
+    return b.transpose(x, 0, 1, 2, 4, 3)
 
 
 def _by_number(
@@ -112,7 +108,7 @@ def _by_number(
     of one token gets their products with its key and query, and gives a factor and the parts of what is added:
     S' = exp(g) S + k written. That of several gives the new matrices, with the factors 0 and 1.
     """
-    key_and_query = [b.op("Slice", x, b.constant([0]), b.constant([1]), b.constant([2])) for x in (inputs.k, inputs.q)]
+    key_and_query = [b.slice(x, 0, 1, 2) for x in (inputs.k, inputs.q)]
     products = b.op("MatMul", b.op("Concat", *key_and_query, axis=2), matrices)
 
     def several() -> tuple[ir.Value, ...]:
@@ -122,7 +118,7 @@ def _by_number(
 
     single = b.op("Squeeze", b.op("Equal", each, b.constant([1])))
     output, factor, column, right = b.choose(single, lambda: _one(b, products, inputs), several)
-    before = b.op("Mul", b.op("Unsqueeze", matrices, b.constant([1])), factor)
+    before = b.op("Mul", b.unsqueeze(matrices, 1), factor)
     return output, b.op("Add", before, b.op("Mul", column, right))
 
 
@@ -134,10 +130,10 @@ def _one(b: Builder, asked: ir.Value, inputs: DeltaInputs) -> tuple[ir.Value, ..
     decay = b.op("Exp", inputs.decay)
     by_key, by_query = b.ops("Split", b.op("Mul", asked, decay), b.constant([1, 1]), outputs=2, axis=2)
     written = b.op("Mul", b.op("Sub", inputs.v, by_key), inputs.beta)
-    cosine = b.op("ReduceSum", b.op("Mul", inputs.q, inputs.k), b.constant([-1]), keepdims=1)
+    cosine = b.sum(b.op("Mul", inputs.q, inputs.k), -1, keepdims=True)
     output = b.op("Add", by_query, b.op("Mul", cosine, written))  # q S' = exp(g) q S + (q k) written
-    added = (decay, b.op("Transpose", inputs.k, perm=[0, 1, 3, 2]), written)
-    return output, *(b.op("Unsqueeze", x, b.constant([1])) for x in added)
+    added = (decay, b.transpose(inputs.k, 0, 1, 3, 2), written)
+    return output, *(b.unsqueeze(x, 1) for x in added)
 
 
 def _many(
@@ -146,9 +142,9 @@ def _many(
     """The same of any number of tokens."""
     size = b.op("Min", each, b.constant([CHUNK]))  # of a chunk
     inputs = DeltaInputs(*_in_chunks(b, inputs, (d.key_dim, d.key_dim, d.value_dim, 1, 1), size))
-    passed = b.op("CumSum", inputs.decay, b.constant(np.array(3)))
+    passed = b.op("CumSum", inputs.decay, b.constant(3))
     system = _solve(b, inputs, passed, size, CHUNK)
-    last = b.op("Slice", passed, b.constant([-1]), b.constant([END]), b.constant([3]))
+    last = b.slice(passed, -1, END, 3)
     weighted = _turned(b, b.op("Mul", inputs.k, b.op("Exp", b.op("Sub", last, passed))))
 
     def step(before: ir.Value, *parts: ir.Value) -> tuple[ir.Value, ...]:
@@ -166,20 +162,20 @@ def _many(
     shape = b.op(
         "Concat", b.op("Shape", inputs.v, start=1, end=3), b.constant([-1]), b.op("Shape", inputs.v, start=4), axis=0
     )
-    out = b.op("Reshape", b.op("Transpose", out, perm=[1, 2, 0, 3, 4]), shape)
-    return b.op("Slice", out, b.constant([0]), each, b.constant([2])), at_ends
+    out = b.op("Reshape", b.transpose(out, 1, 2, 0, 3, 4), shape)
+    return b.slice(out, 0, each, 2), at_ends
 
 
 def _at_once(
     b: Builder, matrices: ir.Value, inputs: DeltaInputs, ends: ir.Value, each: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """The same of up to `DELTA_RUN` tokens, one chunk: a loop's parts and its outcome are there once."""
-    matrices, *parts = (b.op("Unsqueeze", x, b.constant([0])) for x in (matrices, *inputs))
+    matrices, *parts = (b.unsqueeze(x, 0) for x in (matrices, *inputs))
     inputs = DeltaInputs(*parts)
     # TensorRT's CumSum may loop
     passed = b.op("MatMul", _square(b, np.tri(DELTA_RUN, dtype=np.float32), each), inputs.decay)
     out, written = _read(b, matrices, _solve(b, inputs, passed, each, DELTA_RUN))
-    return b.op("Squeeze", out, b.constant([0])), _at_ends(b, _Chunks(inputs.k, passed, written, matrices), ends, each)
+    return b.squeeze(out, 0), _at_ends(b, _Chunks(inputs.k, passed, written, matrices), ends, each)
 
 
 def _solve(b: Builder, inputs: DeltaInputs, passed: ir.Value, size: ir.Value, most: int) -> tuple[ir.Value, ...]:
@@ -189,7 +185,7 @@ def _solve(b: Builder, inputs: DeltaInputs, passed: ir.Value, size: ir.Value, mo
     """
     q, k, v, beta, _ = inputs
     keys = _turned(b, k)
-    lower = b.op("Cast", _square(b, np.tri(most, dtype=np.float32), size), to=ir.DataType.BOOL.value)
+    lower = b.cast(_square(b, np.tri(most, dtype=np.float32), size), ir.DataType.BOOL)
     between = b.op("Sub", passed, _turned(b, passed))
     between = b.op("Exp", b.op("Where", lower, between, b.constant(NEVER)))  # of token j's until token i, i >= j
     scaled = b.op("Mul", k, beta)
@@ -222,16 +218,16 @@ class _Chunks(NamedTuple):
 def _at_ends(b: Builder, chunks: _Chunks, place: ir.Value, size: ir.Value) -> ir.Value:
     """The matrices [conversations, ends, heads, ...] after the token `place` [ends] of each end's chunk of `size`."""
     k, passed, written, begins = chunks
-    order = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
-    place = b.op("Unsqueeze", place, b.constant([1]))
+    order = b.numbers(size)
+    place = b.unsqueeze(place, 1)
     until_end, at_end = (  # [ends, 1, 1, tokens of a chunk, 1]
-        b.op("Unsqueeze", b.op(compare, order, place), b.constant([1, 2, 4])) for compare in ("LessOrEqual", "Equal")
+        b.unsqueeze(b.op(compare, order, place), 1, 2, 4) for compare in ("LessOrEqual", "Equal")
     )
-    until = b.op("ReduceSum", b.op("Where", at_end, passed, _number(b, 0)), b.constant([3]), keepdims=1)
+    until = b.sum(b.op("Where", at_end, passed, b.single(0)), 3, keepdims=True)
     weights = b.op("Exp", b.op("Where", until_end, b.op("Sub", until, passed), b.constant(NEVER)))
     added = b.op("MatMul", _turned(b, b.op("Mul", k, weights)), written)
     at_ends = b.op("Add", b.op("Mul", begins, b.op("Exp", until)), added)
-    return b.op("Transpose", at_ends, perm=[1, 0, 2, 3, 4])
+    return b.transpose(at_ends, 1, 0, 2, 3, 4)
 
 
 def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], size: ir.Value) -> Sequence[ir.Value]:
@@ -240,11 +236,11 @@ def _in_chunks(b: Builder, parts: Sequence[ir.Value], widths: Sequence[int], siz
     The last chunk is filled up with zeros: tokens that change nothing and are not read.
     """
     joined = b.op("Concat", *parts, axis=-1)
-    missing = b.op("Mod", b.op("Neg", b.op("Shape", joined, start=2, end=3)), size)
+    missing = b.op("Mod", b.op("Neg", b.size(joined, 2)), size)
     pads = b.op("Concat", b.constant([0] * 6), missing, b.constant([0]), axis=0)
     shape = (b.op("Shape", joined, start=0, end=2), b.constant([-1]), size, b.constant([sum(widths)]))
     chunks = b.op("Reshape", b.op("Pad", joined, pads), b.op("Concat", *shape, axis=0))
-    chunks = b.op("Transpose", chunks, perm=[2, 0, 1, 3, 4])
+    chunks = b.transpose(chunks, 2, 0, 1, 3, 4)
     return b.ops("Split", chunks, b.constant([*widths]), outputs=len(widths), axis=-1)
 
 

@@ -113,11 +113,11 @@ def build_gate(b: Builder, c: TextConfig, k: int) -> None:
     The mean is over all tokens but the last; a question of one token has a mean of zeros. Float32 in every dialect.
     """
     hidden = b.input(names.HIDDEN, FLOAT, ["tokens", c.hidden])
-    last = b.op("Slice", hidden, b.constant([-1]), b.constant([1 << 30]), b.constant([0]))
-    before = b.op("Slice", hidden, b.constant([0]), b.constant([-1]), b.constant([0]))
-    total = b.op("ReduceSum", before, b.constant([0]), keepdims=1)
-    count = b.op("Max", b.op("Sub", b.op("Shape", hidden, start=0, end=1), b.constant([1])), b.constant([1]))
-    mean = b.op("Div", total, b.op("Cast", count, to=FLOAT.value))
+    last = b.slice(hidden, -1, 1 << 30, 0)
+    before = b.slice(hidden, 0, -1, 0)
+    total = b.sum(before, 0, keepdims=True)
+    count = b.op("Max", b.op("Sub", b.size(hidden, 0), b.constant([1])), b.constant([1]))
+    mean = b.op("Div", total, b.cast(count, FLOAT))
     first, second = gate_tensors(k)
     x = b.op("Gemm", b.op("Concat", mean, last, axis=-1), b.weight(first, FLOAT), transB=1)
     x = b.op("Gemm", b.dialect.gelu(b, x, tanh=False), b.weight(second, FLOAT), transB=1)

@@ -104,14 +104,14 @@ def _resized(b: Builder, pixels: ir.Value, side: int, out: int, **how: bool) -> 
     if side == out:
         return pixels
     matrix = b.constant(resizing(side, out, **how))
-    return b.op("MatMul", matrix, b.op("MatMul", pixels, b.op("Transpose", matrix, perm=[1, 0])))
+    return b.op("MatMul", matrix, b.op("MatMul", pixels, b.transpose(matrix, 1, 0)))
 
 
 def _patches(b: Builder, v: VisionConfig, pixels: ir.Value, name: str, *, bias: bool = True) -> ir.Value:
     """Embedded patches [images, rows, columns, hidden] of pixels in float32."""
     weights = [b.weight(f"{name}.weight"), *([b.weight(f"{name}.bias")] if bias else [])]
-    x = b.op("Conv", b.from_float32(pixels), *weights, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-    return b.op("Transpose", x, perm=[0, 2, 3, 1])
+    x = b.squares(v.patch, b.from_float32(pixels), *weights)
+    return b.transpose(x, 0, 2, 3, 1)
 
 
 # CLIP, whose class token leaves before its first norm
@@ -132,7 +132,7 @@ def _positions(b: Builder, v: VisionConfig, name: str, *, antialias: bool) -> ir
     """The table of positions without the class token's, resized to the patches: [1, rows, columns, hidden]."""
     grid = v.position_grid or v.grid
     table = b.reshape(b.weight(name), -1, v.hidden)
-    own = b.op("Slice", table, b.constant([1]), b.constant([END]), b.constant([0]))
+    own = b.slice(table, 1, END, 0)
     return _stretched(
         b, b.reshape(own, 1, grid, grid, v.hidden), grid, v.grid, v.hidden, cubic=True, antialias=antialias
     )
@@ -144,14 +144,14 @@ def _positions(b: Builder, v: VisionConfig, name: str, *, antialias: bool) -> ir
 def _convnext(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tuple[ir.Value, int]:
     def convolved(x: ir.Value, name: str, kernel: int, **how: Any) -> ir.Value:
         """Of channels last, which norms and matrices take."""
-        planes = b.op("Transpose", x, perm=[0, 3, 1, 2])
+        planes = b.transpose(x, 0, 3, 1, 2)
         weights = b.weight(f"{name}.weight"), b.weight(f"{name}.bias")
         y = b.op("Conv", planes, *weights, kernel_shape=[kernel] * 2, **how)
-        return b.op("Transpose", y, perm=[0, 2, 3, 1])
+        return b.transpose(y, 0, 2, 3, 1)
 
     stem = b.weight(f"{CONVNEXT}.stem.0.weight"), b.weight(f"{CONVNEXT}.stem.0.bias")
-    x = b.op("Conv", b.from_float32(pixels), *stem, kernel_shape=[STEM] * 2, strides=[STEM] * 2)
-    x = b.dialect.layer_norm(b, b.op("Transpose", x, perm=[0, 2, 3, 1]), f"{CONVNEXT}.stem.1", v.eps)
+    x = b.squares(STEM, b.from_float32(pixels), *stem)
+    x = b.dialect.layer_norm(b, b.transpose(x, 0, 2, 3, 1), f"{CONVNEXT}.stem.1", v.eps)
     side //= STEM
     for stage, (blocks, width) in enumerate(zip(v.stage_blocks, v.stage_widths, strict=True)):
         p = f"{CONVNEXT}.stages.{stage}"
@@ -178,13 +178,13 @@ def _in_windows(b: Builder, v: VisionConfig, x: ir.Value, window: int) -> ir.Val
     if missing:
         x = b.op("Pad", x, b.constant([0, 0, 0, 0, 0, missing, missing, 0]))
     x = b.reshape(x, -1, along, window, along, window, v.hidden)
-    return b.reshape(b.op("Transpose", x, perm=[0, 1, 3, 2, 4, 5]), -1, window**2, v.hidden)
+    return b.reshape(b.transpose(x, 0, 1, 3, 2, 4, 5), -1, window**2, v.hidden)
 
 
 def _out_of_windows(b: Builder, v: VisionConfig, x: ir.Value, window: int) -> ir.Value:
     """The inverse, without what is beyond the patches."""
     along = -(-v.grid // window)
-    x = b.op("Transpose", b.reshape(x, -1, along, along, window, window, v.hidden), perm=[0, 1, 3, 2, 4, 5])
+    x = b.transpose(b.reshape(x, -1, along, along, window, window, v.hidden), 0, 1, 3, 2, 4, 5)
     x = b.reshape(x, -1, along * window, along * window, v.hidden)
     if v.grid % window == 0:
         return x
@@ -207,13 +207,13 @@ def _sam(b: Builder, v: VisionConfig, pixels: ir.Value, _: int) -> tuple[ir.Valu
         y = b.reshape(b.dialect.layer_norm(b, x, f"{p}.{sam.HALVES[1]}", v.eps), -1, v.hidden)
         y = b.linear(activate(b, b.linear(y, f"{p}.mlp.lin1", bias=True), v.activation), f"{p}.mlp.lin2", bias=True)
         x = b.op("Add", x, b.reshape(y, -1, v.grid, v.grid, v.hidden))
-    planes = b.op("Transpose", x, perm=[0, 3, 1, 2])
+    planes = b.transpose(x, 0, 3, 1, 2)
     planes = b.op("Conv", planes, b.weight(f"{SAM}.neck.conv1.weight"), kernel_shape=[1, 1])
-    x = b.dialect.layer_norm(b, b.op("Transpose", planes, perm=[0, 2, 3, 1]), f"{SAM}.neck.layer_norm1", v.eps)
+    x = b.dialect.layer_norm(b, b.transpose(planes, 0, 2, 3, 1), f"{SAM}.neck.layer_norm1", v.eps)
     each = NECK_SQUARE
     side = v.grid // NECK_SQUARE
     x = b.reshape(x, -1, side, each, side, each, v.neck)
-    return b.reshape(b.op("Transpose", x, perm=[0, 1, 3, 5, 2, 4]), -1, side, side, v.width), side
+    return b.reshape(b.transpose(x, 0, 1, 3, 5, 2, 4), -1, side, side, v.width), side
 
 
 def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: int) -> ir.Value:
@@ -226,10 +226,7 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     dim = v.hidden // v.heads
     tokens = side**2
     qkv = b.linear(b.reshape(x, -1, v.hidden), f"{name}.qkv", bias=True)
-    q, k, w = (
-        b.op("Slice", qkv, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
-        for start in range(0, 3 * v.hidden, v.hidden)
-    )
+    q, k, w = (b.slice(qkv, start, start + v.hidden, 1) for start in range(0, 3 * v.hidden, v.hidden))
     q, k = (b.reshape(part, -1, side, side, v.heads, dim) for part in (q, k))
     numbers = np.arange(side)
     distances = b.constant(numbers[:, None] - numbers[None, :] + side - 1)
@@ -237,7 +234,7 @@ def _sam_attention(b: Builder, v: VisionConfig, x: ir.Value, name: str, side: in
     for axis, turned in (("h", [0, 1, 2, 3, 4]), ("w", [0, 2, 1, 3, 4])):
         table = b.op("Gather", b.weight(f"{name}.position_embedding_{axis}"), distances, axis=0)  # [of q, of k, dim]
         lines = b.reshape(b.op("Transpose", q, perm=turned), -1, side, side * v.heads, dim)
-        term = b.op("MatMul", lines, b.op("Transpose", table, perm=[0, 2, 1]))
+        term = b.op("MatMul", lines, b.transpose(table, 0, 2, 1))
         terms.append(b.op("Transpose", b.reshape(term, -1, side, side, v.heads, side), perm=turned))
     wide = dim + 2 * side
     scaled = b.op("Mul", q, b.scalar((wide / dim) ** 0.5))
@@ -302,9 +299,7 @@ def _rotated(b: Builder, v: VisionConfig, x: ir.Value, side: int, turn: tuple[ir
     """Queries or keys as [windows, patches, hidden], each pair of neighbouring numbers turned."""
     pairs = b.reshape(x, -1, side**2, v.heads, v.hidden // v.heads // 2, 2)
     cos, sin = turn
-    first, second = (
-        b.op("Slice", pairs, b.constant([number]), b.constant([number + 1]), b.constant([4])) for number in (0, 1)
-    )
+    first, second = (b.slice(pairs, number, number + 1, 4) for number in (0, 1))
     turned = (
         b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin)),
         b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)),
@@ -319,14 +314,14 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
     x = _resized(b, _standardised(b, v, pixels, side), side, v.image, antialias=True)
     projection = f"{PIX2STRUCT}.embeddings.patch_projection"
     kernel = b.reshape(b.weight(f"{projection}.weight"), v.hidden, v.patch, v.patch, 3)
-    kernel = b.op("Transpose", kernel, perm=[0, 3, 1, 2])
+    kernel = b.transpose(kernel, 0, 3, 1, 2)
     bias = b.weight(f"{projection}.bias")
-    x = b.op("Conv", b.from_float32(x), kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-    x = b.op("Transpose", x, perm=[0, 2, 3, 1])
+    x = b.squares(v.patch, b.from_float32(x), kernel, bias)
+    x = b.transpose(x, 0, 2, 3, 1)
     for axis, shape in (("row", (1, v.grid, 1, v.hidden)), ("column", (1, 1, v.grid, v.hidden))):
         name = f"{PIX2STRUCT}.embeddings.{axis}_embedder.weight"
         own = b.stored_rows(name, 1, v.grid)  # entry 0 is of padding
-        own = b.op("Cast", own, to=b.dialect.compute.value)
+        own = b.cast(own, b.dialect.compute)
         x = b.op("Add", x, b.reshape(own, *shape))
     x = b.reshape(x, -1, v.hidden)
     dim = v.hidden // v.heads
@@ -349,18 +344,15 @@ def _pix2struct(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> tup
 def _standardised(b: Builder, v: VisionConfig, pixels: ir.Value, side: int) -> ir.Value:
     """The pixels from 0 to 255 less their mean over the image, divided by their deviation, all in float32."""
 
-    def number(value: float) -> ir.Value:
-        return b.constant(np.array(value, np.float32))
-
     def mean(x: ir.Value) -> ir.Value:  # by rows first, so that no sum grows large
-        total = b.op("ReduceSum", b.op("ReduceSum", x, b.constant([3]), keepdims=1), b.constant([1, 2]), keepdims=1)
-        return b.op("Mul", total, number(1 / count))
+        total = b.sum(b.sum(x, 3, keepdims=True), 1, 2, keepdims=True)
+        return b.op("Mul", total, b.single(1 / count))
 
     count = 3 * side**2
     scale, shift = (b.constant(np.array(p, np.float32).reshape(1, -1, 1, 1)) for p in (v.pixel_scale, v.pixel_shift))
-    x = b.op("Mul", b.op("Add", b.op("Mul", pixels, scale), shift), number(WHITE))
+    x = b.op("Mul", b.op("Add", b.op("Mul", pixels, scale), shift), b.single(WHITE))
     x = b.op("Sub", x, mean(x))
-    deviation = b.op("Max", b.op("Sqrt", mean(b.op("Mul", x, x))), number(count**-0.5))
+    deviation = b.op("Max", b.op("Sqrt", mean(b.op("Mul", x, x))), b.single(count**-0.5))
     return b.op("Div", x, deviation)
 
 

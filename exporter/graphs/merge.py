@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from vtx.exporter.graphs.builder import Builder
+from vtx.exporter.graphs.builder import INT64, Builder
 from vtx.tools.model.vision import VisionConfig
 
 SIDE = 3  # of a window, in patches
@@ -50,12 +50,12 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     inside = b.op("Gather", hidden, b.constant(windows))
     # The mean cosine of a window's pairs: of unit vectors u, (|sum u|^2 - sum |u|^2) / 72.
     wide = b.to_float32(inside)
-    square = b.op("ReduceSum", b.op("Mul", wide, wide), b.constant([2]), keepdims=1)
-    unit = b.op("Div", wide, b.op("Max", b.op("Sqrt", square), b.constant(np.array(TINY, np.float32))))
-    together = b.op("ReduceSum", unit, b.constant([1]), keepdims=0)
-    crossed = b.op("ReduceSum", b.op("Mul", together, together), b.constant([1]), keepdims=0)
-    squares = b.op("ReduceSum", b.op("Mul", unit, unit), b.constant([1, 2]), keepdims=0)
-    cosine = b.op("Div", b.op("Sub", crossed, squares), b.constant(np.array(PAIRS, np.float32)))
+    square = b.sum(b.op("Mul", wide, wide), 2, keepdims=True)
+    unit = b.op("Div", wide, b.op("Max", b.op("Sqrt", square), b.single(TINY)))
+    together = b.sum(unit, 1)
+    crossed = b.sum(b.op("Mul", together, together), 1)
+    squares = b.sum(b.op("Mul", unit, unit), 1, 2)
+    cosine = b.op("Div", b.op("Sub", crossed, squares), b.single(PAIRS))
     similar = b.op("GreaterOrEqual", cosine, tau)
 
     window_of = np.zeros(v.states, np.int64)
@@ -65,47 +65,47 @@ def merge_windows(b: Builder, v: VisionConfig, x: ir.Value, tau: ir.Value) -> Me
     member[windows], first[windows[:, 1:]] = True, False
     of_window = b.constant(window_of)
     in_merged = b.op("And", b.op("Gather", similar, of_window), b.constant(member))
-    means = b.op("Div", b.op("ReduceSum", inside, b.constant([1]), keepdims=0), b.scalar(WINDOW))
-    hidden = b.op("Where", b.op("Unsqueeze", in_merged, b.constant([1])), b.op("Gather", means, of_window), hidden)
+    means = b.op("Div", b.sum(inside, 1), b.scalar(WINDOW))
+    hidden = b.op("Where", b.unsqueeze(in_merged, 1), b.op("Gather", means, of_window), hidden)
 
     stays = b.op("Or", b.constant(first), b.op("Not", in_merged))
-    merged = b.op("Cast", in_merged, to=ir.DataType.INT64.value)
-    zero = b.constant(np.array(0, np.float32))
+    merged = b.cast(in_merged, INT64)
+    zero = b.single(0)
     similarity = b.op("Where", in_merged, b.op("Gather", cosine, of_window), zero)
     patch_index = b.constant(np.arange(v.states, dtype=np.int64) - v.class_token)  # raster order; the class token: -1
     if not b.dialect.sizes_from_values:
-        merged = b.op("Where", stays, merged, b.constant(np.array(-1)))
-        hidden = b.op("Unsqueeze", hidden, b.constant([0]))
+        merged = b.op("Where", stays, merged, b.constant(-1))
+        hidden = b.unsqueeze(hidden, 0)
         visible = b.reshape(stays, 1, 1, 1, v.states)
         return Merged(hidden, b.op("Identity", patch_index), merged, similarity, visible)
-    indices = b.op("Squeeze", b.op("NonZero", stays), b.constant([0]))
+    indices = b.squeeze(b.op("NonZero", stays), 0)
     hidden, patch_index, merged, similarity = (
         b.op("Gather", value, indices) for value in (hidden, patch_index, merged, similarity)
     )
-    return Merged(b.op("Unsqueeze", hidden, b.constant([0])), patch_index, merged, similarity, None)
+    return Merged(b.unsqueeze(hidden, 0), patch_index, merged, similarity, None)
 
 
 def class_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value, seen: ir.Value | None) -> ir.Value:
     """Head-mean attention [images, tokens] of token 0, from a block's q and k [images, tokens, hidden] (Eq. 6)."""
     size = v.hidden // v.heads
-    first = b.to_float32(b.op("Slice", q, b.constant([0]), b.constant([1]), b.constant([1])))
-    scaled = b.op("Mul", first, b.constant(np.array(size**-0.5, np.float32)))
+    first = b.to_float32(b.slice(q, 0, 1, 1))
+    scaled = b.op("Mul", first, b.single(size**-0.5))
     query = b.reshape(scaled, -1, v.heads, 1, size)
-    key = b.op("Transpose", b.reshape(b.to_float32(k), 0, -1, v.heads, size), perm=[0, 2, 3, 1])
+    key = b.transpose(b.reshape(b.to_float32(k), 0, -1, v.heads, size), 0, 2, 3, 1)
     products = b.op("MatMul", query, key)
     if seen is not None:
         products = b.op("Where", seen, products, b.constant(UNSEEN))
     weights = b.op("Softmax", products, axis=-1)
-    mean = b.op("Div", weights, b.constant(np.array(v.heads, np.float32)))
-    return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
+    mean = b.op("Div", weights, b.single(v.heads))
+    return b.sum(mean, 1, 2)
 
 
 def received_attention(b: Builder, v: VisionConfig, q: ir.Value, k: ir.Value) -> ir.Value:
     """The attention [images, tokens] float32 that each token gets, mean over heads and over all tokens."""
     size = v.hidden // v.heads
-    query = b.op("Mul", b.to_float32(q), b.constant(np.array(size**-0.5, np.float32)))
-    query = b.op("Transpose", b.reshape(query, 0, -1, v.heads, size), perm=[0, 2, 1, 3])
-    key = b.op("Transpose", b.reshape(b.to_float32(k), 0, -1, v.heads, size), perm=[0, 2, 3, 1])
+    query = b.op("Mul", b.to_float32(q), b.single(size**-0.5))
+    query = b.transpose(b.reshape(query, 0, -1, v.heads, size), 0, 2, 1, 3)
+    key = b.transpose(b.reshape(b.to_float32(k), 0, -1, v.heads, size), 0, 2, 3, 1)
     weights = b.op("Softmax", b.op("MatMul", query, key), axis=-1)
-    mean = b.op("Div", weights, b.constant(np.array(v.heads * v.states, np.float32)))
-    return b.op("ReduceSum", mean, b.constant([1, 2]), keepdims=0)
+    mean = b.op("Div", weights, b.single(v.heads * v.states))
+    return b.sum(mean, 1, 2)

@@ -77,9 +77,9 @@ def _matrix(b: Builder, name: str) -> ir.Value:
 def _tiled(b: Builder, c: TextConfig, m: Mixture, x: ir.Value, logits: ir.Value, name: str) -> ir.Value:
     """All experts' products with all tokens, in the shares of those that are chosen, 0 of all others."""
     best, chosen = b.ops("TopK", logits, b.constant([m.active]), outputs=2, axis=-1)
-    largest = b.op("Slice", best, b.constant([0]), b.constant([1]), b.constant([1]))
+    largest = b.slice(best, 0, 1, 1)
     weights = b.op("Exp", b.op("Sub", best, largest))  # no Softmax, by which runtimes find attention
-    shares = b.op("Div", weights, b.op("ReduceSum", weights, b.constant([-1]), keepdims=1))
+    shares = b.op("Div", weights, b.sum(weights, -1, keepdims=True))
     none = b.op("ConstantOfShape", b.op("Shape", logits))
     shares = b.op("ScatterElements", none, chosen, shares, axis=1)
     every = b.op("Tile", b.reshape(x, -1, c.hidden), b.constant([m.count, 1]))
@@ -88,11 +88,11 @@ def _tiled(b: Builder, c: TextConfig, m: Mixture, x: ir.Value, logits: ir.Value,
     up = b.op("MatMul", every, _stack(b, m, f"{name}up_proj.weight"))
     outputs = b.op("MatMul", b.op("Mul", gate, up), _stack(b, m, f"{name}down_proj.weight"))
     outputs = b.reshape(outputs, m.count, 1, -1, c.hidden)
-    shares = b.reshape(b.op("Transpose", shares, perm=[1, 0]), m.count, 1, -1)
-    products = b.op("Mul", outputs, b.op("Unsqueeze", shares, b.constant([-1])))
-    return b.reshape(b.op("ReduceSum", products, b.constant([0]), keepdims=0), -1, c.hidden)
+    shares = b.reshape(b.transpose(shares, 1, 0), m.count, 1, -1)
+    products = b.op("Mul", outputs, b.unsqueeze(shares, -1))
+    return b.reshape(b.sum(products, 0), -1, c.hidden)
 
 
 def _stack(b: Builder, m: Mixture, name: str) -> ir.Value:
     """The experts' matrices, each transposed: [count, in, out]."""
-    return b.op("Transpose", b.stack(name, m.count), perm=[0, 2, 1])
+    return b.transpose(b.stack(name, m.count), 0, 2, 1)

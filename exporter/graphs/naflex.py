@@ -7,7 +7,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from vtx.exporter.graphs.activations import activate
-from vtx.exporter.graphs.builder import FLOAT, Builder, Heads
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder, Heads
 from vtx.exporter.graphs.encoder import projected
 from vtx.exporter.graphs.native_blocks import Grid
 from vtx.tools.model.towers.naflex import MERGER
@@ -22,26 +22,26 @@ LAST = f"{MERGER}.linear_2"
 def naflex_embeddings(b: Builder, v: VisionConfig, pixels: ir.Value) -> tuple[ir.Value, Grid]:
     """Embedded patches [1, patches, hidden] of an image [1, 3, height, width], row by row, and the grid of patches."""
     side = b.constant([v.patch])
-    grid = tuple(b.op("Div", b.op("Shape", pixels, start=axis, end=axis + 1), side) for axis in (2, 3))
+    grid = tuple(b.op("Div", b.size(pixels, axis), side) for axis in (2, 3))
     rows, columns = grid
     assert v.position_grid is not None
     if v.nearest:
         kernel, bias = (b.weight(f"{PATCHES}.{part}") for part in ("weight", "bias"))
-        found = b.op("Conv", pixels, kernel, bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-        patches = b.op("Transpose", b.reshape(found, 1, v.hidden, -1), perm=[0, 2, 1])
+        found = b.squares(v.patch, pixels, kernel, bias)
+        patches = b.transpose(b.reshape(found, 1, v.hidden, -1), 0, 2, 1)
         down, across = (places(b, v.position_grid, count) for count in (rows, columns))
-        before = b.op("Unsqueeze", b.op("Mul", down, b.constant([v.position_grid])), b.constant([1]))
+        before = b.unsqueeze(b.op("Mul", down, b.constant([v.position_grid])), 1)
         positions = b.op("Gather", b.weight(POSITIONS), b.reshape(b.op("Add", before, across), -1))
         return b.op("Add", patches, positions), (rows, columns)
     split = b.op("Concat", b.constant([3]), rows, side, columns, side, axis=0)
-    squares = b.op("Transpose", b.op("Reshape", pixels, split), perm=[1, 3, 2, 4, 0])
+    squares = b.transpose(b.op("Reshape", pixels, split), 1, 3, 2, 4, 0)
     patches = b.linear(b.reshape(squares, -1, 3 * v.patch**2), PATCHES, bias=True)
     table = b.reshape(b.weight(POSITIONS), v.position_grid, v.position_grid, v.hidden)
     down, across = (b.from_float32(_stretching(b, v.position_grid, count)) for count in (rows, columns))
     # [rows, grid] x [grid, grid * hidden], then [columns, grid] x [rows, grid, hidden]
     tall = b.op("MatMul", down, b.reshape(table, v.position_grid, -1))
     positions = b.op("MatMul", across, b.reshape(tall, -1, v.position_grid, v.hidden))
-    return b.op("Unsqueeze", b.op("Add", patches, b.reshape(positions, -1, v.hidden)), b.constant([0])), (rows, columns)
+    return b.unsqueeze(b.op("Add", patches, b.reshape(positions, -1, v.hidden)), 0), (rows, columns)
 
 
 def later_edges(side: int) -> NDArray[np.int64]:
@@ -62,11 +62,11 @@ def places(b: Builder, side: int, count: ir.Value) -> ir.Value:
 
     In whole numbers, as engines divide in different ways.
     """
-    every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", count), b.constant(np.array(1)))
-    reached = b.op("Unsqueeze", b.op("Mul", every, b.constant([side])), b.constant([1]))
+    every = b.numbers(count)
+    reached = b.unsqueeze(b.op("Mul", every, b.constant([side])), 1)
     edges = b.op("Add", b.op("Mul", b.constant(np.arange(1, side + 1)), count), b.constant(later_edges(side)))
-    before = b.op("Cast", b.op("GreaterOrEqual", reached, edges), to=ir.DataType.INT64.value)
-    return b.op("ReduceSum", before, b.constant([1]), keepdims=0)
+    before = b.cast(b.op("GreaterOrEqual", reached, edges), INT64)
+    return b.sum(before, 1)
 
 
 def _stretching(b: Builder, side: int, count: ir.Value) -> ir.Value:
@@ -74,20 +74,13 @@ def _stretching(b: Builder, side: int, count: ir.Value) -> ir.Value:
 
     They are those of torch's `interpolate` with antialias=True and align_corners=False.
     """
-
-    def floats(x: ir.Value) -> ir.Value:
-        return b.op("Cast", x, to=FLOAT.value)
-
-    def single(value: float) -> ir.Value:
-        return b.constant(np.array(value, np.float32))
-
-    every = b.op("Range", b.constant(np.array(0)), b.op("Squeeze", count), b.constant(np.array(1)))
-    scale = b.op("Div", single(side), floats(count))
-    centres = b.op("Mul", b.op("Add", floats(every), single(0.5)), scale)
+    every = b.numbers(count)
+    scale = b.op("Div", b.single(side), b.cast(count, FLOAT))
+    centres = b.op("Mul", b.op("Add", b.cast(every, FLOAT), b.single(0.5)), scale)
     places = b.constant(np.arange(side, dtype=np.float32) + np.float32(0.5))
-    away = b.op("Abs", b.op("Sub", b.op("Unsqueeze", centres, b.constant([1])), places))
-    near = b.op("Max", b.op("Sub", single(1), b.op("Div", away, b.op("Max", scale, single(1)))), single(0))
-    return b.op("Div", near, b.op("ReduceSum", near, b.constant([1]), keepdims=1))
+    away = b.op("Abs", b.op("Sub", b.unsqueeze(centres, 1), places))
+    near = b.op("Max", b.op("Sub", b.single(1), b.op("Div", away, b.op("Max", scale, b.single(1)))), b.single(0))
+    return b.op("Div", near, b.sum(near, 1, keepdims=True))
 
 
 def naflex_squares(b: Builder, side: int, width: int, features: ir.Value, grid: Grid) -> tuple[ir.Value, Grid]:
@@ -98,7 +91,7 @@ def naflex_squares(b: Builder, side: int, width: int, features: ir.Value, grid: 
     sides = b.constant([side])
     rows, columns = (b.op("Div", count, sides) for count in grid)
     split = b.op("Concat", rows, sides, columns, sides, b.constant([width]), axis=0)
-    return b.op("Transpose", b.op("Reshape", features, split), perm=[0, 2, 1, 3, 4]), (rows, columns)
+    return b.transpose(b.op("Reshape", features, split), 0, 2, 1, 3, 4), (rows, columns)
 
 
 def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple[ir.Value, Grid]:
@@ -116,5 +109,5 @@ def merge_squares(b: Builder, v: VisionConfig, x: ir.Value, grid: Grid) -> tuple
     squares = b.op("Add", squares, b.reshape(y, -1, patches, hidden))
     joined = b.dialect.layer_norm(b, b.reshape(squares, -1, patches * hidden), f"{MERGER}.pre_norm", v.eps)
     y = b.linear(activate(b, b.linear(joined, f"{MERGER}.linear_1", bias=True), MERGER_ACTIVATION), LAST, bias=True)
-    means = b.op("Mul", b.op("ReduceSum", squares, b.constant([1]), keepdims=0), b.scalar(1 / patches))
-    return b.op("Unsqueeze", b.op("Add", y, means), b.constant([0])), grid
+    means = b.op("Mul", b.sum(squares, 1), b.scalar(1 / patches))
+    return b.unsqueeze(b.op("Add", y, means), 0), grid

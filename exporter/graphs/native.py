@@ -28,9 +28,9 @@ def build_native(b: Builder, c: ModelConfig) -> None:
     v = c.vision
     patches = _embedded(b, c)
     side = b.constant([v.shuffle])
-    rows, columns = (b.op("Div", b.op("Shape", patches, start=axis, end=axis + 1), side) for axis in (2, 3))
+    rows, columns = (b.op("Div", b.size(patches, axis), side) for axis in (2, 3))
     split = b.op("Concat", b.constant([v.hidden]), rows, side, columns, side, axis=0)
-    squares = b.op("Transpose", b.op("Reshape", patches, split), perm=[1, 3, 2, 4, 0])
+    squares = b.transpose(b.op("Reshape", patches, split), 1, 3, 2, 4, 0)
     x = b.reshape(squares, -1, v.hidden)
     if v.first_norm:
         x = norm(b, v, x, FIRST_NORM)
@@ -75,23 +75,21 @@ def _embedded(b: Builder, c: ModelConfig) -> ir.Value:
     pictures = 1 if c.video is None else "images"
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [pictures, 3, "height", "width"]))
     if c.video is None:  # both moments are alike, so their kernels add up
-        kernel = b.op("ReduceSum", kernel, b.constant([2]), keepdims=0)
+        kernel = b.sum(kernel, 2)
     else:
-        ends = [
-            b.op("Slice", pixels, b.constant([a]), b.constant([e]), b.constant([0])) for a, e in ((0, 1), (-1, END))
-        ]
+        ends = [b.slice(pixels, a, e, 0) for a, e in ((0, 1), (-1, END))]
         pixels = b.op("Concat", *ends, axis=1)
-        kernel = b.op("Transpose", kernel, perm=[0, 2, 1, 3, 4])
+        kernel = b.transpose(kernel, 0, 2, 1, 3, 4)
         kernel = b.reshape(kernel, v.hidden, MOMENTS * 3, v.patch, v.patch)
     # embedded patches [patches, hidden]
     bias = [b.weight("vision.patch_embed.proj.bias")] if v.patch_bias else []
-    patches = b.op("Conv", pixels, kernel, *bias, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
+    patches = b.squares(v.patch, pixels, kernel, *bias)
     if v.position_grid is not None:  # the table of positions, stretched to the patches, in float32
         table = b.reshape(b.to_float32(b.weight(POSITIONS)), 1, v.position_grid, v.position_grid, v.hidden)
         sizes = b.op("Concat", b.constant([1, v.hidden]), b.op("Shape", patches, start=2, end=4), axis=0)
         stretched = b.op(
             "Resize",
-            b.op("Transpose", table, perm=[0, 3, 1, 2]),
+            b.transpose(table, 0, 3, 1, 2),
             None,
             None,
             sizes,
@@ -122,7 +120,7 @@ def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Val
     sides = b.constant([side])
 
     def angles(count: ir.Value, *shape: ir.Value) -> ir.Value:
-        along = b.op("Cast", _count(b, b.op("Mul", count, sides)), to=FLOAT.value)
+        along = b.cast(b.numbers(b.op("Mul", count, sides)), FLOAT)
         turned = b.op("Mul", b.op("Unsqueeze", along, one), b.constant(rates))
         spread = b.op("Concat", *shape, b.constant([quarter]), axis=0)
         return b.op("Expand", b.op("Reshape", turned, spread), everywhere)
@@ -131,11 +129,6 @@ def _rotation(b: Builder, v: VisionConfig, grid: Grid) -> tuple[ir.Value, ir.Val
     by_column = angles(columns, one, columns, one, sides)
     every = b.reshape(b.op("Concat", by_row, by_column, axis=-1), 1, -1, 1, 2 * quarter)
     return b.from_float32(b.op("Cos", every)), b.from_float32(b.op("Sin", every))
-
-
-def _count(b: Builder, size: ir.Value) -> ir.Value:
-    """0, 1, 2, ... below `size` [1], int64."""
-    return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", size), b.constant(np.array(1)))
 
 
 def _windows(b: Builder, v: VisionConfig, grid: Grid) -> Windows:
@@ -147,18 +140,18 @@ def _windows(b: Builder, v: VisionConfig, grid: Grid) -> Windows:
     down, across = (b.op("Div", b.op("Add", count, b.constant([side - 1])), squares) for count in grid)
     full = [b.op("Mul", count, squares) for count in (down, across)]
     count = b.op("Mul", b.op("Mul", *grid), b.constant([of_window]))
-    numbers = b.op("Reshape", _count(b, count), b.op("Concat", *grid, b.constant([of_window]), axis=0))
+    numbers = b.op("Reshape", b.numbers(count), b.op("Concat", *grid, b.constant([of_window]), axis=0))
     missing = [b.op("Sub", full_side, part_side) for full_side, part_side in zip(full, grid, strict=True)]
     pads = b.op("Concat", b.constant([0, 0, 0]), *missing, b.constant([0]), axis=0)
-    padded = b.op("Pad", numbers, pads, b.constant(np.array(-1)))
+    padded = b.op("Pad", numbers, pads, b.constant(-1))
     split = b.op("Concat", down, squares, across, squares, b.constant([of_window]), axis=0)
-    by_window = b.reshape(b.op("Transpose", b.op("Reshape", padded, split), perm=[0, 2, 1, 3, 4]), -1)
+    by_window = b.reshape(b.transpose(b.op("Reshape", padded, split), 0, 2, 1, 3, 4), -1)
     size = side * side * of_window
-    visible = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(np.array(0))), -1, 1, 1, size)
-    indices = _count(b, b.op("Shape", by_window))
+    visible = b.reshape(b.op("GreaterOrEqual", by_window, b.constant(0)), -1, 1, 1, size)
+    indices = b.numbers(b.op("Shape", by_window))
     windows = b.op("Concat", down, across, b.constant([side, side, of_window]), axis=0)
-    back = b.op("Transpose", b.op("Reshape", indices, windows), perm=[0, 2, 1, 3, 4])
+    back = b.transpose(b.op("Reshape", indices, windows), 0, 2, 1, 3, 4)
     full_side = b.op("Reshape", back, b.op("Concat", *full, b.constant([of_window]), axis=0))
     ends = b.op("Concat", *grid, axis=0)
     part_side = b.op("Slice", full_side, b.constant([0, 0]), ends, b.constant([0, 1]))
-    return Windows(size, b.op("Max", by_window, b.constant(np.array(0))), b.reshape(part_side, -1), visible)
+    return Windows(size, b.op("Max", by_window, b.constant(0)), b.reshape(part_side, -1), visible)

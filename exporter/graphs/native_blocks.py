@@ -64,10 +64,7 @@ def _projected(b: Builder, v: VisionConfig, x: ir.Value, name: str) -> list[ir.V
 
 
 def _thirds(b: Builder, v: VisionConfig, together: ir.Value) -> list[ir.Value]:
-    return [
-        b.op("Slice", together, b.constant([start]), b.constant([start + v.hidden]), b.constant([1]))
-        for start in range(0, 3 * v.hidden, v.hidden)
-    ]
+    return [b.slice(together, start, start + v.hidden, 1) for start in range(0, 3 * v.hidden, v.hidden)]
 
 
 def rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.Value], norm: str = "") -> ir.Value:
@@ -80,15 +77,15 @@ def rotated(b: Builder, v: VisionConfig, x: ir.Value, turn: tuple[ir.Value, ir.V
     heads = b.reshape(x, 0, -1, 2 * half)
     if v.head_norms:
         heads = b.dialect.norm(b, heads, norm, v.eps)
-    first = b.op("Slice", heads, b.constant([0]), b.constant([half]), b.constant([2]))
-    second = b.op("Slice", heads, b.constant([half]), b.constant([END]), b.constant([2]))
+    first = b.slice(heads, 0, half, 2)
+    second = b.slice(heads, half, END, 2)
     turned = b.op("Sub", b.op("Mul", first, cos), b.op("Mul", second, sin))
     return b.op("Concat", turned, b.op("Add", b.op("Mul", second, cos), b.op("Mul", first, sin)), axis=-1)
 
 
 def _repeated(b: Builder, heads: ir.Value, times: int) -> ir.Value:
     """Heads [1, patches, heads, size], each `times` times in a row."""
-    return b.op("Concat", *[b.op("Unsqueeze", heads, b.constant([3]))] * times, axis=3)
+    return b.op("Concat", *[b.unsqueeze(heads, 3)] * times, axis=3)
 
 
 def convolve(b: Builder, v: VisionConfig, x: ir.Value, name: str, grid: Grid) -> ir.Value:
@@ -99,7 +96,7 @@ def convolve(b: Builder, v: VisionConfig, x: ir.Value, name: str, grid: Grid) ->
     width = b.constant([v.hidden])
     by_squares = b.op("Concat", rows, columns, side, side, width, axis=0)
     squares = b.op("Reshape", b.op("Mul", first, inner), by_squares)
-    planes = b.op("Transpose", squares, perm=[4, 0, 2, 1, 3])
+    planes = b.transpose(squares, 4, 0, 2, 1, 3)
     sides = b.op("Concat", b.constant([1]), width, b.op("Mul", rows, side), b.op("Mul", columns, side), axis=0)
     mixed = b.op(
         "Conv",
@@ -110,7 +107,7 @@ def convolve(b: Builder, v: VisionConfig, x: ir.Value, name: str, grid: Grid) ->
         group=v.hidden,
     )
     split = b.op("Concat", width, rows, side, columns, side, axis=0)
-    back = b.op("Transpose", b.op("Reshape", mixed, split), perm=[1, 3, 2, 4, 0])
+    back = b.transpose(b.op("Reshape", mixed, split), 1, 3, 2, 4, 0)
     return b.linear(b.op("Mul", last, b.reshape(back, -1, v.hidden)), f"{name}.out_proj", bias=False)
 
 
@@ -124,9 +121,9 @@ def downsample(b: Builder, c: ModelConfig, x: ir.Value) -> ir.Value:
     """Tokens [tokens, hidden] of states [patches, hidden], by a convolution over squares and a gated MLP."""
     v = c.vision
     side = v.shuffle
-    squares = b.op("Transpose", b.reshape(x, -1, side, side, v.hidden), perm=[0, 3, 1, 2])
+    squares = b.transpose(b.reshape(x, -1, side, side, v.hidden), 0, 3, 1, 2)
     weights = [b.weight(f"{DOWNSAMPLE}.{part}") for part in ("weight", "bias")]
-    states = b.reshape(b.op("Conv", squares, *weights, kernel_shape=[side] * 2, strides=[side] * 2), -1, c.text.hidden)
+    states = b.reshape(b.squares(side, squares, *weights), -1, c.text.hidden)
     states = b.linear(states, f"{MERGER}.proj", bias=False)
     assert c.projector_norm_eps is not None
     normed = b.dialect.layer_norm(b, states, f"{MERGER}.post_projection_norm", c.projector_norm_eps)

@@ -23,9 +23,9 @@ def build_pixtral(b: Builder, c: ModelConfig) -> None:
     """
     v = c.vision
     pixels = b.from_float32(b.input(names.PIXELS, FLOAT, [1, 3, "height", "width"]))
-    grid = b.op("Conv", pixels, b.weight(PATCHES), kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-    sizes = [b.op("Shape", grid, start=axis, end=axis + 1) for axis in (2, 3)]  # rows, columns
-    x = b.dialect.norm(b, b.reshape(b.op("Transpose", grid, perm=[0, 2, 3, 1]), -1, v.hidden), FIRST_NORM, v.eps)
+    grid = b.squares(v.patch, pixels, b.weight(PATCHES))
+    sizes = [b.size(grid, axis) for axis in (2, 3)]  # rows, columns
+    x = b.dialect.norm(b, b.reshape(b.transpose(grid, 0, 2, 3, 1), -1, v.hidden), FIRST_NORM, v.eps)
     turn = _rotation(b, v, sizes)
     states = [x]
     for layer in range(max(c.feature_layers)):
@@ -67,5 +67,5 @@ def _merged(b: Builder, c: ModelConfig, features: ir.Value, sizes: list[ir.Value
     grid = b.op("Reshape", normed, b.op("Concat", *sizes, b.constant([v.hidden]), axis=0))
     grid = b.op("Slice", grid, b.constant([0, 0]), b.op("Concat", *whole, axis=0), b.constant([0, 1]))
     squares, _ = naflex_squares(b, v.shuffle, v.hidden, grid, (whole[0], whole[1]))
-    channels = b.op("Transpose", squares, perm=[0, 1, 4, 2, 3])
+    channels = b.transpose(squares, 0, 1, 4, 2, 3)
     return b.linear(b.reshape(channels, -1, v.hidden * v.shuffle**2), MERGER, bias=False)

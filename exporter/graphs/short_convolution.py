@@ -16,10 +16,7 @@ from vtx.exporter.graphs.states import States
 def mix_by_convolution(b: Builder, c: TextConfig, states: States, x: ir.Value, name: str, layer: int) -> ir.Value:
     """The layer's convolution of hidden states [tokens, hidden]."""
     together = b.linear(x, f"{name}.in_proj", bias=c.conv_bias)
-    first, gate, last = (
-        b.op("Slice", together, b.constant([start]), b.constant([start + c.hidden]), b.constant([1]))
-        for start in range(0, 3 * c.hidden, c.hidden)
-    )
+    first, gate, last = (b.slice(together, start, start + c.hidden, 1) for start in range(0, 3 * c.hidden, c.hidden))
     past, _ = states.read(layer)
     y, history = states.convolve(
         states.apart(b.op("Mul", first, last), c.hidden), past, f"{name}.conv", bias=c.conv_bias

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder
 from vtx.runtime.bundle.spec import graphs, names
 
 END = 1 << 30  # of any axis
@@ -27,10 +26,10 @@ class States:
         self._layers = layers
         columns = c.conv_taps - 1
         self._past = b.input(names.STATE, FLOAT, [len(layers), graphs.CONVERSATIONS, c.state_numbers])
-        self.ends = b.input(names.STATE_ENDS, ir.DataType.INT64, [graphs.ENDS])
-        numbers = b.op("Add", b.op("Unsqueeze", self.ends, b.constant([1])), b.constant(list(range(columns))))
+        self.ends = b.input(names.STATE_ENDS, INT64, [graphs.ENDS])
+        numbers = b.op("Add", b.unsqueeze(self.ends, 1), b.constant(list(range(columns))))
         self._columns = b.reshape(numbers, -1)  # of the past and the run together, the columns that are given out
-        self.conversations = b.op("Shape", self._past, start=1, end=2)
+        self.conversations = b.size(self._past, 1)
         self._states: list[ir.Value] = []
 
     def apart(self, x: ir.Value, *sizes: int) -> ir.Value:
@@ -67,7 +66,7 @@ class States:
         mixed = list[ir.Value]()
         for tap in range(taps):
             column = b.op("Slice", columns, b.constant([tap]), b.constant([tap + 1 - taps or END]), axis)
-            weight = b.reshape(b.op("Gather", kernel, b.constant(np.array(tap)), axis=2), c.convolved)
+            weight = b.reshape(b.op("Gather", kernel, b.constant(tap), axis=2), c.convolved)
             mixed.append(b.op("Mul", column, weight))
         y = mixed[0]
         for part in mixed[1:]:
@@ -79,7 +78,7 @@ class States:
 
     def keep(self, state: ir.Value) -> None:
         """Give out the next layer's states [conversations, ends, numbers]."""
-        self._states.append(self._b.op("Unsqueeze", state, self._b.constant([0])))
+        self._states.append(self._b.unsqueeze(state, 0))
 
     def finish(self) -> None:
         """Declare the states as an output."""

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from vtx.exporter.checkpoint.config import ModelConfig
 from vtx.exporter.graphs.activations import activate
 from vtx.exporter.graphs.axial import build_axial
-from vtx.exporter.graphs.builder import FLOAT, Builder
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder
 from vtx.exporter.graphs.convolutional import build_convolutional
 from vtx.exporter.graphs.encoder import build_block, project_patches, projected
 from vtx.exporter.graphs.joined import build_joined
@@ -161,7 +161,7 @@ def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tow
         x, tower.query, tower.key = build_block(b, v, x, name, shape, _seen(tower))
         if extras.received is not None and layer + 1 in (extras.received, blocks):
             received = received_attention(b, v, tower.query, tower.key)
-            tower.received.append(b.op("Unsqueeze", received, b.constant([2])))
+            tower.received.append(b.unsqueeze(received, 2))
         if layer == 0 and tau is not None:
             tower.merged = merge_windows(b, v, x, tau)
             x = tower.merged.hidden
@@ -174,7 +174,7 @@ def _tower(b: Builder, c: ModelConfig, pixels: ir.Value, extras: Extras) -> _Tow
 def _output_merged(b: Builder, c: ModelConfig, merged: Merged, count: int | str) -> None:
     """The patch of each token, which of them are merged ones, and the similarity of each."""
     for value, name in ((merged.patch_index, names.PATCH_INDEX), (merged.merged, names.MERGED)):
-        b.output(_select(b, c, value, axis=0), name, ir.DataType.INT64, [count])
+        b.output(_select(b, c, value, axis=0), name, INT64, [count])
     b.output(_select(b, c, merged.similarity, axis=0), names.SIMILARITY, FLOAT, [count])
 
 
@@ -191,7 +191,7 @@ def _output_attention(b: Builder, c: ModelConfig, tower: _TowerGraph, extras: Ex
     first = tower.received[0]
     last = tower.received[-1]
     if extras.received == 1 and tower.merged:  # windows merge behind block 1: of its tokens those that remain count
-        remain = b.op("Add", tower.merged.patch_index, b.constant(np.array(int(v.class_token))))
+        remain = b.op("Add", tower.merged.patch_index, b.constant(int(v.class_token)))
         first = b.op("Gather", first, remain, axis=1)
         last = first if len(tower.received) == 1 else last
     pair = b.op("Concat", first, last, axis=-1)
@@ -204,9 +204,9 @@ def _output_tower_tokens(b: Builder, c: ModelConfig, tower: _TowerGraph, images:
     size = c.vision.hidden // c.vision.heads
     assert tower.key is not None
     keys = b.reshape(b.to_float32(tower.key), 0, -1, v.heads, size)
-    keys = b.op("ReduceSum", keys, b.constant([2]), keepdims=0)
-    keys = b.op("Div", keys, b.constant(np.array(v.heads, np.float32)))
-    attention = b.op("Unsqueeze", tower.attention(b, v), b.constant([2]))
+    keys = b.sum(keys, 2)
+    keys = b.op("Div", keys, b.single(v.heads))
+    attention = b.unsqueeze(tower.attention(b, v), 2)
     states = b.to_float32(_features(b, c, [tower.states[number] for number in c.feature_layers]))
     packed = b.op("Concat", states, keys, attention, axis=-1)
     b.output(packed, names.TOWER_TOKENS, FLOAT, [images, "states", c.feature_width + size + 1])
@@ -254,9 +254,9 @@ def _grouped(b: Builder, c: ModelConfig, features: ir.Value) -> ir.Value:
     grid = c.vision.grid
     width = c.vision.hidden * len(c.feature_layers)
     if v.pool > 1:
-        planes = b.op("Transpose", b.reshape(features, -1, grid, grid, width), perm=[0, 3, 1, 2])
+        planes = b.transpose(b.reshape(features, -1, grid, grid, width), 0, 3, 1, 2)
         means = b.op("AveragePool", planes, kernel_shape=[v.pool] * 2, strides=[v.pool] * 2)
-        features = b.op("Transpose", b.reshape(means, 0, width, -1), perm=[0, 2, 1])
+        features = b.transpose(b.reshape(means, 0, width, -1), 0, 2, 1)
     if v.shuffle == 1:
         return features
     along = -(-grid // v.shuffle)
@@ -298,12 +298,12 @@ def _embeddings(b: Builder, v: VisionConfig, pixels: ir.Value, tower: str = TOWE
     inputs = [pixels, b.weight(f"{tower}.embeddings.patch_embedding.weight")]
     if not v.pre_norm:
         inputs.append(b.weight(f"{tower}.embeddings.patch_embedding.bias"))
-    patches = b.op("Conv", *inputs, kernel_shape=[v.patch] * 2, strides=[v.patch] * 2)
-    x = b.op("Transpose", b.reshape(patches, 0, v.hidden, -1), perm=[0, 2, 1])
+    patches = b.squares(v.patch, *inputs)
+    x = b.transpose(b.reshape(patches, 0, v.hidden, -1), 0, 2, 1)
     positions = _positions(b, v, tower)
     if not v.class_token:
         return b.op("Add", x, positions)
-    images = b.op("Shape", pixels, start=0, end=1)
+    images = b.size(pixels, 0)
     first = b.weight(f"{tower}.embeddings.class_embedding")
     if v.registers:
         first = b.op("Concat", b.reshape(first, 1, v.hidden), b.weight(f"{tower}.embeddings.registers"), axis=0)
@@ -325,7 +325,7 @@ def _positions(b: Builder, v: VisionConfig, tower: str) -> ir.Value:
     first = b.constant([int(v.class_token)])
     axis = b.constant([1])
     grid = b.reshape(b.op("Slice", table, first, b.constant([MAX_ROW]), axis), 1, side, side, v.hidden)
-    grid = b.to_float32(b.op("Transpose", grid, perm=[0, 3, 1, 2]))
+    grid = b.to_float32(b.transpose(grid, 0, 3, 1, 2))
     resized = b.op(
         "Resize",
         grid,
@@ -336,7 +336,7 @@ def _positions(b: Builder, v: VisionConfig, tower: str) -> ir.Value:
         cubic_coeff_a=-0.75,
         coordinate_transformation_mode="half_pixel",
     )
-    patches = b.from_float32(b.op("Transpose", b.reshape(resized, 1, v.hidden, -1), perm=[0, 2, 1]))
+    patches = b.from_float32(b.transpose(b.reshape(resized, 1, v.hidden, -1), 0, 2, 1))
     if not v.class_token:
         return patches
     return b.op("Concat", b.op("Slice", table, b.constant([0]), first, axis), patches, axis=1)
@@ -346,4 +346,4 @@ def _select(b: Builder, c: ModelConfig, x: ir.Value, axis: int = 1) -> ir.Value:
     """`default` omits the first token (CLIP's class token), and registers; `full` keeps all."""
     if not c.left_out:
         return x
-    return b.op("Slice", x, b.constant([c.left_out]), b.constant([MAX_ROW]), b.constant([axis]))
+    return b.slice(x, c.left_out, MAX_ROW, axis)

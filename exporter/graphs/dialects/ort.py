@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, MICROSOFT, Builder, Dialect, Heads
+from vtx.exporter.graphs.builder import FLOAT, INT32, INT64, MICROSOFT, Builder, Dialect, Heads
 from vtx.runtime.bundle.spec import names
 from vtx.runtime.bundle.spec.stored import INT8_ACTIVATIONS, power_of_two_in
 from vtx.runtime.precision import KV_DTYPES, STORED
@@ -32,7 +32,7 @@ class Ort(Dialect):
     sizes_from_values: bool = True
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        return b.op("Slice", keys, b.constant([0]), total, b.constant([2]))
+        return b.slice(keys, 0, total, 2)
 
     def norm(self, b: Builder, x: ir.Value, weight: str | int, eps: float) -> ir.Value:
         return b.op("SimplifiedLayerNormalization", x, b.weight(weight), axis=-1, epsilon=eps, stash_type=1)
@@ -75,7 +75,7 @@ class Ort(Dialect):
         """`seen` is given for windows only: merged tokens are removed in these graphs."""
         mask = []
         if seen is not None:
-            mask = [None, b.op("Cast", b.op("Squeeze", seen, b.constant([1, 2])), to=ir.DataType.INT32.value)]
+            mask = [None, b.cast(b.squeeze(seen, 1, 2), INT32)]
         return b.op(
             "MultiHeadAttention",
             q,
@@ -136,7 +136,7 @@ def _points(b: Builder, zeros: ir.Value, rows: int, blocks: int, bits: int) -> i
     if blocks % 2:
         halves = b.op("Pad", halves, b.constant([0, 0, 0, 1]))
     halves = b.reshape(halves, rows, -1, 2)
-    low, high = (b.op("Gather", halves, b.constant(np.array(half)), axis=2) for half in (0, 1))
+    low, high = (b.op("Gather", halves, b.constant(half), axis=2) for half in (0, 1))
     return b.op("BitwiseOr", low, b.op("BitShift", high, b.constant(np.array(4, np.uint8)), direction="LEFT"))
 
 
@@ -151,7 +151,7 @@ class OrtAttention:
         self._b = b
         self._c = c
         self._kv_type = kv_type
-        self._positions = positions = b.input(names.POSITIONS, ir.DataType.INT64, ["batch", "each"])
+        self._positions = positions = b.input(names.POSITIONS, INT64, ["batch", "each"])
         tables = (
             ((names.COS, names.SIN), c.head_dim),
             *(((names.SLIDING_COS, names.SLIDING_SIN), s.head_dim) for s in [c.sliding] if s),
@@ -160,11 +160,11 @@ class OrtAttention:
             [b.from_float32(b.input(name, FLOAT, ["max_context", width // 2])) for name in pair]
             for pair, width in tables
         ]
-        self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, ["batch", "each"]) if c.sliding else None
+        self._first = b.input(names.FIRST_SLOT, INT64, ["batch", "each"]) if c.sliding else None
         shapes = ((names.LAST_SLOT, "batch"), (names.TOTAL_SLOTS, 1))
         has_own = any(c.source(layer) == layer for layer in layers)
-        self._slots = [b.input(name, ir.DataType.INT32, [size]) for name, size in shapes] if has_own else []
-        self._seen_slots = b.input(names.SEEN_SLOTS, ir.DataType.INT64, ["batch", "each"]) if c.two_way else None
+        self._slots = [b.input(name, INT32, [size]) for name, size in shapes] if has_own else []
+        self._seen_slots = b.input(names.SEEN_SLOTS, INT64, ["batch", "each"]) if c.two_way else None
         self._masks: dict[bool, ir.Value] = {}  # of tokens that see each other both ways, by sliding
         self._ahead = self._sees_ahead() if c.two_way == "images" else None
         self._apart = b.op("Concat", b.op("Shape", positions), b.constant([-1]), axis=0)
@@ -187,7 +187,7 @@ class OrtAttention:
         """True for slots [slots] that are not before those of a token's window, [batch, 1, each, slots]."""
         b = self._b
         assert self._first is not None
-        return b.op("GreaterOrEqual", slots, b.op("Unsqueeze", self._first, b.constant([1, 3])))
+        return b.op("GreaterOrEqual", slots, b.unsqueeze(self._first, 1, 3))
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         source = self._c.source(layer)
@@ -200,8 +200,8 @@ class OrtAttention:
         b = self._b
         c = self._c
         one = self._b.constant([1])
-        source_slot = b.input(names.source_slot(source), ir.DataType.INT32, ["batch"])
-        last = b.op("Cast", source_slot, to=ir.DataType.INT64.value)
+        source_slot = b.input(names.source_slot(source), INT32, ["batch"])
+        last = b.cast(source_slot, INT64)
         total = b.op("Add", b.op("ReduceMax", last, b.constant([0])), one)
         parts = []
         for past, scale in ((names.past_key, names.key_scale), (names.past_value, names.value_scale)):
@@ -210,23 +210,23 @@ class OrtAttention:
             if KV_DTYPES[self._kv_type.numpy().name].scaled:
                 of_cache = b.input(scale(source), FLOAT, (1, c.kv_heads, 1, c.heads_of(source)))
             parts.append(self._filled(cache, of_cache, total))
-        zero = b.constant(np.array(0, np.int64))
-        step = b.constant(np.array(1, np.int64))
+        zero = b.constant(0)
+        step = b.constant(1)
         slots = b.op("Range", zero, b.op("Squeeze", total), step)
-        count = b.op("Shape", self._positions, start=1, end=2)
+        count = b.size(self._positions, 1)
         begins = b.op("Sub", b.op("Add", last, one), count)  # of the tokens' own slots
         slot = b.op("Add", b.op("Unsqueeze", begins, one), b.op("Range", zero, b.op("Squeeze", count), step))
-        visible = b.op("LessOrEqual", slots, b.op("Unsqueeze", slot, b.constant([1, 3])))
+        visible = b.op("LessOrEqual", slots, b.unsqueeze(slot, 1, 3))
         visible = b.op("And", visible, self._seen(slots)) if c.slides(source) else visible
-        mask = b.op("Where", visible, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
+        mask = b.op("Where", visible, b.single(0), b.constant(UNSEEN))
         return parts[0], parts[1], b.op("Unsqueeze", mask, one)
 
     def _window(self) -> ir.Value:
         """A term of products with filled slots, [batch, 1, each, slots], that hides those before a window."""
         b = self._b
         if self._bias is None:
-            total = b.op("Cast", b.op("Squeeze", self._slots[1]), to=ir.DataType.INT64.value)
-            slots = b.op("Range", b.constant(np.array(0, np.int64)), total, b.constant(np.array(1, np.int64)))
+            total = b.cast(b.op("Squeeze", self._slots[1]), INT64)
+            slots = b.op("Range", b.constant(0), total, b.constant(1))
             half = self._kv_type == ir.DataType.FLOAT16  # then the operator computes with it
             hidden = np.array(np.finfo(np.float16).min, np.float16) if half else UNSEEN
             self._bias = b.op("Where", self._seen(slots), b.constant(np.zeros((), hidden.dtype)), b.constant(hidden))
@@ -243,7 +243,7 @@ class OrtAttention:
         compute = b.dialect.compute
         casts = kv_type == ir.DataType.FLOAT16 and compute != kv_type
         if casts:
-            q, k, v = (b.op("Cast", part, to=kv_type.value) for part in (q, k, v))
+            q, k, v = (b.cast(part, kv_type) for part in (q, k, v))
         rounding: dict[str, Any] = {}
         scales = self._scales(layer)
         if scales:  # keep K and V as integers times them
@@ -272,15 +272,15 @@ class OrtAttention:
         mask = self._seen_both_ways(sliding=c.slides(layer)) if c.two_way else None
 
         def causal() -> ir.Value:
-            return b.op("Cast", y, to=compute.value) if casts else y
+            return b.cast(y, compute) if casts else y
 
         def both_ways() -> ir.Value:
             assert mask is not None
             of_keys, of_values = scales or (None, None)
-            total = b.op("Cast", self._slots[1], to=ir.DataType.INT64.value)
+            total = b.cast(self._slots[1], INT64)
             keys = self._filled(key, of_keys, total)
             values = self._filled(value, of_values, total)
-            wide = b.op("Cast", q, to=FLOAT.value) if kv_type == ir.DataType.FLOAT16 else q
+            wide = b.cast(q, FLOAT) if kv_type == ir.DataType.FLOAT16 else q
             return b.from_float32(self._attend_masked(wide, keys, values, mask, layer))
 
         if self._ahead is None:
@@ -300,48 +300,48 @@ class OrtAttention:
         b = self._b
         assert self._seen_slots is not None
         if sliding not in self._masks:
-            total = b.op("Squeeze", b.op("Cast", self._slots[1], to=ir.DataType.INT64.value))
-            slots = b.op("Range", b.constant(np.array(0)), total, b.constant(np.array(1)))
-            visible = b.op("Less", slots, b.op("Unsqueeze", self._seen_slots, b.constant([1, 3])))
+            total = b.op("Squeeze", b.cast(self._slots[1], INT64))
+            slots = b.op("Range", b.constant(0), total, b.constant(1))
+            visible = b.op("Less", slots, b.unsqueeze(self._seen_slots, 1, 3))
             visible = b.op("And", visible, self._seen(slots)) if sliding else visible
-            mask = b.op("Where", visible, b.constant(np.array(0, np.float32)), b.constant(UNSEEN))
-            self._masks[sliding] = b.op("Unsqueeze", mask, b.constant([1]))
+            mask = b.op("Where", visible, b.single(0), b.constant(UNSEEN))
+            self._masks[sliding] = b.unsqueeze(mask, 1)
         return self._masks[sliding]
 
     def _sees_ahead(self) -> ir.Value:
         """True if a token of the run sees one behind it; if none does, the operator's causal attention is right."""
         b = self._b
         assert self._seen_slots is not None
-        last = b.op("Unsqueeze", b.op("Cast", self._slots[0], to=ir.DataType.INT64.value), b.constant([1]))
-        count = b.op("Squeeze", b.op("Shape", self._positions, start=1, end=2))
-        behind = b.op("Range", count, b.constant(np.array(0)), b.constant(np.array(-1)))  # it and those behind, of each
+        last = b.unsqueeze(b.cast(self._slots[0], INT64), 1)
+        count = b.op("Squeeze", b.size(self._positions, 1))
+        behind = b.op("Range", count, b.constant(0), b.constant(-1))  # it and those behind, of each
         slot = b.op("Add", b.op("Sub", last, behind), b.constant([2]))
-        after = b.op("Cast", b.op("Greater", self._seen_slots, slot), to=ir.DataType.INT32.value)
-        return b.op("Cast", b.op("ReduceMax", after, keepdims=0), to=ir.DataType.BOOL.value)
+        after = b.cast(b.op("Greater", self._seen_slots, slot), INT32)
+        return b.cast(b.op("ReduceMax", after, keepdims=0), ir.DataType.BOOL)
 
     def _filled(self, cache: ir.Value, scale: ir.Value | None, total: ir.Value) -> ir.Value:
         """The filled slots of a layer's K or V as numbers, [batch, kv_heads, 1, slots, head_dim]."""
         b = self._b
-        filled = b.op("Slice", cache, b.constant([0]), total, b.constant([2]))
+        filled = b.slice(cache, 0, total, 2)
         if self._kv_type != FLOAT:
-            filled = b.op("Cast", filled, to=FLOAT.value)
+            filled = b.cast(filled, FLOAT)
         if scale is not None:
             filled = b.op("Mul", filled, scale)
-        return b.op("Unsqueeze", filled, b.constant([2]))
+        return b.unsqueeze(filled, 2)
 
     def _attend_masked(self, q: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
         """Attention of q [batch, each, heads * head_dim] over filled slots, by `mask` [batch, 1, 1, each, slots]."""
         b = self._b
         c = self._c
         width = self._c.heads_of(layer)
-        scaled = b.op("Mul", q, b.constant(np.array(c.scale(layer), np.float32)))
+        scaled = b.op("Mul", q, b.single(c.scale(layer)))
         by_group = b.reshape(scaled, 0, 0, c.kv_heads, c.heads // c.kv_heads, width)
-        queries = b.op("Transpose", by_group, perm=[0, 2, 3, 1, 4])
-        products = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 2, 4, 3]))
+        queries = b.transpose(by_group, 0, 2, 3, 1, 4)
+        products = b.op("MatMul", queries, b.transpose(keys, 0, 1, 2, 4, 3))
         if c.attention_softcap is not None:
             products = b.bounded(products, c.attention_softcap)
         weights = b.op("Softmax", b.op("Add", products, mask), axis=-1)
-        attended = b.op("Transpose", b.op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
+        attended = b.transpose(b.op("MatMul", weights, values), 0, 3, 1, 2, 4)
         return b.reshape(attended, 0, 0, c.heads * width)
 
     def join(self, x: ir.Value, layer: int) -> ir.Value:

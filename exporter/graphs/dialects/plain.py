@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads, StageAttention
+from vtx.exporter.graphs.builder import FLOAT, INT64, Builder, Dialect, Heads, StageAttention
 from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -37,7 +36,7 @@ class Plain(Dialect):
             mean = b.op("ReduceMean", square, axes=[-1], keepdims=1)
         else:
             mean = b.op("ReduceMean", square, b.constant([-1]), keepdims=1)
-        size = b.op("Sqrt", b.op("Add", mean, b.constant(np.array(eps, np.float32))))
+        size = b.op("Sqrt", b.op("Add", mean, b.single(eps)))
         return b.from_float32(b.op("Mul", b.op("Div", x, size), b.weight(weight, FLOAT)))
 
     def gelu(self, b: Builder, x: ir.Value, *, tanh: bool) -> ir.Value:
@@ -61,9 +60,8 @@ class Plain(Dialect):
         q, k = (split_heads(b, x, heads.count, heads.size) for x in (q, k))
         v = split_heads(b, v, heads.count, value_size)
         if heads.causal:
-            tokens = b.op("Squeeze", b.op("Shape", q, start=2, end=3))
-            every = b.op("Range", b.constant(np.array(0)), tokens, b.constant(np.array(1)))
-            seen = b.op("GreaterOrEqual", b.op("Unsqueeze", every, b.constant([1])), every)
+            every = b.numbers(b.size(q, 2))
+            seen = b.op("GreaterOrEqual", b.unsqueeze(every, 1), every)
         mask = None if seen is None else b.op("Where", seen, b.scalar(0), b.scalar(UNSEEN))
         return join_heads(b, _weighted(b, _scores(b, q, k, heads.size**-0.5), v, mask), heads.count * value_size)
 
@@ -78,7 +76,7 @@ class PlainAttention(HeadsApart):
         if c.sliding is not None:
             width = c.sliding.head_dim
             self._turns.append(self._turn(names.SLIDING_COS, names.SLIDING_SIN, width))
-            self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, [1, "tokens"])
+            self._first = b.input(names.FIRST_SLOT, INT64, [1, "tokens"])
         self._masks: dict[tuple[int | None, bool], ir.Value] = {}
         self._sources: dict[int, tuple[ir.Value, ir.Value]] = {}
 
@@ -106,8 +104,7 @@ class PlainAttention(HeadsApart):
         source = self._c.source(layer)
         if source not in self._sources:
             keys, values = (
-                x if self._kv_type == FLOAT else b.op("Cast", x, to=FLOAT.value)
-                for x in self._past(source, f"slots.{source}")
+                x if self._kv_type == FLOAT else b.cast(x, FLOAT) for x in self._past(source, f"slots.{source}")
             )
             self._masks[source, False] = self._causal(q, keys, sliding=self._c.slides(source), filled=True)
             self._sources[source] = for_every_head(b, self._c, keys, source), for_every_head(b, self._c, values, source)
@@ -122,11 +119,11 @@ class PlainAttention(HeadsApart):
 
     def _append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """The past's slots and then the new ones, in float32."""
-        wide = past if self._kv_type == FLOAT else self._b.op("Cast", past, to=FLOAT.value)
+        wide = past if self._kv_type == FLOAT else self._b.cast(past, FLOAT)
         return self._b.op("Concat", wide, new, axis=2)
 
     def _narrow(self, x: ir.Value) -> ir.Value:
-        return x if self._kv_type == FLOAT else self._b.op("Cast", x, to=self._kv_type.value)
+        return x if self._kv_type == FLOAT else self._b.cast(x, self._kv_type)
 
     def _causal(self, q: ir.Value, past: ir.Value, *, sliding: bool, filled: bool = False) -> ir.Value:
         """The mask added to scores [tokens, slots]: a token sees its own slot, one of the last, and those before.
@@ -135,20 +132,20 @@ class PlainAttention(HeadsApart):
         Slots are counted at the past, since OpenVINO fuses a cache only if nothing else reads its result.
         """
         b = self._b
-        before, tokens = (b.op("Squeeze", b.op("Shape", x, start=2, end=3)) for x in (past, q))
+        before, tokens = (b.op("Squeeze", b.size(x, 2)) for x in (past, q))
         if filled:
             before = b.op("Sub", before, tokens)
-        every = b.op("Range", b.constant(np.array(0)), b.op("Add", before, tokens), b.constant(np.array(1)))
+        every = b.op("Range", b.constant(0), b.op("Add", before, tokens), b.constant(1))
         if self._seen_slots is not None:
-            visible = b.op("Less", every, b.op("Transpose", self._seen_slots, perm=[1, 0]))
+            visible = b.op("Less", every, b.transpose(self._seen_slots, 1, 0))
         else:
-            first = b.op("Unsqueeze", before, b.constant([0]))
+            first = b.unsqueeze(before, 0)
             most = b.constant([MAX_SIZE])
-            numbers = b.op("Slice", every, first, most, b.constant([0]))
-            visible = b.op("GreaterOrEqual", b.op("Unsqueeze", numbers, b.constant([1])), every)
+            numbers = b.slice(every, first, most, 0)
+            visible = b.op("GreaterOrEqual", b.unsqueeze(numbers, 1), every)
         if sliding:
             assert self._first is not None
-            visible = b.op("And", visible, b.op("LessOrEqual", b.op("Transpose", self._first, perm=[1, 0]), every))
+            visible = b.op("And", visible, b.op("LessOrEqual", b.transpose(self._first, 1, 0), every))
         return b.op("Where", visible, b.scalar(0), b.scalar(UNSEEN))
 
     def finish(self) -> None:
@@ -157,21 +154,21 @@ class PlainAttention(HeadsApart):
 
 def at_positions(b: Builder, table: ir.Value, positions: ir.Value) -> ir.Value:
     """The values of a table at the tokens' positions, once for each half of a head: [1, 1, tokens, head_dim]."""
-    gathered = b.op("Unsqueeze", b.op("Gather", table, positions), b.constant([1]))
+    gathered = b.unsqueeze(b.op("Gather", table, positions), 1)
     return b.op("Concat", gathered, gathered, axis=-1)
 
 
 def rotate_halves(b: Builder, x: ir.Value, cos: ir.Value, sin: ir.Value, head_dim: int) -> ir.Value:
     """Rotary embedding of [1, heads, tokens, head_dim]."""
-    first = b.op("Slice", x, b.constant([0]), b.constant([head_dim // 2]), b.constant([3]))
-    second = b.op("Slice", x, b.constant([head_dim // 2]), b.constant([MAX_SIZE]), b.constant([3]))
+    first = b.slice(x, 0, head_dim // 2, 3)
+    second = b.slice(x, head_dim // 2, MAX_SIZE, 3)
     turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
     return b.op("Add", b.op("Mul", x, cos), b.op("Mul", turned, sin))
 
 
 def _scores(b: Builder, q: ir.Value, k: ir.Value, scale: float) -> ir.Value:
     """The products q k^T * scale of [batch, heads, tokens, head_dim]."""
-    k = b.op("Transpose", k, perm=[0, 1, 3, 2])
+    k = b.transpose(k, 0, 1, 3, 2)
     if b.dialect.compute == FLOAT:  # the form that OpenVINO fuses
         return b.op("Mul", b.op("MatMul", q, k), b.scalar(scale))
     return b.op("MatMul", b.op("Mul", q, b.scalar(scale)), k)  # products of unscaled numbers may exceed float16

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from vtx.exporter.checkpoint.text_config import TextConfig
-from vtx.exporter.graphs.builder import FLOAT, Builder, Dialect, Heads
+from vtx.exporter.graphs.builder import FLOAT, INT32, INT64, Builder, Dialect, Heads
 from vtx.exporter.graphs.dialects.heads import HeadsApart, for_every_head, join_heads, split_heads
 from vtx.runtime.bundle.spec import names
 
@@ -45,7 +45,7 @@ class Trt(Dialect):
         return (1, slots, kv_heads, head_dim)
 
     def filled(self, b: Builder, keys: ir.Value, total: ir.Value) -> ir.Value:
-        return b.op("Transpose", keys, perm=HEADS_FIRST)
+        return b.transpose(keys, *HEADS_FIRST)
 
     def stage_attention(self, b: Builder, c: TextConfig, kv_type: ir.DataType, layers: range) -> TrtAttention:
         return TrtAttention(b, c, kv_type, layers, self.max_context)
@@ -60,11 +60,11 @@ class Trt(Dialect):
             v = b.op("Pad", v, b.constant([0] * 7 + [heads.size - value_size]))
         mask = []
         if seen is not None:  # [1, 1, 1, n] as [1, 1, n, n]
-            tokens = b.op("Shape", q, start=2, end=3)
+            tokens = b.size(q, 2)
             mask = [b.op("Expand", seen, b.op("Concat", b.constant([1, 1]), tokens, b.constant([1]), axis=0))]
         y = b.op("Attention", q, k, v, *mask, scale=heads.size**-0.5, is_causal=int(heads.causal))
         if value_size < heads.size:
-            y = b.op("Slice", y, b.constant([0]), b.constant([value_size]), b.constant([3]))
+            y = b.slice(y, 0, value_size, 3)
         return join_heads(b, y, heads.count * value_size)
 
 
@@ -83,24 +83,24 @@ class TrtAttention(HeadsApart):
         self._first: ir.Value | None = None  # the first slot that each token sees in layers that slide
         if c.sliding is not None:
             tables.append(((names.SLIDING_COS, names.SLIDING_SIN), c.sliding.head_dim))
-            self._first = b.input(names.FIRST_SLOT, ir.DataType.INT64, self._sizes)
+            self._first = b.input(names.FIRST_SLOT, INT64, self._sizes)
         self._apart = b.op("Shape", self._positions)
         self._tables = [
             [b.from_float32(b.input(name, FLOAT, [max_context, width // 2])) for name in pair] for pair, width in tables
         ]
         has_own = any(c.source(layer) == layer for layer in layers)
-        self._total = self._whole(b.input(names.TOTAL_SLOTS, ir.DataType.INT32, ["batch"])) if has_own else None
+        self._total = self._whole(b.input(names.TOTAL_SLOTS, INT32, ["batch"])) if has_own else None
         self._masks: dict[bool, ir.Value] = {}  # by sliding
         self._sources: dict[int, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def _whole(self, x: ir.Value) -> ir.Value:
         """A number of each conversation as int64 [batch, 1]."""
-        return self._b.op("Cast", self._b.op("Unsqueeze", x, self._b.constant([1])), to=ir.DataType.INT64.value)
+        return self._b.cast(self._b.unsqueeze(x, 1), INT64)
 
     def split(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         b = self._b
         sizes = b.op("Concat", self._apart, b.constant([heads, self._c.heads_of(layer)]), axis=0)
-        return b.op("Transpose", b.op("Reshape", x, sizes), perm=HEADS_FIRST)
+        return b.transpose(b.op("Reshape", x, sizes), *HEADS_FIRST)
 
     def rotate(self, x: ir.Value, heads: int, layer: int) -> ir.Value:
         return self._b.op("RotaryEmbedding", x, *self._tables[self._c.slides(layer)], self._positions)
@@ -109,41 +109,41 @@ class TrtAttention(HeadsApart):
         b = self._b
         past = self._past(layer, "slots")
         sliding = self._c.slides(layer)
-        new = [b.op("Transpose", self._in_kv_type(x), perm=HEADS_FIRST) for x in (k, v)]
+        new = [b.transpose(self._in_kv_type(x), *HEADS_FIRST) for x in (k, v)]
         if sliding not in self._masks:
             assert self._total is not None
             filled = b.op("Sub", self._total, self._tokens())
-            slots = self._count(b.op("Shape", past[0], start=1, end=2))
+            slots = b.numbers(b.size(past[0], 1))
             past_slots = b.op("Where", b.op("Less", slots, filled), slots, b.constant([NO_SLOT]))
             numbers = self._own(filled)
             self._masks[sliding] = self._mask(b.op("Concat", past_slots, numbers, axis=1), numbers, sliding=sliding)
         self._keep(layer, *new)
         joined = [b.op("Concat", *pair, axis=1) for pair in zip(past, new, strict=True)]
-        key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in joined)
+        key, value = (b.transpose(x, *HEADS_FIRST) for x in joined)
         return self._attend_masked(q, key, value, self._masks[sliding], layer)
 
     def read(self, q: ir.Value, layer: int) -> ir.Value:
         b = self._b
         source = self._c.source(layer)
         if source not in self._sources:
-            last = self._whole(b.input(names.source_slot(source), ir.DataType.INT32, ["batch"]))
+            last = self._whole(b.input(names.source_slot(source), INT32, ["batch"]))
             past = self._past(source, f"slots.{source}")
-            slots = b.op("Unsqueeze", self._count(b.op("Shape", past[0], start=1, end=2)), b.constant([0]))
+            slots = b.unsqueeze(b.numbers(b.size(past[0], 1)), 0)
             one = b.constant([1])
             numbers = self._own(b.op("Sub", b.op("Add", last, one), self._tokens()))
-            key, value = (b.op("Transpose", x, perm=HEADS_FIRST) for x in past)
+            key, value = (b.transpose(x, *HEADS_FIRST) for x in past)
             self._sources[source] = key, value, self._mask(slots, numbers, sliding=self._c.slides(source))
         return self._attend_masked(q, *self._sources[source], layer)
 
     def _in_kv_type(self, x: ir.Value) -> ir.Value:
         """The few new tokens are cast, not the cache."""
-        return x if self._b.dialect.compute == self._kv_type else self._b.op("Cast", x, to=self._kv_type.value)
+        return x if self._b.dialect.compute == self._kv_type else self._b.cast(x, self._kv_type)
 
     def _attend_masked(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
         """Attention to K and V [1, kv_heads, all slots, head_dim] of the KV type, in the arithmetic's type."""
         compute = self._b.dialect.compute
         y = self._attended(self._in_kv_type(q), k, v, mask, layer)
-        return y if compute == self._kv_type else self._b.op("Cast", y, to=compute.value)
+        return y if compute == self._kv_type else self._b.cast(y, compute)
 
     def _attended(self, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value, layer: int) -> ir.Value:
         if self._c.attention_softcap is not None:  # TensorRT's Attention has none
@@ -157,7 +157,7 @@ class TrtAttention(HeadsApart):
         scale = b.constant(np.array(c.scale(layer), self._kv_type.numpy()))
         q = b.op("Mul", q, scale)  # before the product, which may exceed float16
         k, v = (for_every_head(b, c, x, layer) for x in (k, v))  # with fewer heads or five axes none is fused
-        scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
+        scores = b.op("MatMul", q, b.transpose(k, 0, 1, 3, 2))
         if c.attention_softcap is not None:
             scores = b.bounded(scores, c.attention_softcap, self._kv_type)
         return b.op("MatMul", b.op("Softmax", b.op("Add", scores, mask), axis=-1), v)
@@ -169,16 +169,11 @@ class TrtAttention(HeadsApart):
 
     def _tokens(self) -> ir.Value:
         """The number of a conversation's tokens [1]."""
-        return self._b.op("Shape", self._positions, start=1, end=2)
-
-    def _count(self, number: ir.Value) -> ir.Value:
-        """0, 1, ... before `number` [1]."""
-        b = self._b
-        return b.op("Range", b.constant(np.array(0)), b.op("Squeeze", number), b.constant(np.array(1)))
+        return self._b.size(self._positions, 1)
 
     def _own(self, filled: ir.Value) -> ir.Value:
         """The tokens' own slots [batch, each], which follow `filled` [batch, 1] ones."""
-        return self._b.op("Add", self._count(self._tokens()), filled)
+        return self._b.op("Add", self._b.numbers(self._tokens()), filled)
 
     def _mask(self, slots: ir.Value, own: ir.Value, *, sliding: bool) -> ir.Value:
         """[batch, 1, each, slots]: a token sees the slots up to its own, or `seen_slots`; `sliding`: the window.
@@ -187,10 +182,10 @@ class TrtAttention(HeadsApart):
         """
         b = self._b
         across = b.constant([1, 3])
-        slot = b.op("Unsqueeze", slots, b.constant([1, 2]))
+        slot = b.unsqueeze(slots, 1, 2)
         last = own
         if self._seen_slots is not None:
-            last = b.op("Sub", self._seen_slots, b.constant(np.array(1)))
+            last = b.op("Sub", self._seen_slots, b.constant(1))
         visible = b.op("LessOrEqual", slot, b.op("Unsqueeze", last, across))
         if sliding:
             assert self._first is not None
