@@ -31,8 +31,14 @@ def open_outputs(config: WatchConfig) -> list[Output]:
 
 
 def _print(line: bytes) -> None:
-    sys.stdout.write(line.decode() + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
+            # Nothing is left to write, so that the command does not fail at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 class RotatedFile:
