@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import click
 from vtx.runtime.errors import VtxError, printable
 from vtx.runtime.interrupts import INTERRUPTED, Interruptible
 from vtx.runtime.process import STARTED, leave_on_success, mark_success, own_process
-from vtx.runtime.terminal.streams import prepare_streams
+from vtx.runtime.terminal.streams import drop_stdout, prepare_streams
 from vtx.runtime.units import Progress, duration, size
 
 COLUMN_GAP = 3  # of blanks
@@ -53,9 +53,7 @@ class Program(click.Command):
         try:
             return super().main(*args, **kwargs)
         except OSError as e:  # but for a reader that went away, which click ends quietly
-            with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
-                # The buffer is dropped, so that the interpreter does not try to write it again at its end.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_stdout()
             note(f"{os.path.basename(sys.argv[0])}: cannot write the output ({e.strerror or e})")
             sys.exit(1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import sys
+from contextlib import suppress
 
 
 def prepare_streams() -> None:
@@ -35,3 +36,9 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = [units[at : at + 2].hex() for at in range(0, len(units), 2)]
     return "".join(f"\\u{pair}" for pair in pairs), error.end
+
+
+def drop_stdout() -> None:
+    """Send what stdout's buffer still holds nowhere, so that the process does not try to write it at its end."""
+    with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

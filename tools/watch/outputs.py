@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from vtx.runtime.errors import DeviceError, RequestError
 from vtx.runtime.installing import install
 from vtx.runtime.server.delivery import CLOSE_SECONDS, Output
+from vtx.runtime.terminal.streams import drop_stdout
 from vtx.tools.watch.config import FileOutput, Mqtt, WatchConfig, Webhook
 
 LAST_WILL = b'{"event": "lost"}'  # which the broker publishes if the connection ends without a word
@@ -35,9 +36,7 @@ def _print(line: bytes) -> None:
         sys.stdout.write(line.decode() + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        with suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
-            # Nothing is left to write, so that the command does not fail at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         raise
 
 

@@ -402,7 +402,7 @@ def test_reading_a_video_loads_no_decoder_here(clip: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_converting_frames_starts_no_threads(clip: Path) -> None:
-    """PyAV would start one a core for each frame: with 16 cores the address space of a decoder ends at 11 frames."""
+    """PyAV would start one a core for each frame: with two cores the 86th did not fit into a decoder's memory."""
     with av.open(str(clip)) as container:
         frames = list(container.decode(video=0))
         before = len(os.listdir("/proc/self/task"))
