@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict
 from typing import BinaryIO
@@ -40,14 +41,16 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._start_child = confined.start_child
+        self._starting = threading.Lock()  # for one of several threads
         self._servers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
     def start(self, task: ChildTask, data: BinaryIO | None, answer: int, log: BinaryIO) -> Child:
         """As `confined.start_child`, which starts the children of other modules."""
         if task.target.partition(":")[0] not in MODULES.get(task.libraries, ()):
             return self._start_child(task, data, answer, log)
-        if task.libraries not in self._servers:
-            self._servers[task.libraries] = _started(task.libraries)
+        with self._starting:
+            if task.libraries not in self._servers:
+                self._servers[task.libraries] = _started(task.libraries)
         channel = self._servers[task.libraries][1]
         ours, theirs = socket.socketpair()
         with confined.scratch() as question, theirs:
